@@ -1,0 +1,1 @@
+"""From here to the nodes: the command line, the plan, SSH, sync, the agent and the supervisor."""

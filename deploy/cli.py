@@ -1,0 +1,2 @@
+"""The command line."""
+def main() -> int: return 0

@@ -1,0 +1,1 @@
+"""What the cluster is: the inventory file, its schema and its errors."""

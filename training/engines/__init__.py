@@ -1,0 +1,1 @@
+"""One short file for each way of training."""

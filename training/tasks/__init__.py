@@ -1,0 +1,1 @@
+"""What can be trained: model, data and loss."""
