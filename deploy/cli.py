@@ -1,2 +1,242 @@
-"""The command line."""
-def main() -> int: return 0
+"""The command line: parses, calls, prints errors, exits; nothing else of kit prints errors or exits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from nodekit.inventory.errors import KitError
+
+EXIT_CODES = """\
+exit codes:
+  0    trained to the end (up), or done (the other commands)
+  1    bad input, or a host that cannot be reached or used
+  2    wrong usage of the command line
+  3    the job was started and failed
+  130  stopped by Ctrl-C
+"""
+
+UP = """\
+Bring up the job of an inventory and watch it: check the hosts, sync the code, start an agent on each
+node, stream every rank's output, and tell how it ended.
+
+Safe to run again: on a running job it attaches, after `kit down` or a failure it goes on from the
+newest snapshot. Ctrl-C stops the job on every node; a second Ctrl-C kills it at once.
+"""
+
+UP_EXAMPLES = """\
+examples:
+  kit up                                 two nodes on this machine train the shared module
+  kit up inventory/lab.yaml              the job the inventory names
+  kit up lab.yaml -- train.py --lr 0.1   this script, as torchrun would run it
+  kit up lab.yaml --dry-run              print what each node would run, and run nothing
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command: list[str] = []
+    if argv[:1] == ["up"] and "--" in argv:  # what follows is the user's, byte for byte: argparse never sees it
+        split = argv.index("--")
+        argv, command = argv[:split], argv[split + 1 :]
+    args = _parser().parse_args(argv)
+    args.command = command
+    try:
+        return int(args.run(args))
+    except KitError as error:
+        print(f"kit: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("kit: stopped; nothing is left running", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has left; what we still hold for it must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kit",
+        description="Multi-node PyTorch training from one inventory file.",
+        epilog=f"{EXIT_CODES}\nstart with: kit up",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kit {metadata.version('nodekit')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_up(commands)
+    for name, function, help_text in (
+        ("status", _status, "what each node of a run is doing"),
+        ("logs", _logs, "the output of a run's ranks"),
+        ("down", _down, "stop a run on every node"),
+    ):
+        command = _add(commands, name, function, help_text)
+        command.add_argument("run", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)")
+        _add_ssh(command)
+        if name == "logs":
+            command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+            command.add_argument("--node", metavar="N", help="this node only")
+            command.add_argument("--rank", metavar="R", type=int, help="this rank only")
+        if name == "down":
+            command.add_argument("--force", action="store_true", help="kill at once, with no time for a snapshot")
+        if name == "status":
+            command.add_argument("--json", action="store_true", help="for programs")
+    listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
+    listing.add_argument("--json", action="store_true", help="for programs")
+    _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
+    from nodekit.deploy import lab
+
+    lab.add_commands(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    function: object,
+    help_text: str,
+    description: str | None = None,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=help_text,
+        description=description or help_text[0].upper() + help_text[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=function)
+    return command
+
+
+def _add_ssh(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--accept-new-host-keys",
+        action="store_true",
+        help="add the key of a host that is not in known_hosts yet (a changed key is refused all the same)",
+    )
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands, "up", _up, "bring up the job of an inventory and watch it", UP, UP_EXAMPLES + EXIT_CODES
+    )
+    command.usage = "kit up [INVENTORY] [options] [-- SCRIPT.py ARGS…]"
+    command.add_argument(
+        "inventory", metavar="INVENTORY", nargs="?", help="the inventory file (two nodes on this machine)"
+    )
+    command.add_argument("-d", "--detach", action="store_true", help="leave the job running once it has started")
+    command.add_argument("--new", action="store_true", help="start a new run, even where one could go on")
+    command.add_argument("--dry-run", action="store_true", help="check, print what each node would run, run nothing")
+    command.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
+    command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
+    _add_ssh(command)
+
+
+def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
+    from nodekit.deploy.cluster import SshOptions
+
+    return SshOptions(
+        accept_new_host_keys=args.accept_new_host_keys, notice=lambda text: print(text, file=sys.stderr)
+    )
+
+
+def _up(args: argparse.Namespace) -> int:
+    from nodekit.deploy.up import Options, up
+    from nodekit.inventory.load import example_path
+
+    return up(
+        Options(
+            inventory=Path(args.inventory) if args.inventory else example_path("local"),
+            command=tuple(args.command) or None,
+            dry_run=args.dry_run,
+            json=args.json,
+            detach=args.detach,
+            new=args.new,
+            quiet=args.quiet,
+            ssh=_ssh_options(args),
+        )
+    )
+
+
+def _status(args: argparse.Namespace) -> int:
+    from nodekit.deploy import cluster, runs, up
+    from nodekit.deploy.view import status_line
+
+    run = runs.find(args.run)
+    with cluster.links(up.inventory_of(run).hosts, _ssh_options(args), some=True) as links:
+        found = up.statuses(run, links)
+    alive = any(status["alive"] for status in found.values())
+    state = run.state if run.state in runs.ENDED or alive else "ended while nobody watched; kit up goes on"
+    if args.json:
+        print(json.dumps({**runs.public(run), "state": state, "status": found}, indent=2))
+        return 0
+    print(f"{run.run_id}  {state}" + (f": {run.verdict}" if run.verdict else ""))
+    width = max(map(len, run.nodes), default=0)
+    for name in run.nodes:
+        status = found.get(name)
+        if status is None:
+            line = "unreachable"
+        else:
+            if not status["alive"] and status.get("state") not in runs.ENDED:
+                status["state"] = "gone"
+            line = status_line(status, now=time.time())
+        print(f"  {name.ljust(width)}  {line}")
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from nodekit.deploy import cluster, runs, up
+    from nodekit.deploy.showlogs import show
+
+    run = runs.find(args.run)
+    hosts = [host for host in up.inventory_of(run).hosts if args.node in (None, host.name)]
+    if not hosts:
+        raise KitError(f"{run.run_id} has no node '{args.node}'; it has {', '.join(run.nodes)}")
+    with cluster.links(hosts, _ssh_options(args), some=True) as links:
+        show(run, links, rank=args.rank, follow=args.follow)
+        return 0 if len(links) == len(hosts) else 1
+
+
+def _down(args: argparse.Namespace) -> int:
+    from nodekit.deploy import runs, up
+
+    return up.down(runs.find(args.run), _ssh_options(args), force=args.force)
+
+
+def _runs(args: argparse.Namespace) -> int:
+    from nodekit.deploy import runs
+
+    found = runs.all_runs()
+    if args.json:
+        print(json.dumps([runs.public(run) for run in found], indent=2))
+        return 0
+    if not found:
+        print(f"no run on record in {runs.folder()}; start one: kit up INVENTORY")
+    width = max((len(run.run_id) for run in found), default=0)
+    for run in found:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created))
+        nodes = f"{len(run.nodes)} node" + ("" if len(run.nodes) == 1 else "s")
+        print(f"{run.run_id.ljust(width)}  {started}  {nodes:<9} {run.state:<10} {run.verdict}".rstrip())
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:  # noqa: ARG001  # every command has this signature
+    from nodekit.inventory.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,14 @@
 """Every error of ours that a user may meet.
 
-    KitError              exit 1: bad input, or a host that cannot do what was asked
-    ├── InventoryError    the inventory file is not right (also a ValueError)
-    ├── HostError         one host, named: unreachable, refused, or missing something
-    └── JobFailed         exit 3: the job ran and failed
+KitError              exit 1: bad input, or a host that cannot do what was asked
+├── InventoryError    the inventory file is not right (also a ValueError)
+├── HostError         one host, named: unreachable, refused, or missing something
+└── JobFailed         exit 3: the job ran and failed
 """
 
 
 class KitError(Exception):
-    """An expected error, told to the user in full by its message: what was found, what was wanted, what to do."""
+    """An expected error, told in full by its message: what was found, what was wanted, what to do."""
 
     exit_code = 1
 

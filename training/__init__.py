@@ -1,1 +1,46 @@
-"""What every rank runs: the shared training module and the pieces a user's own loop can take from it."""
+"""What every rank runs: the shared training module and the pieces a user's own loop can take from it.
+
+``from nodekit.training import ElasticSampler, Snapshots, World`` imports only what is named, when it is named, so
+that ``python -m nodekit.training --help`` need not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nodekit.training.exchange import newest_of_all
+    from nodekit.training.sampler import ElasticSampler, Micro
+    from nodekit.training.snapshot import Loaded, Manifest, Snapshots
+    from nodekit.training.stop import Stop
+    from nodekit.training.tasks import Task
+    from nodekit.training.world import World
+
+__all__ = [
+    "ElasticSampler",
+    "Loaded",
+    "Manifest",
+    "Micro",
+    "Snapshots",
+    "Stop",
+    "Task",
+    "World",
+    "newest_of_all",
+]
+
+_HOMES = {
+    "ElasticSampler": "sampler",
+    "Loaded": "snapshot",
+    "Manifest": "snapshot",
+    "Micro": "sampler",
+    "Snapshots": "snapshot",
+    "Stop": "stop",
+    "Task": "tasks",
+    "World": "world",
+    "newest_of_all": "exchange",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,25 @@
+# Each target does its own set-up, from a fresh clone on a machine with python3, git and make.
+
+.PHONY: help up test quick check
+
+help:
+	@echo "make up     train the shared module on two nodes on this machine, start to end"
+	@echo "make test   lint, types and all tests (root: they start hosts in network namespaces)"
+	@echo "make quick  the same without the tests that start hosts: the loop while you work"
+	@echo "make check  ruff and mypy alone"
+
+up:
+	@.ci/setup
+	@.venv/bin/kit up inventory/local.yaml
+
+test: check
+	@.venv/bin/python -m pytest
+
+quick: check
+	@.venv/bin/python -m pytest -m "not lab"
+
+check:
+	@.ci/setup test
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy

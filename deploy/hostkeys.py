@@ -1,0 +1,133 @@
+"""Host keys: what the known_hosts files say of a host, read as OpenSSH reads them, and the words of a refusal."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import paramiko
+
+_append_lock = threading.Lock()  # several hosts are accepted at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownKey:
+    """One line of a known_hosts file that speaks of the host."""
+
+    key_type: str
+    blob: bytes
+    where: str
+    """``file:line``"""
+    revoked: bool
+
+
+def fingerprint(blob: bytes) -> str:
+    """The fingerprint of a public key as OpenSSH shows it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def host_pattern(host: str, port: int) -> str:
+    """How known_hosts names a host."""
+    return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
+
+
+def lookup(files: Sequence[Path], name: str) -> list[KnownKey]:
+    """The keys that `files` hold for a host, by its name as of `host_pattern`; files that do not exist hold none."""
+    found = []
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            continue
+        for number, line in enumerate(lines, 1):
+            fields = line.split()
+            marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+            # @cert-authority: host certificates are beyond paramiko
+            if len(fields) < 3 or fields[0].startswith("#") or marker == "@cert-authority":
+                continue
+            if not _matches(fields[0], name):
+                continue
+            try:
+                blob = base64.b64decode(fields[2], validate=True)
+            except binascii.Error:
+                continue
+            where = f"{file}:{number}"
+            found.append(KnownKey(key_type=fields[1], blob=blob, where=where, revoked=marker == "@revoked"))
+    return found
+
+
+def _matches(patterns: str, name: str) -> bool:
+    if patterns.startswith("|1|"):
+        try:
+            salt, digest = (base64.b64decode(part) for part in patterns[3:].split("|"))
+        except (ValueError, binascii.Error):
+            return False
+        return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
+    matched = False
+    for pattern in patterns.lower().split(","):
+        # Only * and ? are special in known_hosts; brackets are part of [host]:port.
+        glob = pattern.removeprefix("!").replace("[", "[[]")
+        if fnmatch.fnmatchcase(name, glob):
+            if pattern.startswith("!"):
+                return False
+            matched = True
+    return matched
+
+
+def preferred_key_types(offered: Iterable[str], known: Sequence[KnownKey]) -> list[str]:
+    """The host key algorithms to ask for, those of the known keys first: a host shows one of its keys only."""
+    types = {key.key_type for key in known if not key.revoked}
+    if "ssh-rsa" in types:
+        types |= {"rsa-sha2-512", "rsa-sha2-256"}
+    return sorted(offered, key=lambda name: name not in types)  # sorted() is stable
+
+
+def accept(file: Path, name: str, key: paramiko.PKey) -> None:
+    """Append a host's key to a known_hosts file."""
+    with _append_lock:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "r+b") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                stream.write(b"\n")
+            stream.write(f"{name} {key.get_name()} {key.get_base64()}\n".encode())
+
+
+def unknown_problem(
+    *, where: str, name: str, host: str, port: int, key: paramiko.PKey, scannable: bool, files: Sequence[Path]
+) -> str:
+    """What to say of a host that no known_hosts file has, `name` there; `where` is its address for people."""
+    port_option = "" if port == 22 else f"-p {port} "
+    if scannable:
+        command = f"ssh-keyscan {port_option}{host} >> ~/.ssh/known_hosts"
+    else:  # behind a jump host, or under another name
+        command = f"ssh {port_option}{host}"
+    return (
+        f"the host key of {where} is unknown ('{name}' is not in {', '.join(map(str, files))}). It showed "
+        f"{key.get_name()} {fingerprint(key.asbytes())}; if that is the host's (ask `ssh-keygen -lf "
+        f"/etc/ssh/ssh_host_*_key.pub` there), accept it with `{command}`, or run kit again with "
+        "--accept-new-host-keys"
+    )
+
+
+def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequence[KnownKey]) -> str:
+    """What to say of a host that shows another key than the known ones."""
+    old = next((entry for entry in known if entry.key_type == key.get_name()), known[0])
+    file = old.where.rpartition(":")[0]
+    return (
+        f"THE HOST KEY OF {where} HAS CHANGED: someone may be in between, or the host was installed anew. "
+        f"It showed {key.get_name()} {fingerprint(key.asbytes())}; known is {old.key_type} "
+        f"{fingerprint(old.blob)} ({old.where}). Nothing was sent. If its administrator confirms the new key, "
+        f"remove the old one with `ssh-keygen -R '{name}' -f '{file}'` and accept the new one"
+    )

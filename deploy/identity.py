@@ -1,0 +1,167 @@
+"""The keys to log in with: identity files, the agent's keys, and encrypted files whose passphrase is asked for once."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import paramiko
+
+DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")  # in ~/.ssh, in OpenSSH's order of preference for speed
+_ATTEMPTS = 3
+
+
+class IdentityProblem(Exception):
+    """An identity file cannot be used; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One key to try."""
+
+    label: str
+    """What it is, for people."""
+    file: Path | None
+    """The file the system's ssh client can read it from by itself; None when it is the agent's."""
+    asked: bool
+    """Whether only a passphrase told to us opens it."""
+    load: Callable[[], paramiko.PKey]
+
+
+class KeyFiles:
+    """Identity files, each read, and its passphrase asked for, once for all hosts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unlocked: dict[tuple[str, int], paramiko.PKey] = {}
+
+    def unlock(self, file: Path, ask: Callable[[str], str] | None) -> paramiko.PKey:
+        """The private key in `file`.
+
+        Raises:
+            IdentityProblem: it cannot be had.
+        """
+        with self._lock:  # a second host waits here while the first one's question is open
+            try:
+                name = (str(file), file.stat().st_mtime_ns)
+                if name not in self._unlocked:
+                    self._unlocked[name] = self._read(file, ask)
+            except OSError as error:
+                raise IdentityProblem(f"identity file {file}: {error.strerror}") from error
+            return self._unlocked[name]
+
+    def _read(self, file: Path, ask: Callable[[str], str] | None) -> paramiko.PKey:
+        import paramiko
+
+        encrypted, _ = peek(file)
+        if encrypted and ask is None:
+            raise IdentityProblem(
+                f"identity file {file} is encrypted and there is nobody to ask for its passphrase; "
+                f"give it to your agent first: `ssh-add {file}`"
+            )
+        for _ in range(_ATTEMPTS):
+            passphrase = ask(str(file)) if encrypted and ask is not None else None
+            try:
+                return paramiko.PKey.from_path(file, passphrase.encode() if passphrase else None)
+            except (ValueError, TypeError, paramiko.SSHException, paramiko.UnknownKeyType) as error:
+                if not encrypted:
+                    raise IdentityProblem(f"identity file {file} is not a private key that kit can read") from error
+        raise IdentityProblem(f"identity file {file}: {_ATTEMPTS} wrong passphrases")
+
+
+def peek(file: Path) -> tuple[bool, bytes | None]:
+    """Whether an identity file is encrypted, and its public key where that can be read without the passphrase."""
+    import base64
+
+    import paramiko
+
+    text = file.read_text(encoding="ascii", errors="replace")
+    if "BEGIN OPENSSH PRIVATE KEY" not in text:
+        return "ENCRYPTED" in text, None
+    try:
+        data = base64.b64decode("".join(line for line in text.splitlines() if not line.startswith("-----")))
+        message = paramiko.Message(data[len(b"openssh-key-v1\0") :])
+        cipher = message.get_text()
+        for _ in range(2):
+            message.get_string()  # the key derivation and its options
+        message.get_int()
+        return cipher != "none", message.get_string()
+    except ValueError as error:
+        raise IdentityProblem(f"identity file {file} is damaged: {error}") from error
+
+
+def check_file(file: Path) -> None:
+    """Refuse an identity file that is not there, or that ssh would refuse.
+
+    Raises:
+        IdentityProblem: with the command that mends it.
+    """
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise IdentityProblem(
+            f"identity file {file}: {error.strerror}; correct `identity_file`, or make one with "
+            f"`ssh-keygen -t ed25519 -f {file}`"
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise IdentityProblem(f"identity file {file} is not a file")
+    if found.st_uid == os.getuid() and found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise IdentityProblem(
+            f"identity file {file} is open to others (mode {mode:04o}), so ssh refuses it; `chmod 600 {file}`"
+        )
+    if not os.access(file, os.R_OK):
+        raise IdentityProblem(f"identity file {file} is not readable for you; `chmod 600 {file}` as its owner")
+
+
+def candidates(
+    *,
+    named: Sequence[Path],
+    only_named: bool,
+    agent_keys: Sequence[paramiko.AgentKey],
+    home: Path,
+    keys: KeyFiles,
+    ask: Callable[[str], str] | None,
+) -> Iterator[Candidate]:
+    """The keys to try, in order: a server listens to a few only, and every wrong one costs a round trip.
+
+    First those named for the host (from the agent where it has them), then the agent's others, then the default
+    files; a default one that is encrypted comes last, so that nobody is asked for a key that is not needed.
+    """
+    defaults = [home / ".ssh" / name for name in DEFAULT_FILES] if not named else []
+    files = [*named, *(file for file in defaults if file.is_file())]
+    agents = {key.asbytes(): key for key in agent_keys}
+    late: list[Candidate] = []
+    used: set[bytes] = set()
+    for file in files:
+        encrypted, public = peek(file)
+        if public in agents:
+            if public is not None and public not in used:
+                used.add(public)
+                yield _of_agent(agents[public], f"{file}, through the agent", file)
+            continue
+        candidate = Candidate(
+            label=str(file),
+            file=file,
+            asked=encrypted,
+            load=lambda file=file: keys.unlock(file, ask),  # type: ignore[misc]  # a default argument binds it
+        )
+        if file in named:
+            yield candidate
+        elif not (encrypted and ask is None):
+            late.append(candidate)
+    if not only_named:
+        for blob, key in agents.items():
+            if blob not in used:
+                yield _of_agent(key, f"the agent's {key.comment or key.get_name()}", None)
+    yield from sorted(late, key=lambda candidate: candidate.asked)
+
+
+def _of_agent(key: paramiko.AgentKey, label: str, file: Path | None) -> Candidate:
+    return Candidate(label=label, file=file, asked=False, load=lambda: key)

@@ -1,0 +1,163 @@
+"""What is written before a lab starts: each host's disk, the keys, and the inventory that `kit up` reads.
+
+A host's disk is the upper folder of an overlay whose lower is the machine's ``/``, so all that the machine
+has is there: python, torch, rsync. What must be the host's own is laid over it here. Files that the machine
+gets *after* a host started may or may not be seen in it: the kernel promises nothing about changes below a
+mounted overlay.
+"""
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from nodekit.inventory.errors import KitError
+
+SSHD_CONFIG = """\
+HostKey /etc/ssh/ssh_host_ed25519_key
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+UseDNS no
+PrintMotd no
+PrintLastLog no
+PidFile none
+MaxStartups 200
+MaxSessions 200
+AcceptEnv LANG LC_*
+Subsystem sftp internal-sftp
+"""
+
+
+def root_home() -> Path:
+    """The home folder of root, on the machine and so on every host."""
+    return Path(pwd.getpwuid(0).pw_dir)
+
+
+def search_path() -> str:
+    """PATH with the folders of sshd and ip, which an unprivileged login's PATH may lack."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def make_key(path: Path, *, comment: str) -> str:
+    """Make an ed25519 key without a passphrase; returns the public half, ``ssh-ed25519 AAAA…``."""
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
+    answer = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=15, env=environment()
+    )
+    if answer.returncode != 0:
+        raise KitError(f"ssh-keygen could not make {path}: {answer.stderr.strip()}")
+    return " ".join(Path(f"{path}.pub").read_text().split()[:2])
+
+
+def environment() -> dict[str, str]:
+    """The environment of the programs that the lab starts on the machine."""
+    return {**os.environ, "PATH": search_path(), "LC_ALL": "C"}
+
+
+def write_disk(
+    folder: Path, *, name: str, addresses: dict[str, str], public_key: str, hidden: Iterable[Path]
+) -> str:
+    """Make a host's folder (disk, mount point, ``boot.json``) for lab_host.py; returns its public host key.
+
+    Args:
+        folder: the host's folder in the lab's.
+        name: the host's name.
+        addresses: name → address of every machine that the host should know by name.
+        public_key: the key that may log in as root.
+        hidden: the machine's folders that are empty in the host.
+    """
+    for part in ("upper", "work", "root"):
+        (folder / part).mkdir(parents=True)
+    disk = folder / "upper"
+    hidden = [path.resolve() for path in hidden]
+    for path in hidden:
+        os.setxattr(_make_folder(disk, path), "trusted.overlay.opaque", b"y")
+    ssh = _make_folder(disk, Path("/etc/ssh"))
+    (ssh / "sshd_config").write_text(SSHD_CONFIG)
+    host_key = make_key(ssh / "ssh_host_ed25519_key", comment=f"root@{name}")
+    (disk / "etc/hostname").write_text(f"{name}\n")
+    (disk / "etc/hosts").write_text(hosts_file(name, addresses))
+    (disk / "etc/resolv.conf").write_text(
+        "# A lab host knows the other hosts by /etc/hosts; nothing else is in reach.\n"
+    )
+    (disk / "etc/shadow").touch(mode=0o600)
+    (disk / "etc/shadow").write_text(_unlock_root(Path("/etc/shadow").read_text()))
+    home = _make_folder(disk, root_home().resolve())
+    for startup_file in (".bashrc", ".profile"):
+        (home / startup_file).touch()
+    (home / ".ssh").mkdir(mode=0o700)
+    (home / ".ssh/authorized_keys").write_text(f"{public_key} lab\n")
+    prefixes = [
+        prefix
+        for prefix in sorted({sys.prefix, sys.base_prefix})
+        if _is_missing_in_host(Path(prefix), hidden)
+    ]
+    boot = {"hostname": name, "sshd": shutil.which("sshd", path=search_path()), "python_prefixes": prefixes}
+    (folder / "boot.json").write_text(json.dumps(boot))
+    return host_key
+
+
+def hosts_file(name: str, addresses: dict[str, str]) -> str:
+    """``/etc/hosts`` as Debian leaves it, own name on 127.0.1.1 and all, plus the lab's machines."""
+    lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", "::1 localhost ip6-localhost ip6-loopback"]
+    return "\n".join([*lines, *(f"{address} {other}" for other, address in addresses.items())]) + "\n"
+
+
+def known_hosts_file(addresses: dict[str, str], host_keys: dict[str, str]) -> str:
+    """A known_hosts file by address and by name."""
+    return "".join(f"{addresses[name]},{name} {key}\n" for name, key in host_keys.items())
+
+
+def inventory_file(
+    name: str, *, network: str, identity_file: Path, known_hosts: Path, addresses: dict[str, str]
+) -> str:
+    """The inventory of a lab, ready for `kit up`."""
+
+    def quoted(path: Path | str) -> str:
+        return json.dumps(str(path), ensure_ascii=False)  # a JSON string is a YAML string
+
+    hosts = "".join(f"  {host}: {{address: {address}}}\n" for host, address in addresses.items())
+    return f"""\
+# A lab: {len(addresses)} hosts on this machine, each with its own network, disk, processes and sshd.
+# Train on them with `kit up THIS_FILE`. Meanwhile try `kit lab crash HOST` or `kit lab cut HOST`, and then
+# `kit lab revive HOST` or `kit lab mend HOST`. `kit lab down` removes everything, this file too.
+name: {quoted(name)}
+network: {network}  # every host's interface has another name: kit uses the one with an address in here
+user: root
+identity_file: {quoted(identity_file)}
+known_hosts: {quoted(known_hosts)}  # the hosts' keys, so that there is nothing to accept
+python: {quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
+workdir: ~/nodekit
+hosts:
+{hosts}"""
+
+
+def _make_folder(disk: Path, path: Path) -> Path:
+    """A folder on the disk, with the owners and modes that the machine has along the way."""
+    source, target = Path("/"), disk
+    for part in path.parts[1:]:
+        source, target = source / part, target / part
+        if not target.exists():
+            target.mkdir()
+            if source.is_dir():
+                shutil.copystat(source, target)
+                os.chown(target, source.stat().st_uid, source.stat().st_gid)
+    return target
+
+
+def _unlock_root(shadow: str) -> str:
+    """No password for root, nor the ``!`` of a locked account, which sshd refuses even with a key."""
+    lines = (line.split(":") for line in shadow.splitlines())
+    return "".join(":".join(["root", "*", *line[2:]] if line[0] == "root" else line) + "\n" for line in lines)
+
+
+def _is_missing_in_host(prefix: Path, hidden: list[Path]) -> bool:
+    """Whether the overlay does not show a folder: it is hidden, or on another file system than ``/``."""
+    real = prefix.resolve()
+    return real.stat().st_dev != Path("/").stat().st_dev or any(real.is_relative_to(path) for path in hidden)

@@ -1,0 +1,115 @@
+"""PID 1 of a lab host: mounts the host's disk, becomes its root, runs sshd and buries orphans.
+
+A script of its own, run as ``python -I -S lab_host.py`` inside the host's network namespace, in the host's
+folder: standard library only, and nothing of ours, so that a host starts in tens of milliseconds.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x4000000, 0x8000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Unshare, fork, and let the child wait until its pid is recorded (see lab_process.start)."""
+    boot = json.loads(Path("boot.json").read_text())
+    check(LIBC.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
+    if child := os.fork():
+        print(child, flush=True)
+        return
+    if sys.stdin.readline() != "go\n":
+        return
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    socket.sethostname(boot["hostname"])
+    become_root_of_disk(boot["python_prefixes"])
+    sshd = os.posix_spawn(
+        boot["sshd"],
+        [boot["sshd"], "-D", "-e"],
+        {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores these, and a child would inherit that
+    )
+    print(f"{boot['hostname']} is up, sshd is process {sshd}", flush=True)
+    bury_orphans()
+
+
+def become_root_of_disk(python_prefixes: list[str]) -> None:
+    """Make the overlay of the machine's ``/`` and the host's own disk the root of this mount namespace."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    # Relative paths: a folder's name may hold a comma, which would end an option.
+    mount("overlay", "root", "overlay", 0, "lowerdir=/,upperdir=upper,workdir=work")
+    os.chdir("root")
+    mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    mount("sysfs", "sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    mount("tmpfs", "run", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+    Path("run/sshd").mkdir(mode=0o755)
+    Path("run/lock").mkdir()
+    mount_dev()
+    for prefix in python_prefixes:
+        target = prefix.lstrip("/")
+        Path(target).mkdir(parents=True, exist_ok=True)
+        mount(prefix, target, None, MS_BIND | MS_REC)
+        mount(
+            None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY
+        )  # the host must not write to the machine's
+    check(LIBC.pivot_root(b".", b"."), "pivot_root")
+    check(LIBC.umount2(b".", MNT_DETACH), "umount the machine's root")
+    os.chdir("/")
+
+
+def mount_dev() -> None:
+    """A small /dev of the host's own: no GPUs, its own terminals and shared memory."""
+    sources = {device: f"/dev/{device}" for device in DEVICES}
+    mount("tmpfs", "dev", "tmpfs", MS_NOSUID, "mode=755")
+    for device, source in sources.items():
+        Path("dev", device).touch()
+        mount(source, f"dev/{device}", None, MS_BIND)
+    Path("dev/pts").mkdir()
+    Path("dev/shm").mkdir()
+    mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,gid=5")
+    mount("tmpfs", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+    for link, points_to in {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0",
+                            "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}.items():  # fmt: skip
+        Path("dev", link).symlink_to(points_to)
+
+
+def bury_orphans() -> None:
+    """Reap whatever is re-parented to us, for ever."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        signal.sigwait({signal.SIGCHLD})  # sshd itself is gone: the host lives on, as a real one would
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """The system call; its OSError names the target."""
+    arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    result = LIBC.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
+    check(result, f"mount {kind or source or ''} on {target}")
+
+
+def check(result: int, doing: str) -> None:
+    """Raise the C library's error, with what was being done."""
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{doing}: {os.strerror(code)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""What each node will run, exactly: pure, from the inventory and what was found on the hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.check import Facts, choose_interface
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Host, Inventory
+
+TRAINING_MODULE = ("-m", "nodekit.training")
+PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """What one node will run."""
+
+    name: str
+    node_rank: int
+    """The rank the node takes when all nodes are there; rank 0's node holds `master_addr`."""
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    master_addr: str
+    master_port: int
+    interface: str
+    local_addr: str
+    """This node's address on `interface`."""
+    gpus: tuple[int, ...]
+    """The GPUs its workers use, by nvidia-smi's index; empty: CPU and gloo."""
+    max_restarts: int
+    env: Mapping[str, str]
+    """What the workers get besides torchrun's own variables; secrets are not among it."""
+    secrets: tuple[str, ...]
+    """Names of the variables whose values travel apart and are written nowhere."""
+    argv: tuple[str, ...]
+    python: str
+    code_dir: str
+    node_dir: str
+    """This node's folder of the run: spec, status, logs, snapshots, output."""
+    kit_dir: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: what all its nodes will do."""
+
+    run_id: str
+    nodes: tuple[NodePlan, ...]
+
+    def to_json(self) -> str:
+        """The plan for programs: an object with ``run_id`` and ``nodes``."""
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+
+    def to_text(self) -> str:
+        """The plan for people: a block per node."""
+        blocks = [f"run {self.run_id}: {len(self.nodes)} node(s), world size {self.world_size}"]
+        for node in self.nodes:
+            env = "\n".join(f"              {key}={shlex.quote(value)}" for key, value in node.env.items())
+            blocks.append(
+                f"{node.name}\n"
+                f"  node_rank   {node.node_rank} of {node.max_nodes}"
+                + (f" (goes on with {node.min_nodes})" if node.min_nodes < node.max_nodes else "")
+                + f"\n  workers     {node.nproc_per_node} on {_devices(node)}\n"
+                f"  interface   {node.interface} ({node.local_addr})\n"
+                f"  rendezvous  {node.master_addr}:{node.master_port}\n"
+                f"  command     {shlex.join(node.argv)}\n"
+                f"  in          {node.code_dir}\n"
+                f"  python      {node.python}\n"
+                + (f"  secrets     {', '.join(node.secrets)}\n" if node.secrets else "")
+                + f"  environment\n{env}"
+            )
+        return "\n\n".join(blocks)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers when all nodes are there."""
+        return sum(node.nproc_per_node for node in self.nodes)
+
+
+def _devices(node: NodePlan) -> str:
+    return f"GPU {', '.join(map(str, node.gpus))}" if node.gpus else "CPU, gloo"
+
+
+def build(
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    run_id: str,
+    peers: Mapping[str, tuple[str, ...]],
+    master_port: int,
+    kit_digest: str,
+    command: Sequence[str] | None = None,
+) -> Plan:
+    """Put together what each node runs.
+
+    Args:
+        peers: host → addresses of the others, as `facts` has routes to them.
+        master_port: found free on the first host.
+        command: the user's, in place of the inventory's.
+
+    Raises:
+        KitError: with one line for each host whose interface or GPUs are not clear.
+    """
+    argv = tuple(command or inventory.job.command or TRAINING_MODULE)
+    if argv[0] == "-m" or argv[0].endswith(".py"):
+        argv = (PYTHON, "-u", *argv)
+    gpus = share_gpus(inventory.hosts, facts)
+    chosen: dict[str, tuple[str, str]] = {}
+    problems: list[str] = []
+    for host in inventory.hosts:
+        try:
+            chosen[host.name] = choose_interface(
+                host, facts[host.name], inventory.network, peers[host.name]
+            )
+        except HostError as error:
+            problems.append(str(error))
+    with_gpus = [host.name for host in inventory.hosts if gpus[host.name]]
+    if with_gpus and len(with_gpus) < len(inventory.hosts):
+        without = [host.name for host in inventory.hosts if not gpus[host.name]]
+        problems.append(
+            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
+            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
+        )
+    if problems:
+        raise KitError("\n".join(problems))
+    master_addr = chosen[inventory.hosts[0].name][1]
+    nodes = []
+    for node_rank, host in enumerate(inventory.hosts):
+        found = facts[host.name]
+        interface, address = chosen[host.name]
+        run_dir = f"{found.workdir}/runs/{run_id}"
+        node_dir = f"{run_dir}/{host.name}"
+        nodes.append(
+            NodePlan(
+                name=host.name,
+                node_rank=node_rank,
+                min_nodes=inventory.nodes.min,
+                max_nodes=inventory.nodes.max,
+                nproc_per_node=_nproc_per_node(inventory, gpus[host.name]),
+                master_addr=master_addr,
+                master_port=master_port,
+                interface=interface,
+                local_addr=address,
+                gpus=gpus[host.name],
+                max_restarts=inventory.job.max_restarts,
+                env=_environment(inventory, host, found, interface, gpus[host.name], run_id, node_dir),
+                secrets=inventory.job.secrets,
+                argv=argv,
+                python=found.executable,
+                code_dir=f"{run_dir}/code",
+                node_dir=node_dir,
+                kit_dir=f"{found.workdir}/kit/{kit_digest}",
+            )
+        )
+    return Plan(run_id, tuple(nodes))
+
+
+def _nproc_per_node(inventory: Inventory, gpus: tuple[int, ...]) -> int:
+    return inventory.job.nproc_per_node or len(gpus) or 1
+
+
+def _environment(
+    inventory: Inventory,
+    host: Host,
+    found: Facts,
+    interface: str,
+    gpus: tuple[int, ...],
+    run_id: str,
+    node_dir: str,
+) -> dict[str, str]:
+    env = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": _nccl_name(interface, found),
+        "NODEKIT_RUN_ID": run_id,
+        "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
+        "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
+    }
+    if found.num_gpus and len(gpus) < found.num_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return env | dict(host.env) | dict(inventory.job.env)
+
+
+def _nccl_name(interface: str, found: Facts) -> str:
+    """NCCL reads a name as a prefix: eth1 would take eth10 too, and then `=` asks for exactly this one."""
+    others = [each.name for each in found.interfaces if each.name != interface]
+    return f"={interface}" if any(name.startswith(interface) for name in others) else interface
+
+
+def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each host: those it names, or all; local hosts, which are one machine, share them evenly.
+
+    With fewer GPUs than such hosts none of them takes one: two ranks on one GPU is an error to NCCL.
+    """
+    local = [host for host in hosts if host.connection == "local" and host.gpus is None]
+    shares: dict[str, tuple[int, ...]] = {}
+    for host in hosts:
+        num_gpus = facts[host.name].num_gpus
+        if isinstance(host.gpus, tuple):
+            shares[host.name] = host.gpus
+        elif isinstance(host.gpus, int):
+            shares[host.name] = tuple(range(host.gpus))
+        elif host in local:
+            each, place = num_gpus // len(local), local.index(host)
+            shares[host.name] = tuple(range(place * each, (place + 1) * each))
+        else:
+            shares[host.name] = tuple(range(num_gpus))
+    return shares
+
+
+def agent_spec(plan: Plan, node: NodePlan, *, generation: int) -> dict[str, Any]:
+    """What the agent of `node` reads: the plan of its node, the run's id and the generation."""
+    return {"run_id": plan.run_id, "generation": generation, **dataclasses.asdict(node)}

@@ -1,0 +1,155 @@
+"""The record of each run on the control machine, so that status, logs, down and up work from any terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.remote import write_private
+from nodekit.inventory.errors import KitError
+
+ENDED = ("succeeded", "failed", "stopped")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run, as ``run.json`` (0600) has it."""
+
+    run_id: str
+    name: str
+    inventory_path: str
+    inventory: dict[str, Any]
+    """The inventory as it was, defaults filled in; no secret is in an inventory."""
+    command: list[str] | None
+    """The command line's command, in place of the inventory's."""
+    created: float
+    generation: int = 0
+    state: str = "starting"
+    """starting, running, succeeded, failed, stopped."""
+    ended: float | None = None
+    verdict: str = ""
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """node → its ``node_dir``, ``node_rank``, …: where to find it again."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the record lies."""
+        return folder() / self.run_id
+
+    def save(self) -> None:
+        """Write the record in one step."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(
+            str(self.folder / "run.json"), json.dumps(dataclasses.asdict(self), indent=1).encode()
+        )
+
+    def finish(self, state: str, verdict: str) -> None:
+        """Record the end."""
+        self.state, self.verdict, self.ended = state, verdict, time.time()
+        self.save()
+        self.event("run-ended", state=state, verdict=verdict)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event to the run's ``events.jsonl``."""
+        line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
+        path = self.folder / "events.jsonl"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def folder() -> Path:
+    """``$XDG_STATE_HOME/nodekit/runs``."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "nodekit" / "runs"
+
+
+def new_id(name: str) -> str:
+    """``NAME-MMDD-HHMMSS-xx``: sorts by time within a name, and is unique."""
+    return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def all_runs() -> list[Run]:
+    """Every run on record, oldest first; one whose record cannot be read is left out."""
+    found = []
+    for path in folder().glob("*/run.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(Run(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda run: run.created)
+
+
+def find(run_id: str | None) -> Run:
+    """The run with this id, or an unambiguous beginning of it; without an id the latest.
+
+    Raises:
+        KitError: there is none, or more than one.
+    """
+    runs = all_runs()
+    if not runs:
+        raise KitError(f"no run on record in {folder()}; start one: kit up INVENTORY")
+    if run_id is None:
+        return runs[-1]
+    found = [run for run in runs if run.run_id == run_id] or [
+        run for run in runs if run.run_id.startswith(run_id)
+    ]
+    if len(found) == 1:
+        return found[0]
+    ids = ", ".join(run.run_id for run in (found or runs)[-8:])
+    if found:
+        raise KitError(f"'{run_id}' begins the ids of {len(found)} runs: {ids}")
+    raise KitError(f"no run '{run_id}' on record; the latest are {ids}")
+
+
+def latest_of(inventory_path: Path) -> Run | None:
+    """The latest run of an inventory file."""
+    runs = [run for run in all_runs() if run.inventory_path == str(inventory_path.resolve())]
+    return runs[-1] if runs else None
+
+
+@contextlib.contextmanager
+def starting(inventory_path: Path) -> Iterator[None]:
+    """Held while a run of this inventory is being started: two `kit up` at once must not start two.
+
+    Raises:
+        KitError: another `kit up` holds it.
+    """
+    import hashlib
+
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(str(inventory_path.resolve()).encode()).hexdigest()[:16]
+    path = folder().parent / f"starting-{name}.lock"
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise KitError(
+                f"another kit up (pid {file.read().strip() or '?'}) is just starting {inventory_path}; "
+                "wait for it, then kit up attaches to its run"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def public(run: Run) -> Mapping[str, Any]:
+    """What `kit runs --json` tells of a run."""
+    return {
+        "run_id": run.run_id,
+        "state": run.state,
+        "inventory": run.inventory_path,
+        "command": run.command,
+        "created": run.created,
+        "ended": run.ended,
+        "generation": run.generation,
+        "nodes": list(run.nodes),
+        "verdict": run.verdict,
+    }

@@ -1,0 +1,107 @@
+"""Reads an inventory file; tells every mistake in it at once, as ``file:line: key: found X, wanted Y``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.inventory.errors import InventoryError
+
+if TYPE_CHECKING:
+    from nodekit.inventory.schema import Inventory
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+def load_inventory(path: str | Path, *, overrides: Mapping[str, object] | None = None) -> "Inventory":
+    """The inventory in a file.
+
+    Args:
+        path: the YAML file; relative to the current folder.
+        overrides: dotted keys that win over the file's, as ``{"job.command": ["train.py"], "nodes": "2:4"}``.
+
+    Raises:
+        InventoryError: with a line for every mistake in the file.
+    """
+    # Only here: `kit --help` and `kit status` read no inventory, and these take a tenth of a second.
+    from nodekit.inventory.explain import found, tell, validate
+    from nodekit.inventory.resolve import resolve
+    from nodekit.inventory.source import NotYamlError, Problem, parse
+
+    path = Path(path)
+    text = _read(path)
+    try:
+        document = parse(text)
+    except NotYamlError as error:
+        raise InventoryError(f"{path}:{error.line}: {error}") from error
+    data = document.data
+    if not isinstance(data, dict):
+        what = "found an empty file" if data is None else f"found {found(data)}"
+        problem = Problem((), f"{what}, wanted key: value lines, as in {example_path('lab')}")
+        raise InventoryError(tell(path, document, document.problems or [problem]))
+    if data.get("name") is None:
+        data["name"] = path.stem
+    document.override(overrides or {})
+    written = {key for key, value in data.items() if value is not None}
+    file, problems, left_out = validate(document)
+    inventory = None
+    if file is not None:
+        inventory, more = resolve(file, path.absolute(), written, left_out)
+        problems += more
+    if inventory is None:
+        raise InventoryError(tell(path, document, document.problems + problems))
+    return inventory
+
+
+def example_names() -> tuple[str, ...]:
+    """The inventories that come with kit."""
+    return tuple(sorted(file.stem for file in _FOLDER.glob("*.yaml")))
+
+
+def example_path(name: str) -> Path:
+    """The file of an inventory that comes with kit: `local`, `lab` or `slurm`."""
+    if name not in example_names():
+        raise InventoryError(f"{name}: no such example, wanted one of {', '.join(example_names())}")
+    return _FOLDER / f"{name}.yaml"
+
+
+def dump(inventory: "Inventory") -> dict[str, Any]:
+    """The inventory as plain JSON values, for a run's record."""
+    return inventory.model_dump(mode="json")
+
+
+def restore(record: Mapping[str, Any]) -> "Inventory":
+    """The inventory that `dump` gave these values of."""
+    from nodekit.inventory.schema import Inventory
+    from pydantic import ValidationError
+
+    try:
+        return Inventory.model_validate(record)
+    except ValidationError as error:
+        raise InventoryError(f"the run's record of its inventory cannot be read: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise InventoryError(f"{path}: no such file; {_what_there_is(path.parent)}") from None
+    except IsADirectoryError:
+        raise InventoryError(f"{path}: found a folder, wanted a file; {_what_there_is(path)}") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            line = error.object.count(b"\n", 0, error.start) + 1
+            byte = error.object[error.start]
+            raise InventoryError(f"{path}:{line}: found the byte 0x{byte:02x}, wanted UTF-8 text") from error
+        raise InventoryError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
+def _what_there_is(folder: Path) -> str:
+    """The inventories in a folder, for a user who asked for one that is not there."""
+    try:
+        beside = sorted(str(file) for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    except OSError:
+        beside = []
+    here = f"there is {', '.join(beside[:8])}{' …' if len(beside) > 8 else ''}; " if beside else ""
+    return f"{here}`local` is kit's own example, two nodes on this machine: kit up local"

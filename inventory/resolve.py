@@ -1,0 +1,172 @@
+"""From what the user wrote to the `Inventory`: hostlists expanded, defaults filled in, keys compared."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nodekit.inventory import hostlists
+from nodekit.inventory.fields import Nodes
+from nodekit.inventory.schema import Host, HostBlock, HostSettings, Inventory, InventoryFile
+from nodekit.inventory.source import Path as KeyPath
+from nodekit.inventory.source import Problem
+
+_INSTEAD_UNDER_SLURM = {
+    "nodes": "slurm.nodes",
+    "gpus": "slurm.gpus_per_node",
+    "workdir": "slurm.shared_dir",
+    "connection": "none: Slurm reaches its nodes itself",
+}
+
+
+def resolve(
+    file: InventoryFile, path: Path, written: set[str], left_out: set[KeyPath]
+) -> tuple[Inventory | None, list[Problem]]:
+    """The inventory, or what is wrong between the file's keys.
+
+    Args:
+        file: what is valid of the file, its name set.
+        path: the file, absolute.
+        written: the keys at its top, mistaken ones too.
+        left_out: where keys were mistaken; what such a key would have decided is not judged.
+    """
+    defaults = _with_paths_beside(file, path.parent)
+    hosts = [
+        (key, name, host)
+        for key, block in (file.hosts or {}).items()
+        for name, host in _hosts(key, block or HostBlock(), defaults, path.parent)
+    ]
+    problems = [
+        *_section_problems(file, written),
+        *_address_count_problems(file),
+        *_name_problems(hosts),
+        *_secret_problems(file),
+    ]
+    hosts_are_certain = not problems and not any(place[:1] in ((), ("hosts",)) for place in left_out)
+    if hosts_are_certain:
+        problems += _address_problems(hosts)
+        problems += _node_count_problems(file, len(hosts))
+    if problems or left_out:
+        return None, problems
+    inventory = Inventory(
+        name=file.name or path.stem,
+        path=path,
+        network=file.network,
+        nodes=file.slurm.nodes if file.slurm else file.nodes or Nodes(len(hosts), len(hosts)),
+        hosts=tuple(host for _, _, host in hosts),
+        slurm=file.slurm,
+        defaults=defaults,
+        job=file.job,
+    )
+    return inventory, []
+
+
+def _with_paths_beside(settings: HostSettings, folder: Path) -> HostSettings:
+    """The host settings alone; paths on the control machine are relative to the file, and here absolute."""
+    values = {key: getattr(settings, key) for key in HostSettings.model_fields}
+    for key in ("identity_file", "known_hosts"):
+        if values[key] is not None:
+            # Path.expanduser raises for a user that does not exist; SSH names the missing file better.
+            values[key] = str(folder / os.path.expanduser(values[key]))  # noqa: PTH111
+    return HostSettings.model_validate(values)
+
+
+def _hosts(key: str, block: HostBlock, defaults: HostSettings, folder: Path) -> Iterator[tuple[str, Host]]:
+    own = _with_paths_beside(block, folder)
+    merged = {
+        name: value
+        for settings in (defaults, own)
+        for name in HostSettings.model_fields
+        if (value := getattr(settings, name)) is not None
+    }
+    is_local = merged.get("connection") == "local"
+    settled = {
+        "connection": "ssh",
+        "python": sys.executable if is_local else "python3",
+        "workdir": "~/nodekit",
+        **merged,
+        "env": {**defaults.env, **own.env},
+    }
+    names = hostlists.expand(key)
+    addresses = (
+        hostlists.expand(block.address)
+        if block.address
+        else ("127.0.0.1",) * len(names)
+        if is_local
+        else names
+    )
+    for name, address in zip(
+        names, addresses, strict=False
+    ):  # `_address_count_problems` tells of other counts
+        yield name, Host.model_validate({**settled, "name": name, "address": address})
+
+
+def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Problem]:
+    if {"hosts", "slurm"} <= written:
+        yield Problem(("slurm",), "found beside hosts, wanted one of the two", at_key=True)
+    elif not {"hosts", "slurm"} & written:
+        yield Problem(
+            (),
+            "found neither hosts nor slurm, wanted one of the two, as hosts: {gpu1: {}} or slurm: {nodes: 2}",
+        )
+    elif file.hosts == {}:
+        yield Problem(("hosts",), "found no hosts, wanted at least one, as gpu1: {gpus: 8}, or gpu1: alone")
+    elif "slurm" in written:
+        for key in _INSTEAD_UNDER_SLURM.keys() & written:
+            yield Problem((key,), f"found beside slurm, wanted {_INSTEAD_UNDER_SLURM[key]}", at_key=True)
+
+
+def _address_count_problems(file: InventoryFile) -> Iterator[Problem]:
+    for key, block in (file.hosts or {}).items():
+        if block and block.address:
+            num_names, num_addresses = len(hostlists.expand(key)), len(hostlists.expand(block.address))
+            if num_names != num_addresses:
+                text = f"{_count(num_addresses, 'address', 'es')}, wanted {num_names} for {key}"
+                yield Problem(("hosts", key, "address"), f"found {text}")
+
+
+def _name_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for key, name, _ in hosts:
+        if first.setdefault(name, key) != key:
+            yield Problem(
+                ("hosts", key),
+                f"found the host {name} again (first in {first[name]}), wanted it once",
+                at_key=True,
+            )
+
+
+def _address_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
+    first: dict[tuple[str, int | None], str] = {}
+    for key, name, host in hosts:
+        place = (host.address.lower(), host.port)
+        if host.connection == "ssh" and first.setdefault(place, name) != name:
+            text = f"found {name} at {host.address}, the address and port of {first[place]}"
+            yield Problem(("hosts", key, "address"), f"{text}, wanted one of its own")
+
+
+def _node_count_problems(file: InventoryFile, num_hosts: int) -> Iterator[Problem]:
+    if file.hosts and file.nodes and file.nodes.max > num_hosts:
+        yield Problem(
+            ("nodes",),
+            f"found {file.nodes}, wanted at most {num_hosts}: hosts has {_count(num_hosts, 'host')}",
+        )
+
+
+def _secret_problems(file: InventoryFile) -> Iterator[Problem]:
+    blocks = {key: block for key, block in (file.hosts or {}).items() if block}
+    places: list[tuple[KeyPath, dict[str, str]]] = [
+        ((), file.env),
+        (("job",), file.job.env),
+        *((("hosts", key), block.env) for key, block in blocks.items()),
+    ]
+    for path, env in places:
+        for name in env.keys() & set(file.job.secrets):
+            text = (
+                "found among job.secrets too, wanted in one of the two (a secret's value is not written here)"
+            )
+            yield Problem((*path, "env", name), text, at_key=True)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,231 @@
+"""The inventory's models: `InventoryFile` is what users write, `Inventory` has every default filled in.
+
+One set of field types checks both and makes the JSON Schema: editor, loader and run records cannot disagree.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from nodekit.inventory.fields import (
+    AnyText,
+    ArraySpec,
+    Connection,
+    Count,
+    EnvName,
+    Gpus,
+    Hostlist,
+    Interface,
+    InventoryName,
+    Login,
+    MemoryGb,
+    Network,
+    Nodes,
+    Port,
+    PositiveCount,
+    RunTime,
+    Scalar,
+    SecretName,
+    Text,
+    User,
+    run_time_minutes,
+)
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # the first use builds it: `kit --help` needs none
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_absent(cls, data: object) -> object:
+        """``env:`` with all its lines commented out is the same as no ``env:``."""
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """What `_empty_is_absent` allows: null in place of any field that may be left out."""
+        written = handler(schema)
+        model = handler.resolve_ref_schema(written)
+        model.pop("title", None)
+        for name, field in model.get("properties", {}).items():
+            if name not in model.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                field.pop("default", None)
+                about = {"description": field.pop("description")}
+                model["properties"][name] = {**about, "anyOf": [field, {"type": "null"}]}
+            elif field.get("default", "") is None:
+                del field["default"]
+        return written
+
+
+_Env = dict[EnvName, AnyText]
+_CLOSED: dict[str, Any] = {"additionalProperties": False}
+
+
+class HostSettings(_Model):
+    """What may be set for one host, or at the top of the file for all of them."""
+
+    user: User | None = None
+    """Who to log in as. Default: what ~/.ssh/config says, else your own name."""
+    port: Port | None = None
+    """The SSH port. Default: what ~/.ssh/config says, else 22."""
+    identity_file: Text | None = None
+    """The private key. A relative path is relative to this file. Default: the agent's and ~/.ssh/config's."""
+    known_hosts: Text | None = None
+    """A further file of known host keys. A relative path is relative to this file."""
+    connection: Connection | None = None
+    """How the host is reached: ssh, or local for a node that is a folder on this machine. Default: ssh."""
+    python: Text | None = None
+    """The host's interpreter, with torch installed. Default: python3; kit's own for local hosts."""
+    workdir: Text | None = None
+    """Where kit keeps code, logs and snapshots on the host. Default: ~/nodekit."""
+    gpus: Gpus | None = None
+    """How many GPUs to use, as 4, or which, as [0, 1]. 0 trains on the CPU. Default: all that are found."""
+    interface: Interface | None = None
+    """The network interface to train over, as eth0. Default: the one with an address in network, else the one that routes to the other hosts."""  # noqa: E501
+    env: _Env = Field(default_factory=dict, json_schema_extra=_CLOSED)
+    """Environment variables for the job on this host. A host's win over those at the top of the file."""
+
+
+class HostBlock(HostSettings):
+    """One host, or all the hosts of a hostlist."""
+
+    address: Hostlist | None = None
+    """Where SSH finds it: a name, an address or an alias of ~/.ssh/config. For a hostlist, a hostlist of as many. Default: the name."""  # noqa: E501
+
+
+class Host(HostBlock):
+    """One host, every default filled in. What is still None is for SSH, or the host itself, to say."""
+
+    name: Text
+    """What kit calls it."""
+    address: Text
+    """Where it is: a name, an address or an SSH alias; 127.0.0.1 for a local host without one."""
+    connection: Connection
+    """How it is reached."""
+    python: Text
+    """Its interpreter."""
+    workdir: Text
+    """Where kit keeps code, logs and snapshots on it; a `~` is the host's to expand."""
+
+
+class Job(_Model):
+    """What runs on the hosts."""
+
+    command: tuple[AnyText, ...] | None = Field(default=None, min_length=1)
+    """The script and its arguments, as after torchrun, one item each. Default: kit's training module."""
+    code: Text = "."
+    """The folder that is sent to every host, uncommitted changes too, .gitignore honoured. A relative path is relative to where kit is run."""  # noqa: E501
+    env: _Env = Field(default_factory=dict, json_schema_extra=_CLOSED)
+    """Environment variables for the job on all hosts. Shown in plans and logs: put no secret here."""
+    secrets: tuple[SecretName, ...] = ()
+    """Names of variables whose values are taken from your environment and never written down."""
+    nproc_per_node: PositiveCount | None = None
+    """Processes per node. Default: one per GPU, or 1 on a host without GPUs."""
+    max_restarts: Count = 3
+    """How often a node's processes may crash and be started again before the job has failed."""
+
+
+class SlurmSettings(_Model):
+    """What is asked of Slurm."""
+
+    nodes: Nodes
+    """How many nodes, as 4, or the fewest and most, as 2:4."""
+    partition: Text | None = None
+    """The partition. Default: the cluster's."""
+    account: Text | None = None
+    """The account to charge. Default: yours."""
+    qos: Text | None = None
+    """The quality of service. Default: the cluster's."""
+    gpus_per_node: Count | None = None
+    """GPUs on each node. Default: none asked for."""
+    cpus_per_task: PositiveCount | None = None
+    """CPU cores on each node. Default: the cluster's."""
+    mem_gb: MemoryGb | None = None
+    """Memory on each node, in GB. Default: the cluster's."""
+    time: RunTime | None = None
+    """The time limit: minutes, as 90, or [D-]HH:MM:SS, as 1-12:00:00. Default: the partition's."""
+    constraint: Text | None = None
+    """Features the nodes must have, as a100&ib."""
+    exclude: Hostlist | None = None
+    """Nodes not to run on, as node[03,07]."""
+    array: ArraySpec | None = None
+    """Indexes of a job array, as 0-15%4."""
+    setup: tuple[Text, ...] = ()
+    """Shell lines to run first on every node, as module load cuda/12.4."""
+    extra: dict[Text, Scalar] = Field(default_factory=dict)
+    """Any further parameter of sbatch that submitit passes on, as {licenses: matlab}."""
+    shared_dir: Text = "~/nodekit"
+    """A folder that every node and the login node share: code, logs and snapshots go there."""
+    login: Login | None = None
+    """The login node to submit from over SSH, as user@login.example.org. Default: this machine."""
+
+    @property
+    def time_min(self) -> int | None:
+        """The time limit in whole minutes, rounded up."""
+        return None if self.time is None else run_time_minutes(self.time)
+
+
+class InventoryFile(HostSettings):
+    """A cluster and the job for it. Host settings at the top are for all hosts; each host may set its own."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["hosts"]}, {"required": ["slurm"]}]},
+    )
+
+    name: InventoryName | None = None
+    """What kit calls the cluster; runs are named after it. Default: the file's name."""
+    network: Network | None = None
+    """The network to train over, as 10.0.0.0/24: each host's interface is the one with an address in it."""
+    nodes: Nodes | None = None
+    """How many nodes the job runs on, as 4, or the fewest and most, as 2:4. Default: all hosts."""
+    hosts: dict[Hostlist, HostBlock | None] | None = None
+    """The machines, reached over SSH: a name or hostlist each, as gpu[01-16,20], with settings or nothing."""
+    slurm: SlurmSettings | None = None
+    """In place of hosts: what to ask of Slurm."""
+    job: Job = Job()
+    """What runs on the hosts. Default: kit's training module."""
+
+
+class Inventory(_Model):
+    """What the user wrote, hostlists expanded and defaults filled in."""
+
+    name: InventoryName
+    """What kit calls the cluster."""
+    path: Path
+    """The file it came from, absolute."""
+    network: Network | None = None
+    """The network to train over. A host's own `interface` comes before it."""
+    nodes: Nodes
+    """The fewest and most nodes the job runs on."""
+    hosts: tuple[Host, ...] = ()
+    """The hosts in the file's order; none under Slurm."""
+    slurm: SlurmSettings | None = None
+    """What to ask of Slurm, in place of hosts."""
+    defaults: HostSettings
+    """The host settings at the top of the file: already part of `hosts`; Slurm's nodes have only these."""
+    job: Job
+    """What runs on them."""
+
+
+class _Generator(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
+        """No: pydantic's title would only repeat the key."""
+        return False
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of the file as users write it, for editors."""
+    schema = InventoryFile.model_json_schema(schema_generator=_Generator)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "nodekit inventory", **schema}

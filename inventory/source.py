@@ -1,0 +1,263 @@
+"""YAML text as plain data, with the line that every key and value stands on.
+
+PyYAML's own loader is YAML 1.1: it reads ``2:4`` as 124 seconds, ``on`` as true and ``010`` as eight, keeps
+the last of two equal keys, and forgets lines. So only its parser is used; its tree is read here, by the rules
+of YAML 1.2.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import yaml
+
+MAX_VALUES = 100_000
+"""More values than any inventory has: a file that grows beyond this does so by aliases of aliases."""
+
+Path = tuple[str | int, ...]
+"""Where a value stands: keys, and indexes in lists."""
+
+
+def quoted(text: str) -> str:
+    """A text in double quotes, as YAML takes it; a long one is cut."""
+    return json.dumps(text if len(text) <= 80 else text[:79] + "…", ensure_ascii=False)
+
+
+class Place(NamedTuple):
+    """Where something starts in the text."""
+
+    line: int
+    offset: int
+
+    @classmethod
+    def of(cls, node: yaml.Node) -> "Place":
+        """Where PyYAML saw it."""
+        return cls(node.start_mark.line + 1, node.start_mark.index)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in the file."""
+
+    path: Path
+    text: str
+    at_key: bool = False
+    place: Place | None = None
+    """Set where the path alone does not tell it."""
+
+
+@dataclass
+class Document:
+    """What a file holds, and where."""
+
+    data: object = None
+    keys: dict[Path, Place] = field(default_factory=dict)
+    values: dict[Path, Place] = field(default_factory=dict)
+    raw: dict[Path, str] = field(default_factory=dict)
+    """Each scalar as it is written, without quotes."""
+    problems: list[Problem] = field(default_factory=list)
+    overridden: set[Path] = field(default_factory=set)
+    """What the caller set in place of the file; it stands on no line."""
+
+    def place(self, path: Path, *, at_key: bool = False) -> Place:
+        """That of a value, or of its key; for what is not there, that of what it should stand in."""
+        places = self.keys if at_key else self.values
+        if path in places:
+            return places[path]
+        while path and path not in self.keys:
+            path = path[:-1]
+        return self.keys.get(path, Place(1, 0))
+
+    def override(self, values: Mapping[str, object]) -> None:
+        """Set dotted keys, as ``job.command``, above what the file says."""
+        for dotted, value in values.items():
+            path = tuple(dotted.split("."))
+            *parents, last = path
+            place = self.data
+            for key in parents:
+                if isinstance(place, dict) and place.get(key) is None:
+                    place[key] = {}
+                place = place[key] if isinstance(place, dict) else None
+            if isinstance(place, dict):  # if not, the file's own mistake is told
+                place[last] = value
+                self.overridden.add(path)
+
+
+class NotYamlError(Exception):
+    """The text is no YAML, so nothing else in it can be judged."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's parser with the plain scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012, the parent's way
+
+
+for _tag, _pattern, _first in [
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+    ("merge", r"<<", ["<"]),
+]:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def parse(text: str) -> Document:
+    """Read a YAML text; mistakes inside it are collected in the document."""
+    try:
+        node = yaml.compose(text, _Loader)
+        reader = _Reader()
+        if node is not None:
+            reader.document.data = reader.read(node, ())
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise NotYamlError(
+            line, f"found the character U+{ord(text[error.position]):04X}, wanted text"
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_problem(error) from error
+    except RecursionError as error:
+        raise NotYamlError(1, "found brackets or lists nested too deep to read") from error
+    return reader.document
+
+
+class _Reader:
+    """Turns PyYAML's nodes into data, noting lines and mistakes on the way."""
+
+    def __init__(self) -> None:
+        self.document = Document()
+        self.open_nodes: list[yaml.Node] = []
+        self.num_values = 0
+
+    def read(self, node: yaml.Node, path: Path) -> object:
+        self._check_size(node)
+        self.document.values[path] = Place.of(node)
+        self.open_nodes.append(node)
+        value: object
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            value = self._mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            value = [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        else:
+            value = self._scalar(node, path)
+        self.open_nodes.pop()
+        return value
+
+    def _check_size(self, node: yaml.Node) -> None:
+        """Aliases let ten lines stand for a billion values, or for endlessly many."""
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise NotYamlError(Place.of(node).line, f"found over {MAX_VALUES:,} values, wanted fewer aliases")
+        if node in self.open_nodes:
+            raise NotYamlError(Place.of(node).line, "found an anchor that holds itself, wanted one that ends")
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, object]:
+        data = {}
+        for key, (key_node, value) in self._entries(node, path).items():
+            inner = (*path, key)
+            self.document.keys[inner] = Place.of(key_node)
+            data[key] = self.read(value, inner)
+        return data
+
+    def _entries(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """A mapping's own keys, then those that ``<<`` brings and that it has not got itself."""
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key_node, value in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    merged = self._merge_source(source, path) | merged
+            elif not isinstance(key_node, yaml.ScalarNode):
+                text = "found a list or mapping for a key, wanted text (in quotes if it has a bracket)"
+                self._problem(key_node, path, text)
+            elif key_node.value in own:
+                first = own[key_node.value][0].start_mark.line + 1
+                again = f"found again (first on line {first}), wanted once"
+                self._problem(key_node, (*path, key_node.value), again)
+            elif self._is_clean(key_node, path):
+                own[key_node.value] = (key_node, value)
+        return own | {key: entry for key, entry in merged.items() if key not in own}
+
+    def _merge_source(self, node: yaml.Node, path: Path) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        self._check_size(node)
+        if not isinstance(node, yaml.MappingNode):
+            self._problem(node, (*path, "<<"), "found no mapping, wanted one to merge in, as *name")
+            return {}
+        self.open_nodes.append(node)
+        entries = self._entries(node, path)
+        self.open_nodes.pop()
+        return entries
+
+    def _scalar(self, node: yaml.Node, path: Path) -> object:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if not isinstance(node, yaml.ScalarNode) or kind not in (*_CONSTRUCT, "str", "merge"):
+            self._problem(node, path, f"found the tag {node.tag}, wanted a value without one")
+            return None
+        self.document.raw[path] = node.value
+        if kind in ("str", "merge"):
+            return node.value if self._is_clean(node, path) else ""
+        try:
+            return _CONSTRUCT[kind](node.value)
+        except ValueError:  # a tag that does not fit (!!int x), or a number of 4,300 digits and more
+            self._problem(node, path, f"found {quoted(node.value)}, wanted a value of the kind {kind}")
+            return None
+
+    def _is_clean(self, node: yaml.ScalarNode, path: Path) -> bool:
+        r"""No character, as from the escape "\0", that neither a program's arguments nor UTF-8 can hold."""
+        bad = re.search("[\0\ud800-\udfff]", node.value)
+        if bad:
+            self._problem(node, path, f"found the character U+{ord(bad[0]):04X}, wanted text without it")
+        return bad is None
+
+    def _problem(self, node: yaml.Node, path: Path, text: str) -> None:
+        self.document.problems.append(Problem(path, text, place=Place.of(node)))
+
+
+def _integer(text: str) -> int:
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+_CONSTRUCT: dict[str, Callable[[str], object]] = {
+    "null": lambda text: None,  # noqa: ARG005
+    "bool": lambda text: text.lower() == "true",
+    "int": _integer,
+    "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+}
+
+_HINTS = [
+    (r"character '\\t'", "found a tab, wanted spaces: YAML indents with spaces only"),
+    (r"character '([@`%|>])'", "found a value that starts with {0}, wanted quotes around it"),
+    (r"while scanning an (?:alias|anchor)", "found a value that starts with * or &, wanted quotes around it"),
+    (r"mapping values are not allowed", "found a ':' where none can be, wanted a ':' after the key above it, the same indentation as its neighbours, or quotes around a value that holds ': '"),  # noqa: E501
+    (r"could not find expected ':'", "found a key without ': ' after it, wanted key: value"),
+    (r"quoted scalar; found unexpected end", "found a quote that is not closed, wanted its end"),
+    (r"but found '<scalar>'", "found more text after a quote or bracket was closed, wanted quotes around the whole value"),  # noqa: E501
+    (r"expected <block end>, but found '<block", "found a line whose indentation fits none above it, wanted that of its neighbours"),  # noqa: E501
+    (r"expected <block end>", "found keys and list items side by side, wanted one of either"),
+    (r"expected ',' or '(.)'", "found no end, or an item without ',', wanted a '{0}' (and quotes around a value that holds a bracket)"),  # noqa: E501
+    (r"undefined alias '?([^']*)", "found *{0}, wanted an anchor &{0} further up"),
+    (r"found duplicate anchor '?([^']*?)'?;", "found the anchor &{0} again, wanted one of a kind"),
+    (r"expected a single document", "found a second document, wanted one (without '---')"),
+    (r"unknown escape character '(.)'", "found \\{0} in double quotes, wanted single quotes or \\\\{0}"),
+]  # fmt: skip
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError) -> NotYamlError:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    said = f"{error.context or ''}; {error.problem or ''}"
+    if error.context_mark and re.search("quoted|flow", said):  # where it was opened, not where the text ended
+        line = error.context_mark.line + 1
+    for pattern, hint in _HINTS:
+        found = re.search(pattern, said)
+        if found:
+            return NotYamlError(line, hint.format(*found.groups()))
+    return NotYamlError(line, f"found what is no YAML ({error.problem}), wanted key: value lines")

@@ -1,0 +1,36 @@
+"""The random number generators of one rank: python's, numpy's, torch's and CUDA's."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed this rank's generators, each rank's differently."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(2, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[0]) % 2**32)
+    torch.manual_seed(int(words[1]) % 2**63)  # CUDA's too
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
+    kind, keys, pos, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.tensor(keys.tolist(), dtype=torch.int64), int(pos), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Go on where ``capture`` was called."""
+    random.setstate(state["python"])
+    kind, keys, pos, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
