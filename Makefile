@@ -13,13 +13,14 @@ up:
 	@.venv/bin/kit up inventory/local.yaml
 
 test: check
+	@.ci/setup test
 	@.venv/bin/python -m pytest
 
 quick: check
 	@.venv/bin/python -m pytest -m "not lab"
 
 check:
-	@.ci/setup test
+	@.ci/setup dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy

@@ -75,8 +75,16 @@ class Record:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event."""
-        line = {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name, "kind": kind, **fields}
-        with open(os.open(self._folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as f:
+        line = {
+            "run": self._spec.run_id,
+            "time": time.time(),
+            "node": self._spec.name,
+            "kind": kind,
+            **fields,
+        }
+        with open(
+            os.open(self._folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a"
+        ) as f:
             f.write(json.dumps(line) + "\n")
 
     def failed(self, failures: list[dict[str, Any]]) -> None:
@@ -108,7 +116,7 @@ class Record:
             self.read_progress()
 
 
-class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch ships no types for it
+class Agent(LocalElasticAgent):
     """torch's elastic agent, which also says what it does."""
 
     def __init__(self, spec: AgentSpec, handler: rendezvous.Rendezvous, record: Record) -> None:
@@ -202,11 +210,12 @@ class Agent(LocalElasticAgent):  # type: ignore[misc]  # torch ships no types fo
     def _exit_barrier(self) -> None:
         """Wait for the other nodes, however long they need; upstream gives up after 300 s, in one deaf call."""
         self._record_file.update(state="waiting")
-        nodes = self._worker_group.group_world_size
+        nodes, store = self._worker_group.group_world_size, self._worker_group.store
+        assert store is not None
         with contextlib.suppress(RuntimeError):  # the store's host has left: it left when all were done
             for step in ("nodekit/done", "nodekit/left"):
-                self._store.add(step, 1)
-                while self._store.add(step, 0) < nodes and self._handler.num_nodes_waiting() == 0:
+                store.add(step, 1)
+                while store.add(step, 0) < nodes and self._handler.num_nodes_waiting() == 0:
                     time.sleep(_POLL_S)
 
 

@@ -73,7 +73,7 @@ def gather(
     def ask(link: Link) -> Facts:
         before = time.time()
         found = link.call(
-            "facts",
+            "hostfacts.facts",
             timeout_s=FACTS_TIMEOUT_S,
             workdir=hosts[link.host].workdir,
             kit_digest=kit_digest,
@@ -166,7 +166,7 @@ def _python_problem(found: Facts) -> str | None:
     )
 
 
-def _torch_problem(found: Facts, common: str | None, torches: Mapping[str | None, int]) -> str | None:
+def _torch_problem(found: Facts, common: str | None, torches: Mapping[str, int]) -> str | None:
     if found.torch is None:
         return (
             f"no torch in {found.executable}; set `python:` to an interpreter there that has it, "
@@ -177,7 +177,7 @@ def _torch_problem(found: Facts, common: str | None, torches: Mapping[str | None
         return f"torch {found.torch}, {wanted} or newer is wanted (older ones load unsafe snapshots)"
     if len(torches) > 1 and found.torch != common:
         return (
-            f"torch {found.torch}, but {torches[common]} of the hosts have {common}; "
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}; "
             f"all must have the same: {found.executable} -m pip install torch=={str(common).split('+')[0]}"
         )
     return None

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    if argv[:1] == ["up"] and "--" in argv:  # what follows is the user's, byte for byte: argparse never sees it
+    if (
+        argv[:1] == ["up"] and "--" in argv
+    ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
     args = _parser().parse_args(argv)
@@ -80,14 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         ("down", _down, "stop a run on every node"),
     ):
         command = _add(commands, name, function, help_text)
-        command.add_argument("run", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)")
+        command.add_argument(
+            "run", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
+        )
         _add_ssh(command)
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
             command.add_argument("--node", metavar="N", help="this node only")
             command.add_argument("--rank", metavar="R", type=int, help="this rank only")
         if name == "down":
-            command.add_argument("--force", action="store_true", help="kill at once, with no time for a snapshot")
+            command.add_argument(
+                "--force", action="store_true", help="kill at once, with no time for a snapshot"
+            )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
@@ -135,9 +141,13 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command.add_argument(
         "inventory", metavar="INVENTORY", nargs="?", help="the inventory file (two nodes on this machine)"
     )
-    command.add_argument("-d", "--detach", action="store_true", help="leave the job running once it has started")
+    command.add_argument(
+        "-d", "--detach", action="store_true", help="leave the job running once it has started"
+    )
     command.add_argument("--new", action="store_true", help="start a new run, even where one could go on")
-    command.add_argument("--dry-run", action="store_true", help="check, print what each node would run, run nothing")
+    command.add_argument(
+        "--dry-run", action="store_true", help="check, print what each node would run, run nothing"
+    )
     command.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
     command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
     _add_ssh(command)

@@ -1,4 +1,4 @@
-"""Host keys: what the known_hosts files say of a host, read as OpenSSH reads them, and the words of a refusal."""
+"""Host keys: what known_hosts files say of a host, read as OpenSSH does, and the words of a refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def host_pattern(host: str, port: int) -> str:
 
 
 def lookup(files: Sequence[Path], name: str) -> list[KnownKey]:
-    """The keys that `files` hold for a host, by its name as of `host_pattern`; files that do not exist hold none."""
+    """The keys for a host, by its name as of `host_pattern`; a file that does not exist holds none."""
     found = []
     for file in files:
         try:
@@ -85,7 +85,7 @@ def _matches(patterns: str, name: str) -> bool:
 
 
 def preferred_key_types(offered: Iterable[str], known: Sequence[KnownKey]) -> list[str]:
-    """The host key algorithms to ask for, those of the known keys first: a host shows one of its keys only."""
+    """The host key algorithms to ask for, those of known keys first: a host shows one of its keys only."""
     types = {key.key_type for key in known if not key.revoked}
     if "ssh-rsa" in types:
         types |= {"rsa-sha2-512", "rsa-sha2-256"}
@@ -128,6 +128,6 @@ def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequenc
     return (
         f"THE HOST KEY OF {where} HAS CHANGED: someone may be in between, or the host was installed anew. "
         f"It showed {key.get_name()} {fingerprint(key.asbytes())}; known is {old.key_type} "
-        f"{fingerprint(old.blob)} ({old.where}). Nothing was sent. If its administrator confirms the new key, "
-        f"remove the old one with `ssh-keygen -R '{name}' -f '{file}'` and accept the new one"
+        f"{fingerprint(old.blob)} ({old.where}). Nothing was sent. If its administrator confirms the new key, remove "
+        f" the old one with `ssh-keygen -R '{name}' -f '{file}'` and accept the new one"
     )

@@ -1,4 +1,4 @@
-"""The keys to log in with: identity files, the agent's keys, and encrypted files whose passphrase is asked for once."""
+"""The keys to log in with: files, the agent's, and encrypted files, whose passphrase is asked for once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")  # in ~/.ssh, in OpenSSH's 
 _ATTEMPTS = 3
 
 
-class IdentityProblem(Exception):
+class IdentityError(Exception):
     """An identity file cannot be used; the message says which, why, and what to do."""
 
 
@@ -45,7 +45,7 @@ class KeyFiles:
         """The private key in `file`.
 
         Raises:
-            IdentityProblem: it cannot be had.
+            IdentityError: it cannot be had.
         """
         with self._lock:  # a second host waits here while the first one's question is open
             try:
@@ -53,30 +53,33 @@ class KeyFiles:
                 if name not in self._unlocked:
                     self._unlocked[name] = self._read(file, ask)
             except OSError as error:
-                raise IdentityProblem(f"identity file {file}: {error.strerror}") from error
+                raise IdentityError(f"identity file {file}: {error.strerror}") from error
             return self._unlocked[name]
 
     def _read(self, file: Path, ask: Callable[[str], str] | None) -> paramiko.PKey:
         import paramiko
+        from paramiko.pkey import UnknownKeyType
 
         encrypted, _ = peek(file)
         if encrypted and ask is None:
-            raise IdentityProblem(
+            raise IdentityError(
                 f"identity file {file} is encrypted and there is nobody to ask for its passphrase; "
                 f"give it to your agent first: `ssh-add {file}`"
             )
         for _ in range(_ATTEMPTS):
             passphrase = ask(str(file)) if encrypted and ask is not None else None
             try:
-                return paramiko.PKey.from_path(file, passphrase.encode() if passphrase else None)
-            except (ValueError, TypeError, paramiko.SSHException, paramiko.UnknownKeyType) as error:
+                return paramiko.PKey.from_path(file, passphrase.encode() if passphrase else None)  # type: ignore[arg-type]
+            except (ValueError, TypeError, paramiko.SSHException, UnknownKeyType) as error:
                 if not encrypted:
-                    raise IdentityProblem(f"identity file {file} is not a private key that kit can read") from error
-        raise IdentityProblem(f"identity file {file}: {_ATTEMPTS} wrong passphrases")
+                    raise IdentityError(
+                        f"identity file {file} is not a private key that kit can read"
+                    ) from error
+        raise IdentityError(f"identity file {file}: {_ATTEMPTS} wrong passphrases")
 
 
 def peek(file: Path) -> tuple[bool, bytes | None]:
-    """Whether an identity file is encrypted, and its public key where that can be read without the passphrase."""
+    """Whether an identity file is encrypted, and its public key if it can be read without the passphrase."""
     import base64
 
     import paramiko
@@ -93,31 +96,31 @@ def peek(file: Path) -> tuple[bool, bytes | None]:
         message.get_int()
         return cipher != "none", message.get_string()
     except ValueError as error:
-        raise IdentityProblem(f"identity file {file} is damaged: {error}") from error
+        raise IdentityError(f"identity file {file} is damaged: {error}") from error
 
 
 def check_file(file: Path) -> None:
     """Refuse an identity file that is not there, or that ssh would refuse.
 
     Raises:
-        IdentityProblem: with the command that mends it.
+        IdentityError: with the command that mends it.
     """
     try:
         found = file.stat()
     except OSError as error:
-        raise IdentityProblem(
+        raise IdentityError(
             f"identity file {file}: {error.strerror}; correct `identity_file`, or make one with "
             f"`ssh-keygen -t ed25519 -f {file}`"
         ) from error
     if not stat.S_ISREG(found.st_mode):
-        raise IdentityProblem(f"identity file {file} is not a file")
+        raise IdentityError(f"identity file {file} is not a file")
     if found.st_uid == os.getuid() and found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
-        raise IdentityProblem(
+        raise IdentityError(
             f"identity file {file} is open to others (mode {mode:04o}), so ssh refuses it; `chmod 600 {file}`"
         )
     if not os.access(file, os.R_OK):
-        raise IdentityProblem(f"identity file {file} is not readable for you; `chmod 600 {file}` as its owner")
+        raise IdentityError(f"identity file {file} is not readable for you; `chmod 600 {file}` as its owner")
 
 
 def candidates(
@@ -131,8 +134,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The keys to try, in order: a server listens to a few only, and every wrong one costs a round trip.
 
-    First those named for the host (from the agent where it has them), then the agent's others, then the default
-    files; a default one that is encrypted comes last, so that nobody is asked for a key that is not needed.
+    First those named for the host (from the agent where it has them), then the agent's others, then the
+    default files; an encrypted one of these comes last, so that nobody is asked for a key that is not needed.
     """
     defaults = [home / ".ssh" / name for name in DEFAULT_FILES] if not named else []
     files = [*named, *(file for file in defaults if file.is_file())]

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from pathlib import Path
 from nodekit.deploy import lab_process
 from nodekit.deploy.lab_disk import environment
 from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 
 BENCHMARK_RANGE = ipaddress.IPv4Network("198.18.0.0/15")
 """Reserved for tests like these (RFC 2544), so it is no one's real network."""
 FIRST_HOST = 10
 """node1 is 198.18.K.11: its last digits say which one it is."""
 INTERFACES = ("eth0", "ens5", "enp3s0f1", "ib0", "eno1", "bond0", "enp129s0np0", "hsn0")
+LINK_DEADLINE_S = 10
+"""The kernel takes up to 1 s to notice that a cable is back."""
 NOWHERE = "02:00:00:00:00:00"
 """A hardware address that no one has."""
 
@@ -155,13 +158,20 @@ class LabNetwork:
         self._on_switch(f"link set {host.port} nomaster", f"link set {far} master bridge up")
 
     def mend(self, host: LabHost) -> None:
-        """Undo cut, cut_control and slow."""
+        """Undo cut, cut_control and slow, and return when the link carries again."""
         self._take_out_wire(host)
         self._on_switch(f"link set {host.port} master bridge up")
-        self._on_machine(f"neighbour flush to {host.address} dev {self.control_interface} nud permanent")
-        self._on_host(
-            host, f"neighbour flush to {control_address(self.network)} dev {host.interface} nud permanent"
-        )
+        deadline = time.monotonic() + LINK_DEADLINE_S
+        while json.loads(self._on_host(host, f"link show dev {host.interface}"))[0]["operstate"] != "UP":
+            if time.monotonic() > deadline:
+                raise HostError(host.name, f"its link is still down after {LINK_DEADLINE_S} s")
+            time.sleep(0.02)
+        # What cut_control put there, and lost questions for an address, which are asked again only after 1 s.
+        forget = f"neighbour flush to {host.address} nud all"
+        self._on_machine(f"{forget} dev {self.control_interface}")
+        for namespace in self.folder.glob("hosts/*/net"):
+            self._ip(["nsenter", f"--net=hosts/{namespace.parent.name}/net"], forget)
+        self._on_host(host, f"neighbour flush dev {host.interface} nud all")
 
     def status(self, host: LabHost) -> list[str]:
         """What is wrong with a host's link: any of ``cut``, ``slow``, ``control cut``."""
@@ -208,7 +218,13 @@ class LabNetwork:
 
 def unmount(folder: Path) -> None:
     """Let go of the network namespaces, whose links go with them, and of the disks if they are in memory."""
+    on_switch = ["nsenter", "--net=switch"]
     mounts = [*folder.glob("hosts/*/net"), folder / "switch", folder / "hosts"]
+    if os.path.ismount(folder / "switch"):
+        # A namespace dies some time after its last mount; this machine's end of the cable must not linger.
+        links = json.loads(call([*on_switch, "ip", "-json", "link"], doing="see its switch", cwd=folder))
+        if any(link["ifname"] == "control" for link in links):
+            call([*on_switch, "ip", "link", "delete", "control"], doing="unplug this machine", cwd=folder)
     if mounted := [str(path) for path in mounts if os.path.ismount(path)]:
         call(["umount", "--lazy", "--", *mounted], doing="unmount what it had made", cwd=folder)
 

@@ -68,7 +68,11 @@ class LocalProcess:
     def __init__(self, argv: list[str]) -> None:
         # Its own session: a Ctrl-C in the terminal is for kit, which then stops the agents through it.
         self._popen = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         self.stdin = cast(IO[bytes], self._popen.stdin)
         self.stdout = cast(IO[bytes], self._popen.stdout)
@@ -124,8 +128,9 @@ class Link:
         try:
             answer = self._ready.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
-            raise HostError(host, f"python there did not answer within {START_TIMEOUT_S:.0f} s") from None
+            answer = {"lost": f"no answer within {START_TIMEOUT_S:.0f} s"}
         if "lost" in answer:
+            process.close()
             raise HostError(host, _no_python(answer["lost"]))
 
     def _read(self) -> None:
@@ -140,7 +145,7 @@ class Link:
                     waiter.put(message)
         except (OSError, ValueError, EOFError):
             pass  # told below, as any other end
-        self._lost = self._process.stderr_tail().strip() or "the connection was closed"
+        self._lost = self._process.stderr_tail().strip() or "it ended without a word"
         self._ready.put({"lost": self._lost})
         for waiter in list(self._waiting.values()):
             waiter.put({"lost": True})
@@ -177,7 +182,7 @@ class Link:
                 except queue.Empty:
                     raise LinkLost(self.host, f"no answer to '{op}' within {silence_s:.0f} s") from None
                 if "lost" in message:
-                    raise LinkLost(self.host, self._lost or "the connection was closed")
+                    raise LinkLost(self.host, self._lost or "it ended")
                 if "error" in message:
                     raise RemoteError(self.host, message["error"])
                 if "result" in message:
@@ -195,7 +200,7 @@ class Link:
 
 def _no_python(last_words: str) -> str:
     return (
-        f"its python does not run ({last_words.splitlines()[-1] if last_words else 'no message'}); "
+        f"its python does not run ({last_words.splitlines()[-1]}); "
         "set `python:` to an interpreter there that has torch"
     )
 
@@ -231,15 +236,18 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    sources = {name: _source(f"nodekit.deploy.{name}") for name in ("remote", "tree")}
+    names = ("hostfacts", "tree", "remote")  # remote imports the first
     return f"""
 import sys, types
-def load(name, source):
-    module = types.ModuleType(name)
-    sys.modules[name] = module
+for package in ("nodekit", "nodekit.deploy"):
+    sys.modules[package] = types.ModuleType(package)
+for name, source in {[(name, _source(f"nodekit.deploy.{name}")) for name in names]!r}:
+    module = types.ModuleType("nodekit.deploy." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["nodekit.deploy"], name, module)
     exec(compile(source, name + ".py", "exec"), module.__dict__)
-    return module
-load("remote", {sources["remote"]!r}).serve({{"tree": load("tree", {sources["tree"]!r})}})
+del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
+module.serve({{name: sys.modules["nodekit.deploy." + name] for name in ("hostfacts", "tree")}})
 """.encode()
 
 

@@ -116,9 +116,7 @@ def build(
     problems: list[str] = []
     for host in inventory.hosts:
         try:
-            chosen[host.name] = choose_interface(
-                host, facts[host.name], inventory.network, peers[host.name]
-            )
+            chosen[host.name] = choose_interface(host, facts[host.name], inventory.network, peers[host.name])
         except HostError as error:
             problems.append(str(error))
     with_gpus = [host.name for host in inventory.hosts if gpus[host.name]]

@@ -6,208 +6,37 @@ version. One JSON object per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}
 ``{"id", "result"}`` or ``{"id", "error"}`` out. It ends when its stdin does; agents it started live on.
 """
 
+from __future__ import annotations
+
 import errno
-import fcntl
 import glob
 import json
 import os
-import platform
-import re
-import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
+import traceback
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from nodekit.deploy import hostfacts
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 _POLL_S = 0.1
 _BEAT_S = 2.0
-_held_ports = {}  # port -> the listening socket that keeps it ours until an agent takes it over
+# port -> the listening socket that keeps it ours until an agent takes it over
+_held_ports: Dict[int, socket.socket] = {}
+# node_dir -> the agent this server started
+_agents: Dict[str, subprocess.Popen[bytes]] = {}
 
 
-# --- what the host is ---------------------------------------------------------------------------------------
+# --- agents -------------------------------------------------------------------------------------------------
 
 
-def facts(workdir, kit_digest="", peers=()):
-    """What `deploy/check.py` needs to know of this host, in one answer.
-
-    Args:
-        workdir: kit's folder here, ``~`` allowed; made if it does not exist.
-        kit_digest: asks whether this version of kit's package is here already.
-        peers: addresses of the other hosts, to find the interface that routes to each.
-    """
-    workdir = os.path.expanduser(workdir)
-    found = {
-        "hostname": socket.gethostname(),
-        "user": _user(),
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "torch": module_version("torch"),
-        "time": time.time(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "interfaces": interfaces(),
-        "routes": {peer: source_address(peer) for peer in peers},
-        "gpus": gpus(),
-        "workdir": workdir,
-        "workdir_problem": None,
-        "rsync": shutil.which("rsync") is not None,
-        "boot_id": _boot_id(),
-        "has_kit": False,
-    }
-    try:
-        os.makedirs(workdir, mode=0o700, exist_ok=True)
-        found["workdir_id"] = _folder_id(workdir)
-        disk = os.statvfs(workdir)
-        found["free_bytes"] = disk.f_bavail * disk.f_frsize
-        found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
-    except OSError as error:
-        found["workdir_problem"] = "%s: %s" % (error.filename or workdir, error.strerror)
-    return found
-
-
-def _user():
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
-def _boot_id():
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _folder_id(folder):
-    """A name of the folder itself, the same on every host that mounts it: made once, by whoever comes first."""
-    path = os.path.join(folder, ".id")
-    draft = "%s.%s.%d" % (path, socket.gethostname(), os.getpid())
-    if not os.path.exists(path):
-        with open(draft, "w") as file:
-            file.write(os.urandom(8).hex())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            if not os.path.exists(path):
-                os.rename(draft, path)
-        if os.path.exists(draft):
-            os.unlink(draft)
-    with open(path) as file:
-        return file.read().strip()
-
-
-def module_version(name):
-    """The version of an installed package, read without importing it (torch takes seconds), or None."""
-    import importlib.util
-    from importlib import metadata
-
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return None
-    if spec.origin:
-        try:
-            with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
-                match = re.search(r"^__version__ = '([^']+)'", file.read(), re.MULTILINE)
-            if match:
-                return match.group(1)
-        except OSError:
-            pass
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def interfaces():
-    """Each interface with its addresses: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
-    names = [name for _, name in socket.if_nameindex()]
-    addresses = {name: [] for name in names}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        size = 40 * 128
-        buffer = bytearray(size)
-        import array
-
-        request = array.array("B", buffer)
-        got = fcntl.ioctl(
-            probe.fileno(), 0x8912, struct.pack("iL", size, request.buffer_info()[0])  # SIOCGIFCONF
-        )
-        used = struct.unpack("iL", got)[0]
-        data = request.tobytes()[:used]
-        for start in range(0, used, 40):
-            name = data[start : start + 16].split(b"\0", 1)[0].decode()
-            name = name.split(":", 1)[0]  # eth0:1 is an alias of eth0
-            addresses.setdefault(name, []).append(socket.inet_ntoa(data[start + 20 : start + 24]))
-    try:
-        with open("/proc/net/if_inet6") as file:
-            for line in file:
-                packed, _, _, scope, _, name = line.split()
-                if scope != "20":  # link-local addresses need a zone and will not do as a MASTER_ADDR
-                    addresses.setdefault(name, []).append(
-                        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))
-                    )
-    except OSError:
-        pass
-    return [
-        {"name": name, "up": _is_up(name), "addresses": found} for name, found in sorted(addresses.items())
-    ]
-
-
-def _is_up(name):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), 0x8913, struct.pack("256s", name.encode()))  # SIOCGIFFLAGS
-        except OSError:
-            return False
-    return bool(struct.unpack("H", answer[16:18])[0] & 1)
-
-
-def source_address(peer):
-    """The address this host would send from to reach `peer`, as the kernel routes, or None. Sends nothing."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    except OSError:
-        return None
-
-
-def gpus():
-    """The GPUs nvidia-smi lists: ``[{"index", "name", "memory_mib"}]``; none where there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=8,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return []
-    found = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 3 and cells[0].isdigit():
-            memory = int(cells[2]) if cells[2].isdigit() else 0
-            found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
-    return found
-
-
-def hold_port():
+def hold_port() -> int:
     """A free port of this host, kept listening so that nobody else gets it before the agent does."""
     try:
         held = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -217,15 +46,12 @@ def hold_port():
         held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         held.bind(("", 0))
     held.listen(1024)
-    port = held.getsockname()[1]
+    port: int = held.getsockname()[1]
     _held_ports[port] = held
     return port
 
 
-# --- agents -------------------------------------------------------------------------------------------------
-
-
-def warm(node_dir, python, kit_dir, env):
+def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Dict[str, Any]:
     """Start this node's agent; it imports torch and then waits for `go`, or ends when we do.
 
     `env` holds what must not be written anywhere (secrets): it reaches the agent in its environment alone.
@@ -261,10 +87,7 @@ def warm(node_dir, python, kit_dir, env):
     return {"pid": agent.pid}
 
 
-_agents = {}  # node_dir -> the Popen of an agent this server started
-
-
-def go(node_dir, spec, port=None):
+def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None) -> Dict[str, Any]:
     """Give the warm agent its spec (written 0600) and, on the rendezvous host, the socket that holds the port."""
     node_dir = os.path.expanduser(node_dir)
     agent = _agents[node_dir]
@@ -274,17 +97,19 @@ def go(node_dir, spec, port=None):
     for name in ("stop", "status.json"):
         if os.path.exists(os.path.join(node_dir, name)):
             os.unlink(os.path.join(node_dir, name))
-    record = {"pid": agent.pid, "start_time": start_time(agent.pid), "boot_id": _boot_id()}
+    record = {"pid": agent.pid, "start_time": start_time(agent.pid), "boot_id": hostfacts.boot_id()}
     write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
+    assert agent.stdin is not None
     try:
         agent.stdin.write(b"go\n")
         agent.stdin.close()
     except BrokenPipeError:
-        raise RuntimeError("the agent ended before it could start: " + _tail(os.path.join(node_dir, "agent.log")))
+        last_words = _tail(os.path.join(node_dir, "agent.log"))
+        raise RuntimeError("the agent ended before it could start: " + last_words) from None
     return record
 
 
-def write_private(path, data):
+def write_private(path: str, data: bytes) -> None:
     """Write a 0600 file in one step: a reader sees all of it or the one before."""
     draft = "%s.%d" % (path, os.getpid())
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -293,7 +118,7 @@ def write_private(path, data):
     os.replace(draft, path)
 
 
-def start_time(pid):
+def start_time(pid: int) -> Optional[int]:
     """When the kernel started `pid`, in clock ticks since boot: with the pid, the name of one process."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
@@ -302,7 +127,7 @@ def start_time(pid):
         return None
 
 
-def _is_running(pid, started):
+def _is_running(pid: int, started: Optional[int]) -> bool:
     """Whether exactly that process runs; one that ended but was not waited for yet does not."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
@@ -312,7 +137,7 @@ def _is_running(pid, started):
     return int(fields[19]) == started and fields[0] not in (b"Z", b"X")
 
 
-def _load(path):
+def _load(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -320,22 +145,26 @@ def _load(path):
         return None
 
 
-def agent_alive(node_dir):
+def agent_alive(node_dir: str) -> Optional[int]:
     """The pid of this node's agent if exactly the recorded process is running, else None."""
     record = _load(os.path.join(os.path.expanduser(node_dir), "agent.json"))
-    if record and record["boot_id"] == _boot_id() and _is_running(record["pid"], record["start_time"]):
-        return record["pid"]
+    if (
+        record
+        and record["boot_id"] == hostfacts.boot_id()
+        and _is_running(record["pid"], record["start_time"])
+    ):
+        return int(record["pid"])
     return None
 
 
-def status(node_dir):
+def status(node_dir: str) -> Dict[str, Any]:
     """The node's last status, with whether its agent is alive, and the end of its log if it said nothing."""
     node_dir = os.path.expanduser(node_dir)
     agent = _agents.get(node_dir)
     if agent is not None:
         agent.poll()  # reaps it, so that a dead agent is not taken for a live one
     alive = agent_alive(node_dir)
-    found = _load(os.path.join(node_dir, "status.json")) or {}
+    found: Dict[str, Any] = _load(os.path.join(node_dir, "status.json")) or {}
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
     if not alive:
@@ -343,7 +172,7 @@ def status(node_dir):
     return found
 
 
-def _tail(path, size=4096):
+def _tail(path: str, size: int = 4096) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -353,7 +182,7 @@ def _tail(path, size=4096):
         return ""
 
 
-def stop(node_dir, grace_s, force=False):
+def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
     """End this node's agent and all it started: asked first, killed after `grace_s`, at once with `force`.
 
     Returns what was found: ``{"was": "running" | "not running", "killed": bool}``.
@@ -361,7 +190,12 @@ def stop(node_dir, grace_s, force=False):
     node_dir = os.path.expanduser(node_dir)
     warm_agent = _agents.get(node_dir)
     record = _load(os.path.join(node_dir, "agent.json"))
-    if warm_agent is not None and warm_agent.poll() is None and (not record or record["pid"] != warm_agent.pid):
+    if (
+        warm_agent is not None
+        and warm_agent.poll() is None
+        and (not record or record["pid"] != warm_agent.pid)
+    ):
+        assert warm_agent.stdin is not None
         warm_agent.stdin.close()  # it never got its go: that ends it
         warm_agent.wait(grace_s)
         return {"was": "not running", "killed": False}
@@ -384,7 +218,7 @@ def stop(node_dir, grace_s, force=False):
     return {"was": "running", "killed": killed}
 
 
-def _kill_workers(node_dir):
+def _kill_workers(node_dir: str) -> None:
     """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
     for worker in (_load(os.path.join(node_dir, "status.json")) or {}).get("workers", []):
         if _is_running(worker["pid"], worker["start_time"]):
@@ -394,7 +228,7 @@ def _kill_workers(node_dir):
                 pass
 
 
-def _kill(pid, number):
+def _kill(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -404,24 +238,29 @@ def _kill(pid, number):
 # --- logs ---------------------------------------------------------------------------------------------------
 
 
-def logs(node_dir, offsets=None, tail_bytes=None, final=False):
+def logs(
+    node_dir: str,
+    offsets: Optional[Mapping[str, int]] = None,
+    tail_bytes: Optional[int] = None,
+    final: bool = False,
+) -> Tuple[Dict[str, int], List[Tuple[str, str]]]:
     """New whole lines of each log file since `offsets`: ``(new offsets, [[file, text], ...])``.
 
     With `tail_bytes`, a file seen for the first time starts that far before its end. `final`: nothing more will
     be written, so a last line without its newline is given one.
     """
-    offsets = dict(offsets or {})
-    found = []
+    new = dict(offsets or {})
+    found: List[Tuple[str, str]] = []
     folder = os.path.join(os.path.expanduser(node_dir), "logs")
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.log"))):
         name = os.path.basename(path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            start = offsets.get(name)
+            start = new.get(name)
             if start is None:
                 start = max(0, size - tail_bytes) if tail_bytes is not None else 0
             if size <= start:
-                offsets[name] = start
+                new[name] = start
                 continue
             file.seek(start)
             data = file.read(LOG_CHUNK_BYTES)
@@ -430,19 +269,27 @@ def logs(node_dir, offsets=None, tail_bytes=None, final=False):
             whole = len(data)  # one endless line
         if final and start + len(data) == size and whole < len(data):
             whole, data = len(data), data + b"\n"
-        offsets[name] = start + whole
+        new[name] = start + whole
         if whole:
             text = data if final and start + whole == size else data[:whole]
-            found.append([name, text.decode("utf-8", "replace")])
-    return offsets, found
+            found.append((name, text.decode("utf-8", "replace")))
+    return new, found
 
 
-def follow(node_dir, offsets=None, tail_bytes=None, part=None):
+def follow(
+    node_dir: str,
+    part: Callable[[Any], None],
+    offsets: Optional[Mapping[str, int]] = None,
+    tail_bytes: Optional[int] = None,
+) -> Dict[str, Any]:
     """Send status and new log lines as they come, at least one message every two seconds, until the agent is gone."""
     node_dir = os.path.expanduser(node_dir)
-    last_status, last_sent = None, 0.0
+    last_status: Optional[Dict[str, Any]] = None
+    last_sent = 0.0
     while True:
-        alive = status(node_dir)["alive"]  # asked before the logs are read: what was written last is not missed
+        alive = status(node_dir)[
+            "alive"
+        ]  # asked before the logs are read: what was written last is not missed
         offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
         now = status(node_dir)
         now["alive"] = alive
@@ -454,7 +301,7 @@ def follow(node_dir, offsets=None, tail_bytes=None, part=None):
         time.sleep(0 if lines else _POLL_S)
 
 
-def read_file(path, limit_bytes=1 << 20):
+def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
     """The text of a file, or None when there is none."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8", errors="replace") as file:
@@ -465,19 +312,18 @@ def read_file(path, limit_bytes=1 << 20):
 
 # --- the server ---------------------------------------------------------------------------------------------
 
-OPS = {
-    function.__name__: function
-    for function in (facts, hold_port, warm, go, status, stop, logs, follow, read_file)
+OPS: Dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (hold_port, warm, go, status, stop, logs, follow, read_file)
 }
 
 
-def serve(modules):
+def serve(modules: Mapping[str, ModuleType]) -> None:
     """Answer requests until stdin ends. `modules` are more modules whose public functions may be called."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not break the protocol
     lock = threading.Lock()
 
-    def send(message):
+    def send(message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         with lock:
             try:
@@ -486,7 +332,7 @@ def serve(modules):
             except OSError:
                 os._exit(0)  # nobody listens any more
 
-    def answer(request):
+    def answer(request: Dict[str, Any]) -> None:
         try:
             name, args = request["op"], request["args"]
             if "." in name:
@@ -498,9 +344,11 @@ def serve(modules):
                 args["part"] = lambda message: send({"id": request["id"], "part": message})
             send({"id": request["id"], "result": call(**args)})
         except BaseException as error:  # it must reach the caller, whatever it is
-            import traceback
-
-            failure = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            failure = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+            }
             if isinstance(error, OSError) and error.errno is not None:
                 failure["errno"] = errno.errorcode.get(error.errno, "")
             send({"id": request["id"], "error": failure})

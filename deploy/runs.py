@@ -48,9 +48,7 @@ class Run:
     def save(self) -> None:
         """Write the record in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(
-            str(self.folder / "run.json"), json.dumps(dataclasses.asdict(self), indent=1).encode()
-        )
+        write_private(str(self.folder / "run.json"), json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def finish(self, state: str, verdict: str) -> None:
         """Record the end."""
@@ -62,7 +60,9 @@ class Run:
         """Append one event to the run's ``events.jsonl``."""
         line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
         path = self.folder / "events.jsonl"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
+        ) as file:
             file.write(json.dumps(line) + "\n")
 
 

@@ -2,15 +2,14 @@
 
 Its source travels to the hosts (`deploy/link.py`), where the public functions are called by name, so: standard
 library only, Python 3.8 syntax, JSON in and out. The control side uses the same hashing. Beside a folder that
-kit fills lies its list, ``<folder>.tree.json``: what was put there, and each file's stat when its content was last
-hashed, so that what did not change since is not read again.
+kit fills lies its list, ``<folder>.tree.json``: what was put there, and each file's stat when its content
+was last hashed, so that what did not change since is not read again.
 
 A row of a list is ``[path, kind, executable, size, value]``: kind is ``"f"`` with the content's SHA-256 as
 value or ``"l"``, a symbolic link, with its target. The hash of all rows is the tree's digest.
 """
 
-# ruff: noqa: PTH100,PTH101,PTH103,PTH104,PTH105,PTH106,PTH108,PTH111,PTH112,PTH113,PTH114,PTH115,PTH117,PTH118
-# ruff: noqa: PTH119,PTH120,PTH123,PTH202,PTH211  (os.path: thousands of names per call, as plain str)
+
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def _parallel(function: Callable[[str], None], paths: Iterable[str]) -> None:
 
 
 def lock(cache: str, owner: str, wait_s: float) -> bool:
-    """Make this process the only one that touches `cache`, until `release` or its end; whether it was not yet.
+    """Make this process the only one that touches `cache`, until `release` or its end; False if it was.
 
     Raises:
         TimeoutError: another held it for all of `wait_s` seconds; says who.
@@ -132,8 +131,8 @@ def lock(cache: str, owner: str, wait_s: float) -> bool:
             if time.monotonic() >= deadline:
                 holder = os.pread(handle, 1000, 0).decode("utf-8", "replace") or "unknown"
                 raise TimeoutError(
-                    f"another kit is syncing into {cache} and did not finish within {wait_s:.0f} s ({holder}); "
-                    "wait for it or stop it"
+                    f"another kit is syncing into {cache} and did not finish within {wait_s:.0f} s "
+                    f"({holder}); wait for it or stop it"
                 )
             time.sleep(0.02)
         os.ftruncate(handle, 0)
@@ -211,7 +210,7 @@ def place(
 
 def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bool) -> dict[str, Any]:
     if fresh:
-        _sweep(cache, dest)
+        _sweep(cache)
     donor = _read_text(cache + ".donor")
     known = [_read_list(cache), _read_list(donor) if donor else {}]
     if rows is not None:
@@ -361,7 +360,7 @@ def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
 
 
 def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, Any]:
-    """Bring a run's folder from the tree placed there before to `rows`; what the job made or changed stays."""
+    """Bring a run's folder from the tree placed before to `rows`; what the job made or changed stays."""
     before = _read_list(dest)
     old = {row[0]: row for row in before.get("rows", [])}
     stats: Stats = before.get("stats", {})
@@ -562,7 +561,7 @@ def _mode(executable: bool) -> int:
 # --- beside a folder ----------------------------------------------------------------------------------------
 
 
-def _sweep(cache: str, dest: str) -> None:
+def _sweep(cache: str) -> None:
     """Remove what an interrupted sync left."""
     shutil.rmtree(cache + ".incoming", ignore_errors=True)
     partial = _read_text(cache + ".partial")

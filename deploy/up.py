@@ -125,9 +125,7 @@ def statuses(run: Run, links: Mapping[str, Link]) -> dict[str, dict[str, Any]]:
     """Each reachable node's status."""
     results = on_all(
         links,
-        lambda link: link.call(
-            "status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"]
-        ),
+        lambda link: link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"]),
     )
     return {name: result for name, result in results.items() if not isinstance(result, Exception)}
 
@@ -455,7 +453,9 @@ def _stop_everywhere(run: Run, supervisor: Supervisor, view: View) -> int:
 def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     """What to say after a stop: where it is stopped, and where that is not known."""
     failed = [str(result) for result in results.values() if isinstance(result, Exception)]
-    killed = [name for name, result in results.items() if not isinstance(result, Exception) and result["killed"]]
+    killed = [
+        name for name, result in results.items() if not isinstance(result, Exception) and result["killed"]
+    ]
     unheard = [name for name in run.nodes if name not in results]
     text = f"{run.run_id} is stopped on {_count(len(results) - len(failed), 'node')}"
     if killed:
@@ -523,7 +523,9 @@ def down(run: Run, options: SshOptions, *, force: bool) -> int:
                 force=force,
             ),
         )
-    was_running = any(not isinstance(each, Exception) and each["was"] == "running" for each in results.values())
+    was_running = any(
+        not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
+    )
     clean = len(links) == len(run.nodes) and not any(isinstance(each, Exception) for each in results.values())
     if run.state not in runs.ENDED and clean:
         run.finish("stopped", "stopped by kit down")

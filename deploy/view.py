@@ -87,7 +87,9 @@ class View:
         for node in self._nodes:
             state, _, rest = self._status.get(node, "connecting").partition("  ")
             colour = _COLOURS[self._nodes.index(node) % len(_COLOURS)]
-            table.add_row(Text(node, style=f"bold {colour}"), Text(state, style=_state_style(state)), Text(rest))
+            table.add_row(
+                Text(node, style=f"bold {colour}"), Text(state, style=_state_style(state)), Text(rest)
+            )
         return table
 
 

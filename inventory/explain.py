@@ -5,10 +5,11 @@ import json
 import shlex
 from pathlib import Path as FilePath
 
-from nodekit.inventory.schema import HostBlock, InventoryFile, Job, SlurmSettings
-from nodekit.inventory.source import Document, Path, Problem, quoted
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from nodekit.inventory.schema import HostBlock, InventoryFile, Job, SlurmSettings
+from nodekit.inventory.source import Document, Path, Problem, quoted
 
 
 def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], set[Path]]:
@@ -18,7 +19,7 @@ def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], s
     still run and a user gets all mistakes at once; the model is None if nothing valid is left.
     """
     problems: list[Problem] = []
-    left_out = {problem.path for problem in document.problems}
+    left_out = {problem.path for problem in document.problems if not problem.at_key}
     data = document.data
     for attempt in range(5):
         try:
@@ -133,14 +134,14 @@ def _wanted(detail: ErrorDetails, path: Path, value: object, raw: str | None) ->
     if kind == "wanted":
         bare = context["quote"] and not isinstance(value, str | list | dict)
         return detail["msg"] + (f": write {json.dumps(raw or '', ensure_ascii=False)}" if bare else "")
+    if path == ("hosts",):
+        return "a line for each host, as gpu1: {gpus: 8}, or gpu1: alone"
     if kind == "tuple_type" and isinstance(value, str) and value:
         return f"a list: write {json.dumps(_as_arguments(path, value), ensure_ascii=False)}"
     if kind in ("tuple_type", "list_type"):
         return "a list"
     if kind in ("too_short", "string_too_short"):
         return "at least one item"
-    if path == ("hosts",):
-        return "a mapping: a line for each host, as gpu1: {gpus: 8}, or gpu1: alone"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
         return "a mapping: key: value lines"
     return detail["msg"][:1].lower() + detail["msg"][1:]

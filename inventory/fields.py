@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_interface, ip_network
 from typing import Annotated, Any, Literal
 
-from nodekit.inventory import hostlists
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -19,6 +18,8 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from nodekit.inventory import hostlists
 
 
 def unwanted(wanted: str, *, quote: bool = False, hide: bool = False) -> PydanticCustomError:
@@ -116,7 +117,9 @@ def _check_hostlist(text: str) -> str:
     return text
 
 
-Hostlist = Annotated[Text, AfterValidator(_check_hostlist), _wanted(_HOSTLIST, quote=True)]
+Hostlist = Annotated[
+    str, Field(min_length=1), AfterValidator(_check_hostlist), _wanted(_HOSTLIST, quote=True)
+]
 
 
 def _parse_network(value: object) -> object:
@@ -143,7 +146,8 @@ Network = Annotated[
 ]
 
 _NodesWritten = Annotated[
-    PositiveCount | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$")],
+    Annotated[int, Strict(), Field(ge=1)]
+    | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$")],
     _wanted("how many nodes, as 4, or the fewest and most, as 2:4"),
 ]
 

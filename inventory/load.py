@@ -47,7 +47,7 @@ def load_inventory(path: str | Path, *, overrides: Mapping[str, object] | None =
     if file is not None:
         inventory, more = resolve(file, path.absolute(), written, left_out)
         problems += more
-    if inventory is None:
+    if inventory is None or document.problems:
         raise InventoryError(tell(path, document, document.problems + problems))
     return inventory
 
@@ -71,8 +71,9 @@ def dump(inventory: "Inventory") -> dict[str, Any]:
 
 def restore(record: Mapping[str, Any]) -> "Inventory":
     """The inventory that `dump` gave these values of."""
-    from nodekit.inventory.schema import Inventory
     from pydantic import ValidationError
+
+    from nodekit.inventory.schema import Inventory
 
     try:
         return Inventory.model_validate(record)

@@ -37,15 +37,13 @@ def resolve(
         for name, host in _hosts(key, block or HostBlock(), defaults, path.parent)
     ]
     problems = [
-        *_section_problems(file, written),
+        *_section_problems(written),
         *_address_count_problems(file),
         *_name_problems(hosts),
+        *_address_problems(hosts, left_out),
+        *_node_count_problems(file, len(hosts), left_out),
         *_secret_problems(file),
     ]
-    hosts_are_certain = not problems and not any(place[:1] in ((), ("hosts",)) for place in left_out)
-    if hosts_are_certain:
-        problems += _address_problems(hosts)
-        problems += _node_count_problems(file, len(hosts))
     if problems or left_out:
         return None, problems
     inventory = Inventory(
@@ -88,20 +86,15 @@ def _hosts(key: str, block: HostBlock, defaults: HostSettings, folder: Path) -> 
         "env": {**defaults.env, **own.env},
     }
     names = hostlists.expand(key)
-    addresses = (
-        hostlists.expand(block.address)
-        if block.address
-        else ("127.0.0.1",) * len(names)
-        if is_local
-        else names
-    )
-    for name, address in zip(
-        names, addresses, strict=False
-    ):  # `_address_count_problems` tells of other counts
+    addresses = ("127.0.0.1",) * len(names) if is_local else names
+    if block.address:
+        given = hostlists.expand(block.address)
+        addresses = given if len(given) == len(names) else names  # `_address_count_problems` tells
+    for name, address in zip(names, addresses, strict=True):
         yield name, Host.model_validate({**settled, "name": name, "address": address})
 
 
-def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Problem]:
+def _section_problems(written: set[str]) -> Iterator[Problem]:
     if {"hosts", "slurm"} <= written:
         yield Problem(("slurm",), "found beside hosts, wanted one of the two", at_key=True)
     elif not {"hosts", "slurm"} & written:
@@ -109,8 +102,6 @@ def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Proble
             (),
             "found neither hosts nor slurm, wanted one of the two, as hosts: {gpu1: {}} or slurm: {nodes: 2}",
         )
-    elif file.hosts == {}:
-        yield Problem(("hosts",), "found no hosts, wanted at least one, as gpu1: {gpus: 8}, or gpu1: alone")
     elif "slurm" in written:
         for key in _INSTEAD_UNDER_SLURM.keys() & written:
             yield Problem((key,), f"found beside slurm, wanted {_INSTEAD_UNDER_SLURM[key]}", at_key=True)
@@ -136,21 +127,23 @@ def _name_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
             )
 
 
-def _address_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
+def _address_problems(hosts: list[tuple[str, str, Host]], left_out: set[KeyPath]) -> Iterator[Problem]:
     first: dict[tuple[str, int | None], str] = {}
+    flawed = {path[1] for path in left_out if path[:1] == ("hosts",) and len(path) > 1}
     for key, name, host in hosts:
+        if key in flawed:
+            continue
         place = (host.address.lower(), host.port)
         if host.connection == "ssh" and first.setdefault(place, name) != name:
             text = f"found {name} at {host.address}, the address and port of {first[place]}"
             yield Problem(("hosts", key, "address"), f"{text}, wanted one of its own")
 
 
-def _node_count_problems(file: InventoryFile, num_hosts: int) -> Iterator[Problem]:
-    if file.hosts and file.nodes and file.nodes.max > num_hosts:
-        yield Problem(
-            ("nodes",),
-            f"found {file.nodes}, wanted at most {num_hosts}: hosts has {_count(num_hosts, 'host')}",
-        )
+def _node_count_problems(file: InventoryFile, num_hosts: int, left_out: set[KeyPath]) -> Iterator[Problem]:
+    hosts_are_known = not any(path[:1] == ("hosts",) and len(path) <= 2 for path in left_out)
+    if hosts_are_known and file.hosts and file.nodes and file.nodes.max > num_hosts:
+        text = f"found {file.nodes}, wanted at most {num_hosts}: there {'is' if num_hosts == 1 else 'are'}"
+        yield Problem(("nodes",), f"{text} {_count(num_hosts, 'host')}")
 
 
 def _secret_problems(file: InventoryFile) -> Iterator[Problem]:

@@ -6,6 +6,10 @@ One set of field types checks both and makes the JSON Schema: editor, loader and
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from nodekit.inventory.fields import (
     AnyText,
     ArraySpec,
@@ -29,9 +33,6 @@ from nodekit.inventory.fields import (
     User,
     run_time_minutes,
 )
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema
 
 
 class _Model(BaseModel):
@@ -181,7 +182,11 @@ class InventoryFile(HostSettings):
     """A cluster and the job for it. Host settings at the top are for all hosts; each host may set its own."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["hosts"]}, {"required": ["slurm"]}]},
+        json_schema_extra={
+            "oneOf": [
+                {"required": [key], "properties": {key: {"type": "object"}}} for key in ("hosts", "slurm")
+            ]
+        },
     )
 
     name: InventoryName | None = None
@@ -190,7 +195,7 @@ class InventoryFile(HostSettings):
     """The network to train over, as 10.0.0.0/24: each host's interface is the one with an address in it."""
     nodes: Nodes | None = None
     """How many nodes the job runs on, as 4, or the fewest and most, as 2:4. Default: all hosts."""
-    hosts: dict[Hostlist, HostBlock | None] | None = None
+    hosts: dict[Hostlist, HostBlock | None] | None = Field(default=None, min_length=1)
     """The machines, reached over SSH: a name or hostlist each, as gpu[01-16,20], with settings or nothing."""
     slurm: SlurmSettings | None = None
     """In place of hosts: what to ask of Slurm."""

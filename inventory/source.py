@@ -181,7 +181,8 @@ class _Reader:
             elif key_node.value in own:
                 first = own[key_node.value][0].start_mark.line + 1
                 again = f"found again (first on line {first}), wanted once"
-                self._problem(key_node, (*path, key_node.value), again)
+                problem = Problem((*path, key_node.value), again, at_key=True, place=Place.of(key_node))
+                self.document.problems.append(problem)
             elif self._is_clean(key_node, path):
                 own[key_node.value] = (key_node, value)
         return own | {key: entry for key, entry in merged.items() if key not in own}

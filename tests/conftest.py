@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins: list[str] = []
+pytest_plugins = ["agents"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """What every rank runs: the shared training module and the pieces a user's own loop can take from it.
 
-``from nodekit.training import ElasticSampler, Snapshots, World`` imports only what is named, when it is named, so
-that ``python -m nodekit.training --help`` need not wait for torch.
+``from nodekit.training import ElasticSampler, Snapshots, World`` imports what is named when it is named,
+so that ``python -m nodekit.training --help`` need not wait for torch.
 """
 
 from importlib import import_module

@@ -17,10 +17,19 @@ def seed_all(seed: int, rank: int) -> None:
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
-    kind, keys, pos, has_gauss, gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    keys, pos = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    has_gauss, gauss = numpy_state["has_gauss"], numpy_state["gauss"]
     return {
         "python": random.getstate(),
-        "numpy": (str(kind), torch.tensor(keys.tolist(), dtype=torch.int64), int(pos), int(has_gauss), float(gauss)),
+        "numpy": (
+            str(kind),
+            torch.tensor(keys.tolist(), dtype=torch.int64),
+            int(pos),
+            int(has_gauss),
+            float(gauss),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
@@ -29,8 +38,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Go on where ``capture`` was called."""
     random.setstate(state["python"])
-    kind, keys, pos, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
+    keys, pos, has_gauss, gauss = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -14,21 +14,21 @@ class Micro:
     indices: list[int]
     """Indices into the data set; never empty (see ``share``)."""
     share: float
-    """These samples' part of the global batch, 0 to 1. It is 0 on a rank for which no sample is left: it then
-    computes one of the others' samples, so that it takes part in the collectives, and counts it for nothing."""
+    """These samples' part of the global batch, 0 to 1. It is 0 on a rank that no sample is left for: it
+    computes one of the others' samples, to take part in the collectives, and counts it for nothing."""
     weight: float
-    """Multiply the mean loss of these samples by this before ``backward()``; DDP's average over the ranks is then
-    the gradient of the mean over the global batch, however unevenly it was split."""
+    """Multiply the mean loss of these samples by this before ``backward()``; DDP's average over the ranks is
+    then the gradient of the mean over the global batch, however unevenly it was split."""
     is_last: bool
     """Whether the global batch ends here: synchronize the gradients, step the optimizer, ``advance()``."""
 
 
 class ElasticSampler:
-    """A batch sampler whose order depends on seed and epoch only, and whose state is one global sample offset.
+    """A batch sampler whose order depends on seed and epoch only; its state is one global sample offset.
 
-    A global batch is split over the ranks (uneven parts allowed), and each rank's part into micro-batches of at
-    most ``micro_batch`` samples, as many on every rank. So a restart with another world size changes neither the
-    batches nor the number of steps::
+    A global batch is split over the ranks (uneven parts allowed), and each rank's part into micro-batches of
+    at most ``micro_batch`` samples, as many on every rank. So a restart with another world size changes
+    neither the batches nor the number of steps::
 
         sampler = ElasticSampler(len(data), batch_size=256, rank=world.rank, world_size=world.world_size)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -63,7 +63,11 @@ class ElasticSampler:
             rank: this process, 0 to ``world_size - 1``.
             world_size: how many ranks share each batch.
         """
-        for name, value in (("num_samples", num_samples), ("batch_size", batch_size), ("micro_batch", micro_batch)):
+        for name, value in (
+            ("num_samples", num_samples),
+            ("batch_size", batch_size),
+            ("micro_batch", micro_batch),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: at least 1 was wanted")
         if not 0 <= rank < world_size:
@@ -96,7 +100,11 @@ class ElasticSampler:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         for start in range(offset, self.num_samples, self.batch_size):
             batch = order[start : start + self.batch_size].tolist()
-            own = batch[_cut(len(batch), self.rank, self.world_size) : _cut(len(batch), self.rank + 1, self.world_size)]
+            own = batch[
+                _cut(len(batch), self.rank, self.world_size) : _cut(
+                    len(batch), self.rank + 1, self.world_size
+                )
+            ]
             largest = _cut(len(batch), 1, self.world_size)  # rank 0's: no rank has more
             num_parts = -(-largest // self.micro_batch) if self.micro_batch else 1
             for part in range(num_parts):
@@ -119,7 +127,12 @@ class ElasticSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step begins."""
-        return {"seed": self.seed, "epoch": self.epoch, "offset": self.offset, "num_samples": self.num_samples}
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "num_samples": self.num_samples,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at ``state``, in its order.
@@ -136,5 +149,5 @@ class ElasticSampler:
 
 
 def _cut(num: int, part: int, num_parts: int) -> int:
-    """Where part ``part`` of ``num`` things begins, in nearly equal parts, the first ones being the larger."""
+    """Where part ``part`` of ``num`` things begins, in nearly equal parts, larger ones first."""
     return -(-num * part // num_parts)

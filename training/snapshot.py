@@ -1,8 +1,8 @@
-"""Snapshots on this node's disk: committed so that no kill can lose the newest one, verified before they are used.
+"""Snapshots on this node's disk: committed so that no kill can lose one, verified before they are used.
 
 A snapshot is a payload (``torch.save``) and a manifest (JSON) that names it with its SHA-256. The payload is
-written beside, synced, renamed, the folder synced; only then, the same way, the manifest. What no manifest names
-does not exist.
+written beside, synced, renamed, the folder synced; only then, the same way, the manifest. What no manifest
+names does not exist.
 """
 
 import hashlib
@@ -10,21 +10,22 @@ import json
 import logging
 import os
 import re
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from nodekit.training.commit import TEMPORARY, HashingFile, place, written_beside
 
 log = logging.getLogger("nodekit.training")
 
 _MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 _PAYLOAD = re.compile(r"g\d{4,}-s\d{9,}-[0-9a-f]{16}\.pt", re.ASCII)
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
 _BLOCK_BYTES = 1 << 20
 
 
@@ -85,7 +86,9 @@ class Snapshots:
             snapshots.save({"model": model.state_dict()}, step=step, world_size=world.world_size)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, generation: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int = 2, generation: int | None = None
+    ) -> None:
         """Nothing is read or written yet.
 
         Args:
@@ -94,33 +97,45 @@ class Snapshots:
             generation: how often the job was started anew; None: that of the newest snapshot here, or 0.
         """
         if keep < 2:
-            raise ValueError(f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged")
+            raise ValueError(
+                f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
+            )
         self.folder = Path(folder)
         self.keep = keep
         self.generation = generation
         self._damaged: set[str] = set()  # names of manifests that do not hold what they say
+        self._is_known_loadable = False
 
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
-        """Commit ``state`` (tensors and plain python values) and remove what is older than the newest ``keep``.
+        """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
 
-        None if the folder cannot be written (full, read-only): that is logged as a warning, and what was there
-        is kept.
+        None if the folder cannot be written (full, read-only): that is logged as a warning, and what was
+        there is kept.
+
+        Raises:
+            ValueError: ``state`` holds what could not be loaded safely.
         """
         if self.generation is None:
             self.generation = max((manifest.generation for manifest in self.manifests()), default=0)
         generation = self.generation
         with self._or_warn(f"step {step}"):
             return self._commit(
-                lambda file: torch.save(state, file), generation=generation, step=step, world_size=world_size
+                lambda file: torch.save(state, cast(IO[bytes], file)),
+                generation=generation,
+                step=step,
+                world_size=world_size,
             )
         return None
 
-    def adopt(self, manifest: Manifest, data: memoryview) -> bool:
-        """Commit another node's snapshot, ``data`` being its payload; False, with a warning, if that fails."""
+    def adopt(self, manifest: Manifest, data: bytes | bytearray) -> bool:
+        """Commit another node's snapshot, whose payload is ``data``; False, with a warning, if that fails."""
         with self._or_warn(f"step {manifest.step}, sent by another node"):
             step, world_size = manifest.step, manifest.world_size
             self._commit(
-                lambda file: file.write(data), generation=manifest.generation, step=step, world_size=world_size
+                lambda file: file.write(data),
+                generation=manifest.generation,
+                step=step,
+                world_size=world_size,
             )
             return True
         return False
@@ -144,19 +159,20 @@ class Snapshots:
                 self._reject(name, str(error), for_good=False)
         return sorted(found, key=lambda manifest: manifest.age, reverse=True)
 
-    def newest(self) -> Manifest | None:
-        """The newest one whose payload is what its manifest says; damaged ones are logged and passed over."""
-        return next((manifest for manifest in self.manifests() if self.verify(manifest)), None)
+    def load(self, but: Collection[tuple[int, int]] = ()) -> Loaded | None:
+        """The newest good one, its state on the CPU; None if there is none.
 
-    def load(self) -> Loaded | None:
-        """The newest good one's state, on the CPU; None if there is none."""
-        for manifest in self.manifests():
-            if loaded := self.read(manifest):
-                return loaded
-        return None
+        Damaged ones are logged and passed over, and those whose age is in ``but``.
+        """
+        return next(
+            filter(None, (self._read(each) for each in self.manifests() if each.age not in but)), None
+        )
 
-    def read(self, manifest: Manifest) -> Loaded | None:
-        """This one's state if it is here and good, else None."""
+    def read_age(self, age: tuple[int, int]) -> Loaded | None:
+        """The one of this (generation, step), if it is here and good."""
+        return next(filter(None, (self._read(each) for each in self.manifests() if each.age == age)), None)
+
+    def _read(self, manifest: Manifest) -> Loaded | None:
         path = self.folder / manifest.payload
         try:
             with path.open("rb") as file:
@@ -168,19 +184,12 @@ class Snapshots:
             self._reject(manifest.name, str(error), for_good=isinstance(error, FileNotFoundError))
             return None
 
-    def verify(self, manifest: Manifest) -> bool:
-        """Whether the payload is here and is what the manifest says."""
-        try:
-            with (self.folder / manifest.payload).open("rb") as file:
-                return self._is_good(manifest, file)
-        except OSError as error:
-            self._reject(manifest.name, str(error), for_good=isinstance(error, FileNotFoundError))
-            return False
-
     def _is_good(self, manifest: Manifest, file: BinaryIO) -> bool:
         wanted_bytes, size_bytes = manifest.size_bytes[manifest.payload], os.fstat(file.fileno()).st_size
         if size_bytes != wanted_bytes:
-            self._reject(manifest.name, f"its payload has {size_bytes} bytes of {wanted_bytes}", for_good=True)
+            self._reject(
+                manifest.name, f"its payload has {size_bytes} bytes of {wanted_bytes}", for_good=True
+            )
             return False
         digest = hashlib.sha256()
         while block := file.read(_BLOCK_BYTES):
@@ -204,18 +213,19 @@ class Snapshots:
             log.warning("no snapshot of %s in %s, and going on without: %s", what, self.folder, error)
 
     def _commit(
-        self, write: Callable[[BinaryIO], object], *, generation: int, step: int, world_size: int
+        self, write: Callable[[HashingFile], object], *, generation: int, step: int, world_size: int
     ) -> Manifest:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_leftovers()
         stem = f"g{generation:04d}-s{step:09d}"
-        with self._written_beside() as (temporary, file):
-            payload = _HashingFile(file)
-            write(payload)  # type: ignore[arg-type]  # torch.save and we only write to it
+        with written_beside(self.folder) as (temporary, file):
+            payload = HashingFile(file)
+            write(payload)
             payload.finish()
-            # A name of its own for each content: saving a step again must not damage the first one on the way.
+            self._refuse_what_cannot_be_loaded(temporary)
+            # A name for each content: saving a step again must not damage the first one on the way.
             name = f"{stem}-{payload.sha256[:16]}.pt"
-            self._place(temporary, file, name)
+            place(temporary, file, name)
         manifest = Manifest(
             generation=generation,
             step=step,
@@ -224,35 +234,21 @@ class Snapshots:
             size_bytes={name: payload.size_bytes},
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         )
-        with self._written_beside() as (temporary, file):
+        with written_beside(self.folder) as (temporary, file):
             file.write(json.dumps(asdict(manifest), indent=1).encode())
-            self._place(temporary, file, manifest.name)
+            place(temporary, file, manifest.name)
         self._damaged.discard(manifest.name)
         self._prune(manifest)
         return manifest
 
-    @contextmanager
-    def _written_beside(self) -> Iterator[tuple[Path, BinaryIO]]:
-        """A new file, mode 0600, that is removed unless it was placed."""
-        temporary = self.folder / f".tmp-{secrets.token_hex(8)}"
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                yield temporary, file
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _place(self, temporary: Path, file: BinaryIO, name: str) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        temporary.replace(self.folder / name)
-        folder_fd = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder_fd)
-        finally:
-            os.close(folder_fd)
+    def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
+        """Once: what only an unsafe pickle could bring back must fail now, not when it is needed."""
+        if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
+            raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
+        self._is_known_loadable = True
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove what is damaged and what is older than the newest ``keep``; never what was just committed."""
+        """Remove what is damaged and all but the newest ``keep``; never what was just committed."""
         good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
         for name in {*good[self.keep :], *self._damaged} - {committed.name}:
             (self.folder / name).unlink(missing_ok=True)
@@ -265,44 +261,10 @@ class Snapshots:
             named = {manifest.payload for manifest in self.manifests()}
             for entry in list(self.folder.iterdir()):
                 payload_of_none = _PAYLOAD.fullmatch(entry.name) and entry.name not in named
-                if payload_of_none or _TEMPORARY.fullmatch(entry.name):
+                if payload_of_none or TEMPORARY.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
         except OSError as error:
             log.warning("cannot clear up %s: %s", self.folder, error)
-
-
-class _HashingFile:
-    """Hashes and counts what is written; keeps the first OSError until ``finish``, since torch.save's C++ side
-    would replace it by an error of its own.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._error: OSError | None = None
-        self.size_bytes = 0
-        self.sha256 = ""
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data)
-        if self._error is None:
-            try:
-                self._file.write(view)
-                self._digest.update(view)
-            except OSError as error:
-                self._error = error
-        self.size_bytes += view.nbytes
-        return view.nbytes
-
-    def flush(self) -> None:
-        with suppress(OSError):  # comes again in finish
-            self._file.flush()
-
-    def finish(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        self.sha256 = self._digest.hexdigest()
 
 
 def load_payload(file: BinaryIO) -> Any:

@@ -1,4 +1,4 @@
-"""Being stopped: a signal sets a flag for the loop to act on at a step's edge, and a deadline bounds the wait."""
+"""Being stopped: a signal sets a flag for the loop to act on at a step's edge; a deadline bounds the wait."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class Stop:
-    """Takes SIGTERM and SIGINT; ``requested`` is then True, and after ``grace_s`` the process ends in any case.
+    """Takes SIGTERM and SIGINT: ``requested`` is then True, and ``grace_s`` later the process ends anyhow.
 
     The main thread may be deep in a collective with a peer that is gone, where no Python handler runs. So the
     interpreter's wake-up descriptor tells a thread, which needs nobody's help to end the process.
@@ -33,7 +33,9 @@ class Stop:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._old_handlers = {
+            number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
         return self
@@ -51,8 +53,10 @@ class Stop:
         os.close(self._read_fd)
 
     def end_within_grace(self, exit_code: int) -> None:
-        """End the process with ``exit_code`` after the grace unless the block is left: for an end that may hang."""
-        threading.Thread(target=self._deadline, args=(exit_code,), name="nodekit-deadline", daemon=True).start()
+        """End the process after the grace unless the ``with`` block is left by then."""
+        threading.Thread(
+            target=self._deadline, args=(exit_code,), name="nodekit-deadline", daemon=True
+        ).start()
 
     def _watch(self) -> None:
         while number := os.read(self._read_fd, 1):
@@ -67,7 +71,7 @@ class Stop:
 
     def _deadline(self, exit_code: int) -> None:
         if not self._left.wait(self.grace_s):
-            sys.stderr.write(f"nodekit: no step's edge within {self.grace_s:g} s of the signal; ending without one\n")
+            sys.stderr.write(f"nodekit: still not at an end after {self.grace_s:g} s of grace: ending here\n")
             sys.stderr.flush()
             os._exit(exit_code)
 

@@ -62,8 +62,12 @@ class World:
         """
         env = os.environ if environ is None else environ
         launched = "RANK" in env
-        if launched and (missing := [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in env]):
-            raise ValueError(f"RANK is set but not {', '.join(missing)}: start with kit or torchrun, or unset RANK")
+        if launched and (
+            missing := [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in env]
+        ):
+            raise ValueError(
+                f"RANK is set but not {', '.join(missing)}: start with kit or torchrun, or unset RANK"
+            )
         local_rank = _number(env, "LOCAL_RANK", 0)
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
         device = torch.device("cpu")
@@ -110,7 +114,7 @@ class World:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             self.backend,
-            store=None if self.launched else dist.HashStore(),
+            store=None if self.launched else dist.HashStore(),  # type: ignore[attr-defined]  # no stub
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),

@@ -1,1 +1,111 @@
-"""What can be trained: model, data and loss."""
+"""What can be trained: the protocol of a task, and finding one by its name."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+BUILT_IN = {"digits": "nodekit.training.tasks.digits:Digits"}
+"""``--task`` name → where it is."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Model, data and loss: what ``--task`` names. A class with these methods and no arguments will do.
+
+    Two more are used if they are there: ``optimizer(model, lr) -> torch.optim.Optimizer`` (default: AdamW)
+    and ``collate(samples) -> batch`` (default: torch's). Every rank makes its own task. What is random in
+    ``__getitem__`` comes back the same after a resume only with ``--num-workers 0``.
+    """
+
+    def model(self) -> torch.nn.Module:
+        """The model, on the CPU; weights may be random, the ranks are given the same ones."""
+
+    def train_data(self) -> Any:
+        """The training samples: ``len(data)`` and ``data[i]``, the same on every rank."""
+
+    def test_data(self) -> Any:
+        """The samples to evaluate on after each epoch."""
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """The mean loss over the batch's samples, a scalar. Call ``model`` once."""
+
+    def measure(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor | float]:
+        """*Sums* over the batch's samples by name, such as ``accuracy`` (how many are right) or ``loss``.
+
+        They are added up over all batches and ranks and divided by the number of test samples, so each sample
+        counts once.
+        """
+
+
+METHODS = ("model", "train_data", "test_data", "loss", "measure")
+
+
+class TaskError(ValueError):
+    """A task that cannot be found or lacks something; the message says what was wanted."""
+
+
+def load_task(name: str) -> Task:
+    """The task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
+
+    ``Task`` is a class (or a function) that is called without arguments, or an object that is a task.
+
+    Raises:
+        TaskError: there is none of that name, or it lacks a method.
+    """
+    where, _, attribute = BUILT_IN.get(name, name).rpartition(":")
+    if not (where and attribute):
+        raise TaskError(
+            f"there is no task {name!r}: it is one of {', '.join(BUILT_IN)}, or yours as package.module:Task "
+            "or path/to/file.py:Task"
+        )
+    module = _module_of_file(Path(where)) if where.endswith(".py") else _module_of_name(where)
+    if not hasattr(module, attribute):
+        own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise TaskError(f"{where} has no {attribute}; its classes are: {', '.join(own) or 'none'}")
+    task: object = getattr(module, attribute)
+    if inspect.isclass(task) or inspect.isfunction(task):
+        try:
+            inspect.signature(task).bind()
+        except TypeError as error:
+            raise TaskError(f"{name} must be callable without arguments: {error}") from error
+        task = task()
+    lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
+    if lacking:
+        raise TaskError(
+            f"{name} lacks {', '.join(f'{method}()' for method in lacking)}; a task has "
+            f"{', '.join(f'{method}()' for method in METHODS)} (see nodekit.training.Task)"
+        )
+    return task  # type: ignore[return-value]  # just checked
+
+
+def _module_of_name(name: str) -> ModuleType:
+    """Import by name, the working folder included, as ``python -m`` does."""
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and something that it imports is not
+        raise TaskError(f"no module {error.name!r} for the task {name}, from {Path.cwd()}") from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Run a file as a module of its name, its folder importable, as ``python path/to/file.py`` does."""
+    if not path.is_file():
+        raise TaskError(f"no file {path} for the task, from {Path.cwd()}")
+    path = path.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # a data loader's workers look its classes up by this name
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module

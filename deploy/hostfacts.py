@@ -1,0 +1,194 @@
+"""What the host is: interfaces, routes, GPUs, versions, its folder. Sent to the host with `deploy/remote.py`.
+
+Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its version.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import importlib.util
+import os
+import platform
+import pwd
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from importlib import metadata
+from typing import Any, Dict, List, Optional, Sequence
+
+_SIOCGIFCONF = 0x8912
+_SIOCGIFFLAGS = 0x8913
+_IFREQ_BYTES = 40
+_MAX_INTERFACES = 128
+
+
+def facts(workdir: str, kit_digest: str = "", peers: Sequence[str] = ()) -> Dict[str, Any]:
+    """What `deploy/check.py` needs to know of this host, in one answer.
+
+    Args:
+        workdir: kit's folder here, ``~`` allowed; made if it does not exist.
+        kit_digest: asks whether this version of kit's package is here already.
+        peers: addresses of the other hosts, to find the interface that routes to each.
+    """
+    workdir = os.path.expanduser(workdir)
+    found: Dict[str, Any] = {
+        "hostname": socket.gethostname(),
+        "user": _user(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": module_version("torch"),
+        "time": time.time(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "interfaces": interfaces(),
+        "routes": {peer: source_address(peer) for peer in peers},
+        "gpus": gpus(),
+        "workdir": workdir,
+        "workdir_problem": None,
+        "rsync": shutil.which("rsync") is not None,
+        "boot_id": boot_id(),
+        "has_kit": False,
+    }
+    try:
+        os.makedirs(workdir, mode=0o700, exist_ok=True)
+        found["workdir_id"] = _folder_id(workdir)
+        disk = os.statvfs(workdir)
+        found["free_bytes"] = disk.f_bavail * disk.f_frsize
+        found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
+    except OSError as error:
+        found["workdir_problem"] = "%s: %s" % (error.filename or workdir, error.strerror)
+    return found
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def boot_id() -> str:
+    """This boot of the host: a pid means nothing after another one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _folder_id(folder: str) -> str:
+    """A name of the folder itself, the same on every host that mounts it: made once, by whoever comes first."""
+    path = os.path.join(folder, ".id")
+    draft = "%s.%s.%d" % (path, socket.gethostname(), os.getpid())
+    if not os.path.exists(path):
+        with open(draft, "w") as file:
+            file.write(os.urandom(8).hex())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            if not os.path.exists(path):
+                os.rename(draft, path)
+        if os.path.exists(draft):
+            os.unlink(draft)
+    with open(path) as file:
+        return file.read().strip()
+
+
+def module_version(name: str) -> Optional[str]:
+    """The version of an installed package, read without importing it (torch takes seconds), or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None
+    if spec.origin:
+        try:
+            with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
+                match = re.search(r"^__version__ = '([^']+)'", file.read(), re.MULTILINE)
+            if match:
+                return match.group(1)
+        except OSError:
+            pass
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def interfaces() -> List[Dict[str, Any]]:
+    """Each interface with its addresses: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
+    names = [name for _, name in socket.if_nameindex()]
+    addresses: Dict[str, List[str]] = {name: [] for name in names}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        size = _IFREQ_BYTES * _MAX_INTERFACES
+        request = array.array("B", bytes(size))
+        got = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", size, request.buffer_info()[0]))
+        used = struct.unpack("iL", got)[0]
+        data = request.tobytes()[:used]
+        for start in range(0, used, _IFREQ_BYTES):
+            name = data[start : start + 16].split(b"\0", 1)[0].decode()
+            name = name.split(":", 1)[0]  # eth0:1 is an alias of eth0
+            addresses.setdefault(name, []).append(socket.inet_ntoa(data[start + 20 : start + 24]))
+    try:
+        with open("/proc/net/if_inet6") as file:
+            for line in file:
+                packed, _, _, scope, _, name = line.split()
+                if scope != "20":  # link-local addresses need a zone and will not do as a MASTER_ADDR
+                    addresses.setdefault(name, []).append(
+                        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))
+                    )
+    except OSError:
+        pass
+    return [
+        {"name": name, "up": _is_up(name), "addresses": found} for name, found in sorted(addresses.items())
+    ]
+
+
+def _is_up(name: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()))
+        except OSError:
+            return False
+    return bool(struct.unpack("H", answer[16:18])[0] & 1)
+
+
+def source_address(peer: str) -> Optional[str]:
+    """The address this host would send from to reach `peer`, as the kernel routes, or None. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def gpus() -> List[Dict[str, Any]]:
+    """The GPUs nvidia-smi lists: ``[{"index", "name", "memory_mib"}]``; none where there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=8,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    found = []
+    for line in done.stdout.decode("utf-8", "replace").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 3 and cells[0].isdigit():
+            memory = int(cells[2]) if cells[2].isdigit() else 0
+            found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
+    return found

@@ -1,0 +1,67 @@
+"""The user's ~/.ssh/config, as paramiko can read it: with what it includes, which paramiko passes over."""
+
+from __future__ import annotations
+
+import glob
+import io
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import paramiko
+
+_SYSTEM = Path("/etc/ssh")
+_MAX_DEPTH = 16  # ssh's own
+
+
+class ConfigError(Exception):
+    """A configuration file of ssh is not right; the message names it."""
+
+
+def read(home: Path) -> paramiko.SSHConfig:
+    """The user's and the system's configuration; the first value found for a host counts, as in ssh."""
+    import paramiko
+
+    config = paramiko.SSHConfig()
+    for file, base in ((home / ".ssh/config", home / ".ssh"), (_SYSTEM / "ssh_config", _SYSTEM)):
+        if file.is_file():
+            try:
+                config.parse(io.StringIO("\n".join(_lines(file, base, 0))))
+            except paramiko.SSHException as error:  # ConfigParseError, Match it does not know
+                raise ConfigError(f"{file}: {error}") from error
+            except OSError as error:
+                raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return config
+
+
+def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{file}: Include goes deeper than {_MAX_DEPTH} files")
+    block = "Host *"
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        keyword = re.match(r"\s*(\w+)[\s=]+(.*)", line)
+        name = keyword.group(1).lower() if keyword else ""
+        if name in ("host", "match"):
+            block = line
+        if keyword is None or name != "include":
+            yield line
+            continue
+        for pattern in shlex.split(keyword.group(2)):
+            for found in sorted(glob.glob(str(base / Path(pattern).expanduser()))):  # noqa: PTH207
+                yield from _lines(Path(found), base, depth + 1)
+        yield block  # what follows belongs to it again
+
+
+def known_hosts_files(config: Mapping[str, Any], extra: str | None, home: Path) -> list[Path]:
+    """Every file that may know a host; ~/.ssh/known_hosts, where new keys are put, is always one."""
+    files = [home / ".ssh/known_hosts", home / ".ssh/known_hosts2"]
+    if extra is not None:
+        files.insert(0, Path(extra).expanduser())
+        if not files[0].is_file():
+            raise ConfigError(f"the known_hosts file {extra} does not exist")
+    for name in ("userknownhostsfile", "globalknownhostsfile"):
+        files += [Path(file).expanduser() for file in shlex.split(str(config.get(name, "")))]
+    return list(dict.fromkeys([*files, _SYSTEM / "ssh_known_hosts", _SYSTEM / "ssh_known_hosts2"]))

@@ -1,0 +1,138 @@
+"""Agents started by hand on this machine, as `kit up` starts them: links, a held port, warm, go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nodekit.deploy
+from nodekit.deploy.link import Link, open_local
+from nodekit.deploy.spec import AgentSpec
+
+KIT_DIR = str(Path(nodekit.deploy.__file__).parent.parent.parent)
+
+
+def until(condition: Callable[[], Any], *, timeout_s: float = 30.0, what: str = "it") -> Any:
+    """The first true value of `condition`, asked for again until the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
+        time.sleep(0.05)
+    return value
+
+
+def processes_of(marker: str) -> dict[int, str]:
+    """The live processes with `marker` in their environment: pid → command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                found[int(folder.name)] = command
+    return found
+
+
+class Agents:
+    """Local nodes of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.links: dict[str, Link] = {}
+        self.marker = f"NODEKIT_TEST={folder}"
+        (folder / "code").mkdir(parents=True)
+
+    def node_dir(self, name: str) -> Path:
+        return self.folder / name
+
+    def start(self, script: str, *args: str, num_nodes: int = 2, go: bool = True, **changes: Any) -> None:
+        """Start a node per name with `script` as its program."""
+        (self.folder / "code" / "job.py").write_text(script)
+        names = [f"n{number}" for number in range(num_nodes)]
+        secrets = changes.pop("secrets", {})
+        for name in names:
+            self.links[name] = open_local(name, sys.executable)
+        port = self.links["n0"].call("hold_port", timeout_s=5)
+        for name in names:
+            self.links[name].call(
+                "warm",
+                timeout_s=10,
+                node_dir=str(self.node_dir(name)),
+                python=sys.executable,
+                kit_dir=KIT_DIR,
+                env={"NODEKIT_TEST": str(self.folder), **secrets},
+            )
+        if not go:
+            return
+        for rank, name in enumerate(names):
+            values: dict[str, Any] = {
+                "run_id": "r",
+                "generation": 0,
+                "name": name,
+                "node_rank": rank,
+                "min_nodes": num_nodes,
+                "max_nodes": num_nodes,
+                "nproc_per_node": 1,
+                "master_addr": "127.0.0.1",
+                "master_port": port,
+                "local_addr": "127.0.0.1",
+                "max_restarts": 0,
+                "argv": ("python", "-u", "job.py", *args),
+                "env": {"GLOO_SOCKET_IFNAME": "lo"},
+                "code_dir": str(self.folder / "code"),
+                "node_dir": str(self.node_dir(name)),
+                "grace_s": 5.0,
+            }
+            spec = AgentSpec(**{**values, **changes})
+            self.links[name].call(
+                "go",
+                timeout_s=10,
+                node_dir=spec.node_dir,
+                spec=spec.to_dict(),
+                port=port if rank == 0 else None,
+            )
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.links[name].call(
+            "status", timeout_s=10, node_dir=str(self.node_dir(name))
+        )
+        return found
+
+    def wait(self, name: str, *states: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            status = self.status(name)
+            ended = states[0] in ("succeeded", "failed", "stopped", "gone")
+            if ended and not status["alive"]:
+                return status
+            return status if not ended and status.get("state") in states else None
+
+        found: dict[str, Any] = until(there, timeout_s=timeout_s, what=f"{name} {' or '.join(states)}")
+        return found
+
+    def log(self, rank: int, attempt: str = "0.0") -> str:
+        (path,) = self.folder.glob(f"n*/logs/rank{rank}-attempt{attempt}.log")
+        return path.read_text()
+
+    def close(self) -> None:
+        for name, link in self.links.items():
+            with contextlib.suppress(Exception):
+                link.call("stop", timeout_s=10, node_dir=str(self.node_dir(name)), grace_s=0.0, force=True)
+            link.close()
+        left = processes_of(self.marker)
+        for pid in left:
+            os.kill(pid, 9)
+        assert not left, left
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    """Nodes in a folder with a name that a shell would take apart."""
+    started = Agents(tmp_path / "a 'b\" $HOME;c")
+    yield started
+    started.close()

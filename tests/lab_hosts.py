@@ -1,0 +1,63 @@
+"""Fixtures: three real hosts for the whole session, handed to each test whole and left without its processes."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab_process import ProcessRecord, kill
+
+
+def wait_until(
+    condition: Callable[[], object], *, timeout_s: float = 10, what: str = "the condition"
+) -> None:
+    """Poll until a condition holds; AssertionError if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.01)
+
+
+def make_whole(lab: Lab) -> None:
+    """Mend every link and start every crashed host; disks keep what is on them."""
+    for host in lab.hosts:
+        if lab.status(host) != "up":
+            lab.mend(host)
+            lab.revive(host)
+
+
+def processes(lab: Lab, host: str) -> set[ProcessRecord]:
+    """What runs on a host now, so that it can be told from what runs there later."""
+    found = set()
+    for pid in lab.processes(host):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(ProcessRecord.of(pid))
+    return found
+
+
+@pytest.fixture(scope="session")
+def lab3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts, for the session. Tests use `lab`."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    lab = Lab.up(3, folder=tmp_path_factory.mktemp("lab") / "three hosts")
+    yield lab
+    lab.down()
+
+
+@pytest.fixture
+def lab(lab3: Lab) -> Iterator[Lab]:
+    """The session's three hosts, up and with whole links; what the test leaves running there is killed."""
+    make_whole(lab3)
+    before = {host: processes(lab3, host) for host in lab3.hosts}
+    yield lab3
+    for host, own in before.items():
+        now = processes(lab3, host)
+        if own <= now:
+            kill(*(now - own))
+        else:  # it was crashed, perhaps revived, or lost its sshd
+            lab3.crash(host)
+    make_whole(lab3)

@@ -1,0 +1,170 @@
+"""The agent, with torch's real elastic launch and real workers."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from agents import Agents, processes_of, until
+
+ALL_REDUCE = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("world", int(total), flush=True)
+"""
+FOREVER = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"
+
+
+def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
+    agents.start(
+        ALL_REDUCE + "print({name: os.environ[name] for name in "
+        "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')})"
+    )
+    assert agents.wait("n0", "succeeded")["state"] == "succeeded"
+    assert agents.wait("n1", "succeeded")["state"] == "succeeded"
+    assert agents.log(1).splitlines() == [
+        "world 2",
+        "{'RANK': '1', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'NODE_RANK': '1', 'MASTER_ADDR': '127.0.0.1', "
+        "'GLOO_SOCKET_IFNAME': 'lo'}",
+    ]
+
+
+HARD_ARGS = ["a b", "'", '"', "$HOME", "$$", "${local_rank}", ";", "new\nline", "ünï ✓", "", "-x", "*", "\\n"]
+
+
+def test_arguments_arrive_byte_for_byte(agents: Agents) -> None:
+    agents.start("import json, sys; print(json.dumps(sys.argv[1:]))", *HARD_ARGS, num_nodes=1)
+    agents.wait("n0", "succeeded")
+    assert json.loads(agents.log(0)) == HARD_ARGS
+
+
+def test_a_secret_reaches_the_worker_and_no_file_or_command_line(agents: Agents) -> None:
+    secret = "s3cr3t-value"
+    agents.start(
+        "import hashlib, os, time\nprint(hashlib.sha256(os.environ['TOKEN'].encode()).hexdigest(), flush=True)\n"
+        "time.sleep(600)",
+        num_nodes=1,
+        secrets={"TOKEN": secret},
+    )
+    agents.wait("n0", "running")
+    until(lambda: list(agents.folder.glob("n0/logs/*")) and agents.log(0))
+    import hashlib
+
+    assert agents.log(0).strip() == hashlib.sha256(secret.encode()).hexdigest()
+    assert not [command for command in processes_of(agents.marker).values() if secret in command]
+    for path in agents.folder.rglob("*"):
+        assert not path.is_file() or secret not in path.read_text(errors="replace"), path
+    spec = agents.node_dir("n0") / "spec.json"
+    assert spec.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_crashed_worker_is_restarted_and_both_logs_are_kept(agents: Agents) -> None:
+    agents.start(
+        ALL_REDUCE + "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "if first and os.environ['RANK'] == '1': raise ValueError('boom')\n"
+        "dist.all_reduce(total)\n",
+        max_restarts=1,
+    )
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+    assert "ValueError: boom" in agents.log(1, "0.0")
+    assert agents.log(1, "0.1") == "world 2\n"
+    (failure,) = agents.status("n1")["failures"]
+    assert (failure["rank"], failure["exitcode"], failure["attempt"]) == (1, 1, "0.0")
+    assert failure["error"].endswith("ValueError: boom")
+
+
+def test_a_rank_that_raises_fails_its_node_with_its_own_traceback(agents: Agents) -> None:
+    agents.start(ALL_REDUCE + "if dist.get_rank() == 1: raise KeyError('x y')\ndist.all_reduce(total)")
+    status = agents.wait("n1", "failed")
+    assert status["state"] == "failed"
+    assert status["failures"][0]["error"].splitlines()[-1] == "KeyError: 'x y'"
+
+
+def test_stop_ends_workers_and_what_they_started(agents: Agents) -> None:
+    agents.start(
+        "import subprocess, time\nsubprocess.Popen(['sleep', '601'], start_new_session=True)\n"
+        "print('up', flush=True)\ntime.sleep(600)",
+        num_nodes=1,
+    )
+    until(lambda: list(agents.folder.glob("n0/logs/*")) and agents.log(0) == "up\n")
+    assert any("sleep 601" in command for command in processes_of(agents.marker).values())
+    found = agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=10.0)
+    assert found == {"was": "running", "killed": False}
+    assert agents.status("n0")["state"] == "stopped"
+    assert not {
+        pid: line for pid, line in processes_of(agents.marker).items() if "agent" in line or "sleep" in line
+    }
+
+
+def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace(agents: Agents) -> None:
+    agents.start(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\n"
+        "time.sleep(600)",
+        num_nodes=1,
+        grace_s=1.0,
+    )
+    until(lambda: list(agents.folder.glob("n0/logs/*")) and agents.log(0) == "up\n")
+    found = agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=10.0)
+    assert found["was"] == "running"
+    assert not {pid: line for pid, line in processes_of(agents.marker).items() if "job.py" in line}
+
+
+def test_workers_die_with_an_agent_that_is_killed(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1)
+    until(lambda: list(agents.folder.glob("n0/logs/*")) and agents.log(0) == "up\n")
+    agent = json.loads((agents.node_dir("n0") / "agent.json").read_text())["pid"]
+    (worker,) = agents.status("n0")["workers"]
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{worker['pid']}").exists(), timeout_s=5)
+    assert (
+        agents.wait("n0", "gone")["state"] == "running"
+    )  # its last word; that it is not alive tells the rest
+
+
+def test_agents_outlive_the_link_that_started_them(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1)
+    agents.wait("n0", "running")
+    agents.links["n0"].close()
+    from nodekit.deploy.link import open_local
+
+    agents.links["n0"] = open_local("n0", sys.executable)
+    assert agents.status("n0")["alive"]
+
+
+def test_an_agent_that_never_got_its_go_ends_with_its_link(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1, go=False)
+    assert any("nodekit.deploy.agent" in line for line in processes_of(agents.marker).values())
+    agents.links.pop("n0").close()
+    until(lambda: not processes_of(agents.marker), timeout_s=15)
+
+
+def test_a_command_that_does_not_exist_is_named(agents: Agents) -> None:
+    agents.start("", num_nodes=1, argv=("./no such", "x"))
+    status = agents.wait("n0", "failed")
+    assert status["failures"][0]["exitcode"] == 127
+    assert "kit: cannot run './no such'" in status["failures"][0]["error"]
+
+
+def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:
+    agents.start(
+        "import os, time\nopen(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('7/9 loss 0.5')\ntime.sleep(600)",
+        num_nodes=1,
+    )
+    until(lambda: agents.status("n0").get("progress") == "7/9 loss 0.5")
+
+
+def test_the_events_tell_the_story(agents: Agents) -> None:
+    agents.start(ALL_REDUCE)
+    agents.wait("n0", "succeeded")
+    events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == [
+        "agent-started",
+        "rendezvous",
+        "workers-started",
+        "agent-ended",
+    ]
+    assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}

@@ -1,0 +1,116 @@
+"""Which failure was the first, and what of a log is its traceback."""
+
+import dataclasses
+
+import pytest
+
+from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander, last_traceback
+
+BOOM = 'Traceback (most recent call last):\n  File "t.py", line 6, in <module>\n    f()\nValueError: boom'
+GLOO = (
+    'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    dist.all_reduce(t)\n'
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[10.0.0.1]:38275. This is typically caused by a remote worker crashing."
+)
+
+
+def failure(rank: int, when: float, error: str, exitcode: int = 1) -> Failure:
+    return Failure(
+        node=f"gpu{rank}", rank=rank, attempt="0.0", exitcode=exitcode, when=when, log="x.log", error=error
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "first", "others"),
+    [
+        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, BOOM)], 1, 1, id="the cause came first"),
+        pytest.param([failure(0, 1.0, GLOO), failure(1, 2.0, BOOM)], 1, 1, id="clocks lie, words do not"),
+        pytest.param(
+            [failure(0, 1.0, "", -15), failure(1, 2.0, BOOM)], 1, 1, id="our own SIGTERM is no cause"
+        ),
+        pytest.param(
+            [failure(0, 1.0, "", -9), failure(1, 2.0, GLOO)], 0, 1, id="a killed rank writes nothing"
+        ),
+        pytest.param([failure(0, 2.0, BOOM), failure(1, 1.0, BOOM)], 1, 1, id="both raised: the earlier one"),
+        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, GLOO)], 1, 1, id="only echoes: the earlier one"),
+        pytest.param([failure(2, 1.0, BOOM)], 2, 0, id="alone"),
+    ],
+)
+def test_the_first_cause_is_nobodys_echo(failures: list[Failure], first: int, others: int) -> None:
+    found = first_cause(failures)
+    assert found is not None
+    assert (found[0].rank, found[1]) == (first, others)
+
+
+def test_without_failures_there_is_no_cause() -> None:
+    assert first_cause([]) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, ncclRemoteError: A call failed",
+        "[rank3]:[E] ProcessGroupNCCL.cpp:616] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)",
+        "RuntimeError: Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:144] no error\nBroken pipe",
+        "torch.distributed.DistNetworkError: Connection reset by peer",
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+    ],
+)
+def test_the_errors_of_those_who_lost_a_peer_are_echoes(message: str) -> None:
+    assert is_bystander(failure(0, 0.0, message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BOOM,
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "ModuleNotFoundError: No module named 'wandb'",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data.bin'",
+        "",
+    ],
+)
+def test_errors_of_the_job_itself_are_no_echoes(message: str) -> None:
+    assert not is_bystander(failure(0, 0.0, message))
+
+
+def test_a_users_text_about_peers_far_above_the_error_makes_no_echo() -> None:
+    text = "\n".join(["note: Connection reset by peer", *["step"] * 20, "ValueError: boom"])
+    assert not is_bystander(dataclasses.replace(failure(0, 0.0, BOOM), error=text))
+
+
+def test_the_traceback_is_taken_without_torchs_rank_prefix_and_what_came_before() -> None:
+    log = "step 1\nstep 2\n" + "\n".join(f"[rank1]: {line}" for line in BOOM.splitlines())
+    log += "\n[rank1]:[W1121 ProcessGroup.cpp:12] Warning: destroy_process_group() was not called\n"
+    assert last_traceback(log) == BOOM
+
+
+def test_of_a_chain_of_tracebacks_the_last_is_taken() -> None:
+    first = BOOM.replace("boom", "first")
+    chain = f"{first}\n\nDuring handling of the above exception, another exception occurred:\n\n{BOOM}\n"
+    assert last_traceback(chain) == BOOM
+
+
+def test_a_message_of_several_lines_is_kept() -> None:
+    text = BOOM + "\nexpected 4 rows\ngot 5 rows\n\nunrelated\n"
+    assert last_traceback(text) == BOOM + "\nexpected 4 rows\ngot 5 rows"
+
+
+def test_without_a_traceback_the_last_lines_are_what_there_is() -> None:
+    assert last_traceback("one\n\ntwo\nkit: cannot run 'x'\n") == "one\ntwo\nkit: cannot run 'x'"
+
+
+def test_a_very_deep_traceback_is_shortened_in_its_middle() -> None:
+    frames = "".join(f'  File "r.py", line {n}, in f\n    f()\n' for n in range(500))
+    found = last_traceback(
+        f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n"
+    ).splitlines()
+    assert len(found) == 60
+    assert found[0].startswith("Traceback")
+    assert found[-1] == "RecursionError: too deep"
+
+
+def test_how_a_worker_ended_is_said_by_the_signals_name() -> None:
+    assert how_it_ended(1) == "exit status 1"
+    assert how_it_ended(-11) == "killed by SIGSEGV"
+    assert how_it_ended(-9) == "killed by SIGKILL (the kernel's out-of-memory killer?)"

@@ -1,0 +1,259 @@
+"""From inventory and facts to what each node runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodekit.deploy import plan
+from nodekit.deploy.check import Facts, Interface, choose_interface, examine, warnings
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory
+
+LO = Interface("lo", True, ("127.0.0.1", "::1"))
+
+
+def inventory(tmp_path: Path, text: str) -> Inventory:
+    path = tmp_path / "lab.yaml"
+    path.write_text(text)
+    return load_inventory(path)
+
+
+def facts(host: str, *interfaces: Interface, **changes: Any) -> Facts:
+    values: dict[str, Any] = {
+        "host": host,
+        "hostname": host,
+        "user": "train",
+        "python": "3.11.2",
+        "executable": "/venv/bin/python",
+        "torch": "2.13.0",
+        "clock_offset_s": 0.0,
+        "cpus": 8,
+        "interfaces": (LO, *interfaces),
+        "routes": {},
+        "num_gpus": 0,
+        "workdir": "/home/train/nodekit",
+        "workdir_id": host,
+        "workdir_problem": None,
+        "free_bytes": 10**12,
+        "rsync": True,
+        "boot_id": host,
+        "has_kit": True,
+    }
+    return Facts(**{**values, **changes})
+
+
+def build(found: Inventory, all_facts: dict[str, Facts], **changes: Any) -> plan.Plan:
+    peers = {host.name: ("10.0.0.1", "10.0.0.2") for host in found.hosts}
+    values: dict[str, Any] = {
+        "run_id": "lab-1",
+        "peers": peers,
+        "master_port": 41234,
+        "kit_digest": "abc",
+    }
+    return plan.build(found, all_facts, **{**values, **changes})
+
+
+TWO = "network: 10.0.0.0/24\nhosts:\n  gpu1:\n  gpu2: {env: {A: host}}\njob:\n  env: {B: job}\n"
+TWO_FACTS = {
+    "gpu1": facts("gpu1", Interface("eth0", True, ("192.168.1.5",)), Interface("ib0", True, ("10.0.0.1",))),
+    "gpu2": facts("gpu2", Interface("ens5", True, ("10.0.0.2",))),
+}
+
+
+def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path) -> None:
+    found = build(inventory(tmp_path, TWO), TWO_FACTS)
+    assert [
+        (
+            n.name,
+            n.node_rank,
+            n.max_nodes,
+            n.nproc_per_node,
+            n.master_addr,
+            n.master_port,
+            n.interface,
+            n.local_addr,
+        )
+        for n in found.nodes
+    ] == [
+        ("gpu1", 0, 2, 1, "10.0.0.1", 41234, "ib0", "10.0.0.1"),
+        ("gpu2", 1, 2, 1, "10.0.0.1", 41234, "ens5", "10.0.0.2"),
+    ]
+    assert dict(found.nodes[1].env) == {
+        "GLOO_SOCKET_IFNAME": "ens5",
+        "NCCL_SOCKET_IFNAME": "ens5",
+        "NODEKIT_RUN_ID": "lab-1",
+        "NODEKIT_SNAPSHOT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/snapshots",
+        "NODEKIT_OUTPUT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/output",
+        "A": "host",
+        "B": "job",
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (None, ("python", "-u", "-m", "nodekit.training")),
+        (("train.py", "--lr", "0.1"), ("python", "-u", "train.py", "--lr", "0.1")),
+        (("-m", "pkg.train", "$HOME; rm"), ("python", "-u", "-m", "pkg.train", "$HOME; rm")),
+        (("./run.sh", "a b"), ("./run.sh", "a b")),
+    ],
+)
+def test_a_python_command_runs_in_the_nodes_python_and_any_other_as_it_is(
+    tmp_path: Path, command: tuple[str, ...] | None, argv: tuple[str, ...]
+) -> None:
+    assert build(inventory(tmp_path, TWO), TWO_FACTS, command=command).nodes[0].argv == argv
+
+
+def test_the_plan_reads_well_and_is_json_for_programs(tmp_path: Path) -> None:
+    found = build(inventory(tmp_path, TWO), TWO_FACTS)
+    assert "gpu2\n  node_rank   1 of 2\n  workers     1 on CPU, gloo\n" in found.to_text()
+    assert json.loads(found.to_json())["nodes"][1]["interface"] == "ens5"
+
+
+def host_named(name: str, tmp_path: Path, settings: str = "") -> Any:
+    return inventory(tmp_path, f"hosts:\n  {name}: {{{settings}}}\n  other:\n").hosts[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "network", "routes", "chosen"),
+    [
+        pytest.param("interface: b1", "10.0.0.0/24", {}, ("b1", "10.1.0.1"), id="named comes first"),
+        pytest.param("", "10.1.0.0/16", {}, ("b1", "10.1.0.1"), id="by network"),
+        pytest.param("", "10.2.0.0/16", {}, ("b1", "10.2.0.1"), id="by network: a second address"),
+        pytest.param("", None, {"10.0.0.2": "10.0.0.1"}, ("a0", "10.0.0.1"), id="by route"),
+        pytest.param("", "fd00::/8", {}, ("a0", "fd00::1"), id="IPv6"),
+    ],
+)
+def test_the_interface_is_the_named_else_the_networks_else_the_routes(
+    tmp_path: Path, settings: str, network: str | None, routes: dict[str, str], chosen: tuple[str, str]
+) -> None:
+    found = facts(
+        "h",
+        Interface("a0", True, ("10.0.0.1", "fd00::1")),
+        Interface("b1", True, ("10.1.0.1", "10.2.0.1")),
+        routes=routes,
+    )
+    assert choose_interface(host_named("h", tmp_path, settings), found, network, ("10.0.0.2",)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("settings", "network", "routes", "message"),
+    [
+        (
+            "interface: ib9",
+            None,
+            {},
+            "h: no interface 'ib9'; it has lo (127.0.0.1), a0 (10.0.0.1), b1 (10.0.0.5)",
+        ),
+        ("interface: down0", None, {}, "h: interface 'down0' is down: sudo ip link set down0 up"),
+        ("interface: bare0", None, {}, "h: interface 'bare0' has no address"),
+        ("", "10.9.0.0/24", {}, "h: no interface has an address in `network: 10.9.0.0/24`; it has"),
+        ("", "10.0.0.0/24", {}, "h: a0 and b1 both have an address in `network: 10.0.0.0/24`; name one"),
+        ("", None, {}, "h: no route to the other hosts (10.0.0.2); name the network they share"),
+        (
+            "",
+            None,
+            {"10.0.0.2": "10.0.0.1", "10.0.0.3": "10.0.0.5"},
+            "h: the other hosts are reached over a0 and b1; name the network they share as `network:`",
+        ),
+    ],
+)
+def test_an_interface_that_is_not_clear_is_an_error_with_its_cure(
+    tmp_path: Path, settings: str, network: str | None, routes: dict[str, str], message: str
+) -> None:
+    found = facts(
+        "h",
+        Interface("a0", True, ("10.0.0.1",)),
+        Interface("b1", True, ("10.0.0.5",)),
+        Interface("bare0", True, ()),
+        Interface("down0", False, ("10.7.0.1",)),
+        routes=routes,
+    )
+    peers = tuple(routes) or ("10.0.0.2",)
+    with pytest.raises(HostError) as caught:
+        choose_interface(host_named("h", tmp_path, settings), found, network, peers)
+    assert str(caught.value).startswith(message)
+
+
+def test_nccl_is_asked_for_exactly_the_interface_where_another_begins_alike(tmp_path: Path) -> None:
+    twins = (Interface("eth1", True, ("10.0.0.1",)), Interface("eth10", True, ("10.5.0.1",)))
+    found = build(inventory(tmp_path, TWO), {**TWO_FACTS, "gpu1": facts("gpu1", *twins)})
+    assert found.nodes[0].env["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert found.nodes[0].env["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+LOCAL = "hosts:\n  a: {connection: local}\n  b: {connection: local}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_gpus", "shares", "visible"),
+    [
+        pytest.param(LOCAL, 0, ((), ()), None, id="none"),
+        pytest.param(LOCAL, 1, ((), ()), "", id="one for two nodes: none takes it"),
+        pytest.param(LOCAL, 4, ((0, 1), (2, 3)), "0,1", id="shared evenly"),
+        pytest.param("gpus: [2]\n" + LOCAL, 4, ((2,), (2,)), "2", id="as named"),
+        pytest.param("hosts: {a: , b: }\n", 2, ((0, 1), (0, 1)), None, id="all of each host's own"),
+        pytest.param("gpus: 0\nhosts: {a: , b: }\n", 2, ((), ()), "", id="none wanted"),
+    ],
+)
+def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
+    tmp_path: Path, text: str, num_gpus: int, shares: Any, visible: str | None
+) -> None:
+    found = inventory(tmp_path, text)
+    routes = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.1"}
+    planned = build(found, {name: facts(name, num_gpus=num_gpus, routes=routes) for name in ("a", "b")})
+    assert tuple(node.gpus for node in planned.nodes) == shares
+    assert planned.nodes[0].env.get("CUDA_VISIBLE_DEVICES") == visible
+    assert planned.nodes[0].nproc_per_node == max(1, len(shares[0]))
+
+
+def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
+    mixed = {**TWO_FACTS, "gpu1": facts("gpu1", Interface("ib0", True, ("10.0.0.1",)), num_gpus=8)}
+    with pytest.raises(KitError, match="gpu2: no GPU, but gpu1 have some"):
+        build(inventory(tmp_path, TWO), mixed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"python": "3.9.2"},
+            "gpu2: /venv/bin/python is Python 3.9.2, 3.10 or newer is wanted; set `python:`",
+        ),
+        (
+            {"torch": None},
+            "gpu2: no torch in /venv/bin/python; set `python:` to an interpreter there that has it",
+        ),
+        ({"torch": "2.9.1+cu128"}, "gpu2: torch 2.9.1+cu128, 2.10 or newer is wanted"),
+        ({"torch": "2.12.0"}, "gpu2: torch 2.12.0, but 2 of the hosts have 2.13.0; all must have the same"),
+        (
+            {"workdir_problem": "/x: Permission denied"},
+            "gpu2: its workdir cannot be used: /x: Permission denied",
+        ),
+        (
+            {"free_bytes": 10 * 2**20},
+            "gpu2: only 10 MiB free in /home/train/nodekit, at least 100 MiB are wanted",
+        ),
+        ({"num_gpus": 2}, "gpu2: `gpus: 4`, but nvidia-smi lists 2"),
+    ],
+)
+def test_what_would_keep_a_job_from_running_is_found_before_it_starts(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    found = inventory(tmp_path, "gpus: 4\nhosts: {'gpu[1-3]': }\n")
+    all_facts = {name: facts(name, num_gpus=4) for name in ("gpu1", "gpu3")}
+    all_facts["gpu2"] = facts("gpu2", **{"num_gpus": 4, **changes})
+    problems = examine(found, all_facts)
+    assert [str(problem).startswith(message) for problem in problems] == [True]
+
+
+def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path: Path) -> None:
+    found = inventory(tmp_path, "hosts: {'gpu[1-2]': }\n")
+    all_facts = {"gpu1": facts("gpu1"), "gpu2": facts("gpu2", clock_offset_s=-4.2)}
+    assert examine(found, all_facts) == []
+    assert [warning.split(";")[0] for warning in warnings(all_facts)] == [
+        "gpu2: its clock is -4.2 s from this machine's"
+    ]

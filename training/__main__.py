@@ -1,0 +1,84 @@
+"""``python -m nodekit.training``: train a task; see ``--help``."""
+
+import atexit
+import gc
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nodekit.training.options import Options, parse
+
+if TYPE_CHECKING:
+    from nodekit.training.world import World
+
+_NAME = "python -m nodekit.training"
+
+
+def main() -> int:
+    """Train; 0 is trained to the end, 1 failed, 2 bad options, 143 stopped by SIGTERM, 130 by Ctrl-C."""
+    options = parse()
+    # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
+    gc.disable()
+    # Torch is the slow one: not for --help, nor for a mistyped option.
+    from nodekit.training.loop import Loop
+    from nodekit.training.stop import Stop
+    from nodekit.training.tasks import load_task
+    from nodekit.training.world import World
+
+    logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
+    try:
+        world = World.from_env(timeout_s=options.timeout)
+        if options.sync_bn and world.device.type == "cpu":
+            raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
+        task = load_task(options.task)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"{_NAME}: {error}", file=sys.stderr)
+        return 2
+    gc.freeze()
+    gc.enable()
+    with world, Stop(options.grace) as stop:
+        try:
+            result = Loop(options, world, task, _output_folder(options, world), stop).run()
+            world.close()  # here, where it cannot take longer than the grace if a signal comes
+        except Exception as error:
+            code = stop.exit_code if stop.requested else 1
+            stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
+            if stop.requested:
+                print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
+            else:
+                _record(error)
+            world.close()
+            return code
+        return stop.exit_code if result is None else 0
+
+
+def _record(error: Exception) -> None:
+    """Say what failed on this rank: in full on stderr, and to torchrun's agent where it has asked for it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    if isinstance(error, ValueError) and error.__cause__ is not None:  # worded for users
+        print(f"{_NAME}: {error}", file=sys.stderr)
+    else:
+        logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)
+
+
+def _output_folder(options: Options, world: "World") -> Path:
+    """This node's folder: as told, or one below the working folder that a restart by torchrun finds again."""
+    if options.output is None and world.output_dir is not None:
+        return world.output_dir
+    folder = options.output or Path("runs", world.run_id or time.strftime("%Y%m%d-%H%M%S"))
+    return folder / f"node{world.node_rank}" if world.node_rank else folder
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    # Not by way of the interpreter's shutdown: a thread of gloo may still hold a python object of the last
+    # collective, and letting go of it then aborts the process (torch 2.13, in 1 run of 10).
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,267 @@
+"""The training loop: one task on all ranks, from the newest snapshot to the last epoch."""
+
+import hashlib
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+
+from nodekit.training import rng
+from nodekit.training.exchange import newest_of_all
+from nodekit.training.options import Options
+from nodekit.training.report import Report
+from nodekit.training.sampler import ElasticSampler
+from nodekit.training.snapshot import Snapshots
+from nodekit.training.stop import Stop
+from nodekit.training.tasks import Task
+from nodekit.training.world import World
+
+_AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TEST_BATCH = 256
+
+
+class Loop:
+    """Model, optimizer, data and snapshots of one rank, in step with all others'."""
+
+    def __init__(self, options: Options, world: World, task: Task, folder: Path, stop: Stop) -> None:
+        """Make everything and go to the newest snapshot; the process group exists already."""
+        self.options = options
+        self.world = world
+        self.task = task
+        self.stop = stop
+        rng.seed_all(options.seed, rank=0)  # the same weights everywhere; DDP sends rank 0's anyway
+        self.module = task.model().to(world.device)
+        if options.sync_bn:
+            self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        make_optimizer = getattr(task, "optimizer", _adamw)
+        self.optimizer: torch.optim.Optimizer = make_optimizer(self.module, options.peak_lr)
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
+        data = task.train_data()
+        self.sampler = ElasticSampler(
+            len(data),
+            batch_size=options.batch_size,
+            micro_batch=options.micro_batch,
+            seed=options.seed,
+            rank=world.rank,
+            world_size=world.world_size,
+        )
+        self.loader: DataLoader[Any] = DataLoader(
+            data, batch_sampler=self.sampler, persistent_workers=options.num_workers > 0, **self._loading()
+        )
+        self.test_data = task.test_data()
+        self.step = 0
+        rng.seed_all(options.seed, rank=1 + world.rank)
+        self.snapshots = Snapshots(
+            world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation
+        )
+        self.resumed_from = self._resume()
+        self.total_steps = (
+            self.step
+            + self.sampler.steps_left
+            + (options.epochs - self.sampler.epoch - 1) * self.sampler.steps_per_epoch
+        )
+        # After the snapshot is in place: this sends rank 0's weights to all.
+        self.model = DistributedDataParallel(
+            self.module, device_ids=[world.local_rank] if world.device.type == "cuda" else None
+        )
+        self.report = Report(
+            world, folder, step=self.step, total_steps=self.total_steps, samples_done=self.sampler.offset
+        )
+        self.last_snapshot_s = time.monotonic()
+
+    def run(self) -> dict[str, Any] | None:
+        """Train to the end and give the result; None if stopped, with a snapshot of the last step."""
+        with self.report:
+            if self.resumed_from:
+                self.report.say(
+                    f"resumed at step {self.step} (epoch {self.sampler.epoch + 1}, {self.sampler.offset} of "
+                    f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
+                )
+            started_s, started_step, means = time.monotonic(), self.step, dict[str, float]()
+            while self.sampler.epoch < self.options.epochs:
+                if not self._epoch():
+                    self.report.say(f"stopped at step {self.step}/{self.total_steps}, to go on from there")
+                    return None
+                self._same_buffers()
+                means = self._evaluate()
+                self.report.evaluation(self.step, epoch=self.sampler.epoch + 1, means=means)
+                self.sampler.next_epoch()
+            result = {
+                **means,
+                "steps": self.step,
+                "epochs": self.options.epochs,
+                "world_size": self.world.world_size,
+                "resumed_from": self.resumed_from,
+                "resumed_at_step": started_step,
+                "first_step_s": self.report.first_step_s,
+                "train_seconds": time.monotonic() - started_s,
+                "weights_sha256": weights_sha256(self.module),
+            }
+            self.report.result(result)
+            return result
+
+    def _epoch(self) -> bool:
+        """Train to the end of the epoch; False if stopped before it or right at it."""
+        self.module.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if not self.sampler.steps_left:  # resumed between the last step and the evaluation
+            return True
+        for micro, batch in zip(self.sampler.micro_batches(), self.loader, strict=True):
+            with nullcontext() if micro.is_last else self.model.no_sync():
+                with self._autocast():
+                    loss = self.task.loss(self.model, _to(batch, self.world.device))
+                self.scaler.scale(loss * micro.weight).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach().double() * micro.share
+            if not micro.is_last:
+                continue
+            lr = self._update()
+            if self._edge(loss_sum, lr):
+                return False
+            loss_sum = torch.zeros_like(loss_sum)
+        return True
+
+    def _update(self) -> float:
+        """Step the optimizer with the gradients at hand; gives the learning rate."""
+        factor = self.options.lr_factor(self.step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        if self.options.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _edge(self, loss_sum: torch.Tensor, lr: float) -> bool:
+        """Between two steps: agree with all ranks on loss, snapshot and stopping; True to stop."""
+        offset = self.sampler.offset
+        self.sampler.advance()
+        self.step += 1
+        flags = torch.tensor([self.stop.requested, self._is_snapshot_due()], dtype=torch.float64)
+        loss, stop, is_due = self.world.sum(torch.cat([loss_sum.view(1), flags.to(self.world.device)]))
+        self.report.step(
+            self.step,
+            epoch=self.sampler.epoch + 1,
+            loss=loss,
+            lr=lr,
+            num_samples=self.sampler.offset - offset,
+        )
+        if stop or is_due:
+            self._save()
+        return bool(stop)
+
+    def _is_snapshot_due(self) -> bool:
+        """Rank 0's judgement: clocks differ."""
+        if not self.world.is_main:
+            return False
+        if self.step == self.total_steps:
+            return True
+        if self.options.snapshot_every:
+            return self.step % self.options.snapshot_every == 0
+        return time.monotonic() - self.last_snapshot_s >= self.options.snapshot_seconds
+
+    def _save(self) -> None:
+        """A snapshot of this step on every node; not of the learning rate, which follows from it."""
+        self._same_buffers()
+        generators = self.world.gather(rng.capture(self.world.device))
+        if self.world.is_first_on_node:
+            state = {
+                "model": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "sampler": self.sampler.state_dict(),
+                "step": self.step,
+                "rng": generators,
+            }
+            self.snapshots.save(state, step=self.step, world_size=self.world.world_size)
+        self.last_snapshot_s = time.monotonic()
+
+    def _resume(self) -> str | None:
+        """Go to the newest snapshot of all nodes; says where it is from, None if there is none."""
+        found = newest_of_all(self.snapshots, self.world)
+        if found is None:
+            return None
+        state = found.state
+        try:
+            self.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.sampler.load_state_dict(state["sampler"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.step = state["step"]
+        if self.world.rank < len(state["rng"]):  # ranks that are new keep their fresh seeds
+            rng.restore(state["rng"][self.world.rank], self.world.device)
+        return found.source
+
+    def _same_buffers(self) -> None:
+        """Give every rank rank 0's buffers (batch norm's means), as DDP does before a step, not after."""
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, src=0)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Means over the test samples, each counted once, on whichever rank."""
+        self.module.eval()
+        num, rank, world_size = len(self.test_data), self.world.rank, self.world.world_size
+        own = range(num * rank // world_size, num * (rank + 1) // world_size)
+        sums: dict[str, float] = {}
+        for batch in (
+            DataLoader(Subset(self.test_data, own), batch_size=_TEST_BATCH, **self._loading()) if own else ()
+        ):
+            with self._autocast():
+                measured = self.task.measure(self.module, _to(batch, self.world.device))
+            for name, value in measured.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        parts = self.world.gather((len(own), sums))
+        assert sum(count for count, _ in parts) == num
+        names = dict.fromkeys(name for _, part in parts for name in part)
+        return {name: sum(part.get(name, 0.0) for _, part in parts) / num for name in names}
+
+    def _loading(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.options.num_workers,
+            "pin_memory": self.world.device.type == "cuda",
+            "collate_fn": getattr(self.task, "collate", None),
+            # Its own generator: starting a loader must not move the global one, or a resume would differ.
+            "generator": torch.Generator().manual_seed(self.options.seed + self.world.rank),
+        }
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _AMP_DTYPES[self.options.amp]
+        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def weights_sha256(module: torch.nn.Module) -> str:
+    """A hash of all parameters and buffers, by which two runs' weights are compared."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch, however it is nested."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(value, device) for value in batch)
+    return batch

@@ -1,0 +1,212 @@
+"""What can be asked of the shared training module, checked before anything slow or shared is started."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+LINEAR_LR_BATCH = 256
+"""The batch that ``--lr`` is meant for under ``--lr-scale linear``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line; ``--help`` says what each is."""
+
+    task: str
+    epochs: int
+    batch_size: int
+    micro_batch: int | None
+    lr: float
+    lr_scale: str
+    schedule: str
+    warmup_steps: int | None
+    clip: float | None
+    amp: str
+    sync_bn: bool
+    seed: int
+    snapshot_every: int | None
+    snapshot_seconds: float
+    keep: int
+    num_workers: int
+    output: Path | None
+    timeout: float
+    grace: float
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after the warm-up, linear scaling included.
+
+        The number of ranks is not in it, since the global batch stays the same whatever that is.
+        """
+        return self.lr * self.batch_size / LINEAR_LR_BATCH if self.lr_scale == "linear" else self.lr
+
+    def lr_factor(self, step: int, total_steps: int) -> float:
+        """What ``peak_lr`` is multiplied by in step ``step`` (from 0) of ``total_steps``."""
+        warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        done = (step - warmup) / max(1, total_steps - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, since every rank says it, and names the nearest valid option."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [
+            option for action in self._actions for option in action.option_strings if option.startswith("--")
+        ]
+        if message.startswith("unrecognized arguments: "):
+            given = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
+            near = get_close_matches(given, known, n=1)
+            message += f"{f' (did you mean {near[0]}?)' if near else ''}; the options are: {', '.join(known)}"
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line (default: this process's); ends the process with 2 where it is not right."""
+    parser = _Parser(
+        prog="python -m nodekit.training",
+        description="Train a task on all ranks, by kit, torchrun or alone, from its newest snapshot on.",
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--task",
+        default="digits",
+        help="digits, or yours: package.module:Task, path/to/file.py:Task (default: %(default)s)",
+    )
+    what.add_argument(
+        "--epochs",
+        type=_whole(1),
+        default=12,
+        metavar="N",
+        help="times through the training data (default: %(default)s)",
+    )
+    what.add_argument(
+        "--seed",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="of weights, order and augmentation (default: %(default)s)",
+    )
+    what.add_argument(
+        "--num-workers",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="processes loading data, per rank (default: %(default)s)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--batch-size",
+        type=_whole(1),
+        default=64,
+        metavar="N",
+        help="samples per step over all ranks together (default: %(default)s)",
+    )
+    how.add_argument(
+        "--micro-batch",
+        type=_whole(1),
+        metavar="N",
+        help="most samples a rank computes at once; more are accumulated (default: no limit)",
+    )
+    how.add_argument(
+        "--lr", type=_positive, default=0.003, metavar="X", help="peak learning rate (default: %(default)s)"
+    )
+    how.add_argument(
+        "--lr-scale",
+        choices=["none", "linear"],
+        default="none",
+        help=f"linear: --lr is for a batch of {LINEAR_LR_BATCH}, and is scaled to --batch-size (default: %(default)s)",
+    )
+    how.add_argument(
+        "--schedule",
+        choices=["cosine", "constant"],
+        default="cosine",
+        help="after the warm-up (default: %(default)s)",
+    )
+    how.add_argument(
+        "--warmup-steps",
+        type=_whole(0),
+        metavar="N",
+        help="steps of linear warm-up (default: 5%% of all)",
+    )
+    how.add_argument(
+        "--clip", type=_positive, metavar="X", help="largest norm of the gradient (default: no limit)"
+    )
+    how.add_argument(
+        "--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision (default: %(default)s)"
+    )
+    how.add_argument(
+        "--sync-bn",
+        action="store_true",
+        default=False,
+        help="batch norm over all ranks' samples (CUDA only)",
+    )
+    keep = parser.add_argument_group("what is kept")
+    keep.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
+    )
+    every = keep.add_mutually_exclusive_group()
+    every.add_argument(
+        "--snapshot-every", type=_whole(1), metavar="N", help="steps from one snapshot to the next"
+    )
+    every.add_argument(
+        "--snapshot-seconds",
+        type=_positive,
+        default=30.0,
+        metavar="T",
+        help="or seconds from one to the next (default: %(default)s)",
+    )
+    keep.add_argument(
+        "--keep",
+        type=_whole(2),
+        default=2,
+        metavar="N",
+        help="snapshots to keep, 2 or more (default: %(default)s)",
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for the slowest rank (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--grace",
+        type=_positive,
+        default=20.0,
+        metavar="S",
+        help="seconds from SIGTERM to the end, snapshot or not (default: %(default)s)",
+    )
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
+
+    return whole
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number

@@ -1,0 +1,176 @@
+"""What a run tells: progress, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nodekit.training.world import World
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("nodekit.training")
+
+_LINE_EVERY_S = 5.0
+_PROGRESS_EVERY_S = 0.5
+
+
+class Report:
+    """Rank 0 speaks and draws, each node's first rank keeps the numbers, every rank tells kit its step."""
+
+    def __init__(self, world: World, folder: Path, *, step: int, total_steps: int, samples_done: int) -> None:
+        """Go on from ``step``: what was told of later steps is taken back, since they are done again."""
+        self._world = world
+        self._folder = folder
+        self._step = step
+        self._total_steps = total_steps
+        self._started = self._last_line = time.monotonic()
+        self._last_progress = -_PROGRESS_EVERY_S
+        self._num_samples = 0
+        self.first_step_s: float | None = None
+        """Seconds from the start of the process to the end of its first step; None if unknown."""
+        self._metrics = None
+        self._draws = world.is_main
+        self._tensorboard: SummaryWriter | None = None
+        self._bar: Any = None
+        self._progress_fd: int | None = None
+        if world.is_first_on_node:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "metrics.jsonl"
+            _take_back(path, step, is_epoch_evaluated=samples_done == 0)
+            self._metrics = path.open("a", encoding="utf-8")
+        if world.progress_file:
+            self._progress_fd = os.open(world.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)
+        if world.is_main and sys.stderr.isatty():
+            from tqdm import tqdm  # only where there is someone to look at it
+
+            self._bar = tqdm(initial=step, total=total_steps, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._progress_fd is not None:
+            os.close(self._progress_fd)
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        if not self._world.is_main:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, flush=True)
+
+    def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int) -> None:
+        """One step is done, of ``num_samples`` samples over all ranks, whose mean loss was ``loss``."""
+        if self._num_samples == 0:
+            self.first_step_s = _process_age_s()
+            if self.first_step_s is not None:
+                self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
+        self._step = step
+        self._num_samples += num_samples
+        now = time.monotonic()
+        if self._metrics is not None:
+            self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": time.time()})
+        text = f"epoch {epoch} loss {loss:.4f}"
+        if now - self._last_progress >= _PROGRESS_EVERY_S or step == self._total_steps:
+            self._last_progress = now
+            self._tell_kit(text)
+        rate = self._num_samples / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix_str(f"{text} {rate:.0f} samples/s", refresh=False)
+        elif now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
+        self._draw(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": rate})
+
+    def evaluation(self, step: int, *, epoch: int, means: dict[str, float]) -> None:
+        """The means over all test samples after ``epoch``."""
+        if self._metrics is not None:
+            self._write({"step": step, "epoch": epoch, "test": means, "time": time.time()})
+        self._draw(step, {f"test/{name}": value for name, value in means.items()})
+        shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self.say(f"epoch {epoch} done at step {step}/{self._total_steps}: test {shown}")
+
+    def result(self, values: dict[str, Any]) -> None:
+        """The run is trained to its end."""
+        if self._world.is_first_on_node:
+            beside = self._folder / ".result.json.tmp"
+            beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            beside.replace(self._folder / "result.json")
+
+    def _write(self, values: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        try:
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+        except OSError as error:  # a full disk must not end the training
+            log.warning("%s is no longer written: %s", self._metrics.name, error)
+            self._metrics = None
+
+    def _tell_kit(self, text: str) -> None:
+        if self._progress_fd is not None:
+            line = f"{self._step}/{self._total_steps} {text}\n".encode()
+            try:
+                os.ftruncate(self._progress_fd, os.pwrite(self._progress_fd, line, 0))
+            except OSError as error:
+                log.warning("%s is no longer written: %s", self._world.progress_file, error)
+                os.close(self._progress_fd)
+                self._progress_fd = None
+
+    def _draw(self, step: int, scalars: dict[str, float]) -> None:
+        if not self._draws:
+            return
+        if self._tensorboard is None:
+            try:  # here, after the first step, since the import is slow
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                log.warning("no TensorBoard curves: %s", error)
+                self._draws = False
+                return
+            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+
+def _take_back(path: Path, step: int, *, is_epoch_evaluated: bool) -> None:
+    """Keep the lines of steps up to ``step``, the evaluation at it only if that is not done again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except ValueError:  # torn by a kill
+            continue
+        is_redone = values["step"] == step and "test" in values and not is_epoch_evaluated
+        if line.endswith("\n") and values["step"] <= step and not is_redone:
+            kept.append(line)
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process was started, where there is a /proc to tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return None
+    return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")

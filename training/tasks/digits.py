@@ -1,0 +1,85 @@
+"""Handwritten digits: scikit-learn's 1,797 real ones of 8 × 8 pixels, and a small convolutional network."""
+
+import gzip
+import importlib.util
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+NUM_TEST = 360
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+
+
+class Pixels(torch.utils.data.Dataset[Sample]):
+    """Images, float32 ``(num, 1, 8, 8)`` in 0 to 1, and labels, int64 ``(num,)``."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.images[index], self.labels[index]
+
+
+class Digits:
+    """The shared module's first task; reaches 97 % and more in some seconds on two cores."""
+
+    def __init__(self) -> None:
+        rows = np.loadtxt(gzip.decompress(_data_file().read_bytes()).decode().splitlines(), delimiter=",")
+        order = np.random.default_rng(0).permutation(len(rows))  # one split for everyone, whatever --seed is
+        pixels = torch.tensor(rows[order, :64], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+        labels = torch.tensor(rows[order, 64], dtype=torch.int64)
+        self._test = Pixels(pixels[:NUM_TEST], labels[:NUM_TEST])
+        self._train = Pixels(pixels[NUM_TEST:], labels[NUM_TEST:])
+
+    def model(self) -> nn.Module:
+        """Two convolutions and two linear layers; no layer whose result depends on how a batch was split."""
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+    def train_data(self) -> Pixels:
+        """1,437 samples."""
+        return self._train
+
+    def test_data(self) -> Pixels:
+        """360 samples."""
+        return self._test
+
+    def loss(self, model: nn.Module, batch: Sample) -> torch.Tensor:
+        """Cross-entropy, the mean over the batch."""
+        images, labels = batch
+        return functional.cross_entropy(model(images), labels)
+
+    def measure(self, model: nn.Module, batch: Sample) -> dict[str, torch.Tensor | float]:
+        """How many are right, and the sum of the losses."""
+        images, labels = batch
+        scores = cast(torch.Tensor, model(images))
+        return {
+            "accuracy": (scores.argmax(1) == labels).sum(),
+            "loss": functional.cross_entropy(scores, labels, reduction="sum"),
+        }
+
+
+def _data_file() -> Path:
+    """scikit-learn's own file, found without importing it, which would cost more than a second."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise FileNotFoundError("the task digits reads its data from scikit-learn: pip install scikit-learn")
+    return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
