@@ -162,7 +162,8 @@ def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # i
 
 
 def _up(args: argparse.Namespace) -> int:
-    from nodekit.deploy.up import Options, up
+    from nodekit.deploy.start import Options
+    from nodekit.deploy.up import up
     from nodekit.inventory.load import example_path
 
     return up(

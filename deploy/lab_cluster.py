@@ -1,7 +1,7 @@
 """A lab: several real hosts on one Linux machine, to try kit on and to break.
 
-A host has its own network, host name, processes, disk and sshd; nothing leads outside. All of it is in one
-folder:
+A host has its own network, host name, processes, disk and sshd; nothing leads outside. It keeps accidents in, not
+attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
 
     FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
           /lab.yaml       the inventory
@@ -93,8 +93,8 @@ class Lab:
     @classmethod
     def _make(cls, n: int, folder: Path, name: str) -> "Lab":
         (folder / "hosts").mkdir()
-        lab_needs.provide_disks(folder)
         network = LabNetwork.make(folder)
+        lab_needs.provide_disks(folder)
         hosts = {host.name: host for host in lab_network.plan_hosts(n, network.network)}
         lab = cls(folder, name, network.network, network.control_interface, hosts)
         addresses = {host.name: host.address for host in hosts.values()}
@@ -168,20 +168,10 @@ class Lab:
 
     def ssh_argv(self, host: str, *command: str) -> list[str]:
         """What to run on this machine to log in to a host with the stock ssh client."""
-        # ssh reads an option as a line of its configuration file, where quotes, \\ and % mean something.
-        known_hosts = str(self.known_hosts).replace("\\", r"\\").replace('"', r"\"").replace("%", "%%")
-        options = [f'-oUserKnownHostsFile="{known_hosts}"', "-oIdentitiesOnly=yes", "-oBatchMode=yes"]
-        identity_file = str(self.identity_file).replace("%", "%%")
-        return [
-            "ssh",
-            "-F",
-            "none",
-            *options,
-            "-i",
-            identity_file,
-            f"root@{self._host(host).address}",
-            *command,
-        ]
+        files = {"UserKnownHostsFile": self.known_hosts, "IdentityFile": self.identity_file}
+        options = [f"-o{option}={_quote_for_ssh(path)}" for option, path in files.items()]
+        login = f"root@{self._host(host).address}"
+        return ["ssh", "-F", "none", *options, "-oIdentitiesOnly=yes", "-oBatchMode=yes", login, *command]
 
     def is_alive(self, host: str) -> bool:
         """Whether the host runs, cut off or not."""
@@ -303,6 +293,11 @@ def lab_folder(folder: Path | None) -> Path:
         return folder.absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     return Path(state) / "nodekit/lab"
+
+
+def _quote_for_ssh(path: Path) -> str:
+    """A file's name in ssh's configuration language, which an option on the command line is read as, too."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def _greet(host: LabHost) -> None:

@@ -77,6 +77,8 @@ def write_disk(
     disk = folder / "upper"
     hidden = [path.resolve() for path in hidden]
     for path in hidden:
+        if any(path != other and path.is_relative_to(other) for other in hidden):
+            continue  # its parent is empty
         os.setxattr(_make_folder(disk, path), "trusted.overlay.opaque", b"y")
     ssh = _make_folder(disk, Path("/etc/ssh"))
     (ssh / "sshd_config").write_text(SSHD_CONFIG)

@@ -91,7 +91,9 @@ class LabNetwork:
         _make_namespace(folder / "switch")
         taken = {
             route.get("dst")
-            for route in json.loads(call(["ip", "-4", "-json", "route"], doing="see the routes", cwd=folder))
+            for route in json.loads(
+                call(["ip", "-4", "-json", "route"], doing="see the routes", cwd=folder) or "[]"
+            )
         }
         for k, subnet in enumerate(BENCHMARK_RANGE.subnets(new_prefix=24)):
             # A link's name is taken by one lab only, even if two are made at this moment.
@@ -180,9 +182,10 @@ class LabNetwork:
             self._on_machine(f"neighbour show to {host.address} dev {self.control_interface} nud permanent")
         )
         wire = ProcessRecord.read(self._wire_record(host))
+        slow = wire is not None and wire.is_alive
         found = {
-            "cut": "UP" not in port[0]["flags"],
-            "slow": wire is not None and wire.is_alive,
+            "cut": "UP" not in port[0]["flags"] or not (slow or "master" in port[0]),
+            "slow": slow,
             "control cut": bool(neighbours),
         }
         return [word for word, is_so in found.items() if is_so]

@@ -32,6 +32,8 @@ class Run:
     command: list[str] | None
     """The command line's command, in place of the inventory's."""
     created: float
+    started: float = 0.0
+    """When this generation was started."""
     generation: int = 0
     state: str = "starting"
     """starting, running, succeeded, failed, stopped."""

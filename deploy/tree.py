@@ -1,6 +1,6 @@
 """A folder of code as a list of what is in it, and the host's side of sync: survey, unpack, place, keep.
 
-Its source travels to the hosts (`deploy/link.py`), where the public functions are called by name, so: standard
+Its source travels to the hosts (`deploy/link.py`), where the public functions are called by name: standard
 library only, Python 3.8 syntax, JSON in and out. The control side uses the same hashing. Beside a folder that
 kit fills lies its list, ``<folder>.tree.json``: what was put there, and each file's stat when its content
 was last hashed, so that what did not change since is not read again.
@@ -8,8 +8,6 @@ was last hashed, so that what did not change since is not read again.
 A row of a list is ``[path, kind, executable, size, value]``: kind is ``"f"`` with the content's SHA-256 as
 value or ``"l"``, a symbolic link, with its target. The hash of all rows is the tree's digest.
 """
-
-
 
 from __future__ import annotations
 
@@ -444,12 +442,10 @@ def _all_leave(dest: str, folder: str, leaving: set[str]) -> bool:
 # --- bringing files -----------------------------------------------------------------------------------------
 
 
-def fetch(cache: str, source: str, paths: list[str], rows: list[Row] | None = None) -> None:
+def fetch(cache: str, source: str, rows: list[Row]) -> None:
     """Copy files of a folder on this machine into `cache`."""
-    by_path = {row[0]: row for row in rows or []}
-    for path in paths:
-        full = _clear(cache, path)
-        _copy(os.path.join(source, path), full, by_path[path][2] if path in by_path else False)
+    for row in rows:
+        _copy(os.path.join(source, row[0]), _clear(cache, row[0]), row[2])
 
 
 def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> None:

@@ -25,7 +25,8 @@ class View:
         self._width = max(map(len, nodes), default=0)
         self._status: dict[str, str] = {}
         self._live: Live | None = None
-        self._printed_status: tuple[str, float] = ("", 0.0)
+        self._printed: dict[str, str] = dict.fromkeys(nodes, "connecting")
+        self._printed_at = time.monotonic()
         self._terminal = sys.stdout.isatty()
 
     def __enter__(self) -> View:
@@ -73,11 +74,13 @@ class View:
         self._status = dict(lines)
         if self._live is not None:
             return
-        text = "\n".join(f"{node.ljust(self._width)}  {line}" for node, line in lines.items())
-        state = "\n".join(line.split("  ")[0] for line in lines.values())
-        if state != self._printed_status[0] or time.monotonic() - self._printed_status[1] > PLAIN_STATUS_S:
-            self._printed_status = (state, time.monotonic())
-            print(text, flush=True)
+        states = {node: line.partition("  ")[0] for node, line in lines.items()}
+        changed = [node for node in lines if states[node] != self._printed.get(node)]
+        if time.monotonic() - self._printed_at > PLAIN_STATUS_S:
+            changed = list(lines)
+        if changed:
+            self._printed, self._printed_at = states, time.monotonic()
+            print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed), flush=True)
 
     def _table(self) -> RenderableType:
         from rich.table import Table

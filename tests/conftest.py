@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["agents"]
+pytest_plugins = ["agents", "kit_runs", "lab_hosts", "sshd"]
 
 
 @pytest.fixture(autouse=True)

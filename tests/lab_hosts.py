@@ -1,7 +1,8 @@
-"""Fixtures: three real hosts for the whole session, handed to each test whole and left without its processes."""
+"""Fixtures: three real hosts for the session, handed to each test whole and left without its processes."""
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -36,6 +37,30 @@ def processes(lab: Lab, host: str) -> set[ProcessRecord]:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             found.add(ProcessRecord.of(pid))
     return found
+
+
+def on(lab: Lab, host: str, *argv: str) -> str:
+    """Run a command on a host; its output without the last newline."""
+    answer = lab.run(host, argv, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    output: str = answer.stdout
+    return output.rstrip("\n")
+
+
+def connect_s(lab: Lab, host: str) -> float:
+    """How long it takes to connect to a host's sshd."""
+    started = time.perf_counter()
+    socket.create_connection((lab.hosts[host].address, 22), timeout=5).close()
+    return time.perf_counter() - started
+
+
+def no_answer(lab: Lab, host: str) -> bool:
+    """Whether a connection to a host's sshd gets neither accepted nor refused."""
+    try:
+        socket.create_connection((lab.hosts[host].address, 22), timeout=0.3).close()
+    except TimeoutError:
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,21 @@ class Sshd:
 def keygen(file: Path, *, kind: str = "ed25519", passphrase: str = "", rounds: int = 1) -> Path:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     size = ["-b", "2048"] if kind == "rsa" else []
-    argv = ["ssh-keygen", "-q", "-t", kind, *size, "-a", str(rounds), "-N", passphrase, "-C", "", "-f", str(file)]
+    argv = [
+        "ssh-keygen",
+        "-q",
+        "-t",
+        kind,
+        *size,
+        "-a",
+        str(rounds),
+        "-N",
+        passphrase,
+        "-C",
+        "",
+        "-f",
+        str(file),
+    ]
     subprocess.run(argv, check=True)
     return file
 

@@ -198,6 +198,11 @@ class Loop:
             raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+        if self.sampler.epoch >= self.options.epochs:
+            raise ValueError(
+                f"{found.source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
+                f"{self.options.epochs}: give more epochs, or another folder"
+            )
         self.step = state["step"]
         if self.world.rank < len(state["rng"]):  # ranks that are new keep their fresh seeds
             rng.restore(state["rng"][self.world.rank], self.world.device)

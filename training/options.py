@@ -124,7 +124,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         "--lr-scale",
         choices=["none", "linear"],
         default="none",
-        help=f"linear: --lr is for a batch of {LINEAR_LR_BATCH}, and is scaled to --batch-size (default: %(default)s)",
+        help=f"linear: --lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours (default: %(default)s)",
     )
     how.add_argument(
         "--schedule",

@@ -24,7 +24,6 @@ def capture(device: torch.device) -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": (
-            str(kind),
             torch.tensor(keys.tolist(), dtype=torch.int64),
             int(pos),
             int(has_gauss),

@@ -1,0 +1,107 @@
+"""How far a sync is on each host: bars on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+_LINE_EVERY_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One host's state in a sync."""
+
+    host: str
+    phase: str
+    """checking, sending, placing or done"""
+    files_done: int = 0
+    files_total: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+@contextmanager
+def progress_bars(
+    *, silent: bool = False, file: TextIO | None = None
+) -> Iterator[Callable[[Progress], None]]:
+    """What to hand to `send` as `progress`: bars where `file` (stdout) is a terminal, else lines, or nothing."""
+    file = file or sys.stdout
+    if silent:
+        yield lambda _: None
+    elif file.isatty():
+        with _Bars(file) as bars:
+            yield bars
+    else:
+        yield _Lines(file)
+
+
+class _Bars:
+    def __init__(self, file: TextIO) -> None:
+        from rich import progress as rich  # not needed where there is no terminal
+        from rich.console import Console
+
+        self._rich = rich.Progress(
+            rich.TextColumn("  {task.description:>12}"),
+            rich.BarColumn(bar_width=24),
+            rich.TextColumn("{task.fields[files]}"),
+            rich.DownloadColumn(),
+            rich.TransferSpeedColumn(),
+            rich.TextColumn("{task.fields[phase]}"),
+            console=Console(file=file),
+            transient=True,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _Bars:
+        self._rich.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rich.stop()
+
+    def __call__(self, state: Progress) -> None:
+        with self._lock:
+            if state.host not in self._tasks:
+                self._tasks[state.host] = self._rich.add_task(state.host, total=None, files="", phase="")
+        total = state.bytes_total or None
+        if state.phase == "done" and total is None:
+            total = 1
+        self._rich.update(
+            self._tasks[state.host],
+            total=total,
+            completed=total if state.phase == "done" else state.bytes_done,
+            files=f"{state.files_done}/{state.files_total} files" if state.files_total else "",
+            phase=state.phase,
+        )
+
+
+class _Lines:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def __call__(self, state: Progress) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if state.host not in self._last or state.phase != "sending":
+                self._last[state.host] = (now, state.bytes_done)
+                return
+            at, bytes_then = self._last[state.host]
+            if now - at < _LINE_EVERY_S:
+                return
+            self._last[state.host] = (now, state.bytes_done)
+            rate = (state.bytes_done - bytes_then) / (now - at) / 1e6
+            print(
+                f"  {state.host}: {state.files_done}/{state.files_total} files, {state.bytes_done / 1e6:.1f} "
+                f"of {state.bytes_total / 1e6:.1f} MB, {rate:.1f} MB/s",
+                file=self._file,
+                flush=True,
+            )

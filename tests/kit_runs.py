@@ -1,0 +1,136 @@
+"""`kit` as a user runs it: a process of its own, from a control folder of its own, against the lab's hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import until
+
+from nodekit.deploy.lab_cluster import Lab
+
+RUN_ID = re.compile(r"^(?:run|resuming) (\S+?);?(?: |$)", re.MULTILINE)
+
+
+class Kit:
+    """Runs kit in one project folder."""
+
+    def __init__(self, folder: Path, lab: Lab | None) -> None:
+        self.folder = folder
+        self.lab = lab
+        self.started: list[subprocess.Popen[str]] = []
+        folder.mkdir(parents=True)
+
+    def inventory(self, name: str = "lab.yaml", **changes: Any) -> Path:
+        """The lab's inventory, changed at its top level, written into the project folder."""
+        assert self.lab is not None
+        values = yaml.safe_load(self.lab.inventory.read_text())
+        values.update(changes)
+        (self.folder / name).write_text(yaml.safe_dump(values, allow_unicode=True))
+        return self.folder / name
+
+    def argv(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "nodekit.deploy.cli", *args]
+
+    def run(
+        self, *args: str, timeout_s: float = 120, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(*args),
+            cwd=self.folder,
+            env={**os.environ, **(env or {})},
+            text=True,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def start(self, *args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Kit in the background; its output goes to ``kit.log`` in the project's parent folder."""
+        with self.log_path.open("a") as log:
+            process = subprocess.Popen(
+                self.argv(*args),
+                cwd=self.folder,
+                env={**os.environ, **(env or {})},
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder.parent / "kit.log"
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def wait_for(self, text: str, *, timeout_s: float = 60) -> None:
+        def there() -> bool:
+            return text in self.log()
+
+        try:
+            until(there, timeout_s=timeout_s, what=f"{text!r} in kit's output")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it said:\n{self.log()}") from None
+
+    def leftovers(self) -> dict[str, dict[int, str]]:
+        """What kit left running on each host: anything that carries its name, or the job's."""
+        assert self.lab is not None
+        found = {
+            host: {
+                pid: " ".join(argv)
+                for pid, argv in self.lab.processes(host).items()
+                if re.search(r"nodekit|job\.py|train\.py|rsync", " ".join(argv))
+            }
+            for host in self.lab.hosts
+        }
+        return {host: processes for host, processes in found.items() if processes}
+
+    def on_host(self, host: str, *argv: str) -> str:
+        assert self.lab is not None
+        done = self.lab.run(host, argv, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    def metrics(self, host: str, run_id: str) -> list[dict[str, Any]]:
+        text = self.on_host(host, "cat", f"/root/nodekit/runs/{run_id}/{host}/output/metrics.jsonl")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def run_id(output: str) -> str:
+    match = RUN_ID.search(output)
+    assert match, output
+    return match.group(1)
+
+
+@pytest.fixture
+def kit(lab: Lab, tmp_path: Path) -> Iterator[Kit]:
+    """Kit in a project folder that a shell would take apart, and the lab's hosts free of it afterwards."""
+    started = Kit(tmp_path / "my 'project' $HOME; \"x\"", lab)
+    yield started
+    started.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for path in (Path(os.environ["XDG_STATE_HOME"]) / "nodekit/runs").glob("*"):
+            started.run("down", path.name, "--force", timeout_s=60)
+    assert not started.leftovers()

@@ -1,0 +1,273 @@
+"""Snapshots: what is committed survives kills, damage and full disks; what is damaged is passed over."""
+
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nodekit.training import Manifest, Snapshots, rng
+
+
+def state(step: int) -> dict[str, object]:
+    return {"step": step, "weights": torch.full((1000,), float(step)), "nested": [{"lr": 0.1}, None, "x"]}
+
+
+def saved(folder: Path, *steps: int, generation: int | None = None) -> Snapshots:
+    snapshots = Snapshots(folder, generation=generation)
+    for step in steps:
+        assert snapshots.save(state(step), step=step, world_size=3)
+    return snapshots
+
+
+def loaded_step(folder: Path) -> int | None:
+    found = Snapshots(folder).load()
+    if found is None:
+        return None
+    assert found.state["weights"].eq(found.state["step"]).all()
+    assert found.state["step"] == found.manifest.step
+    return found.manifest.step
+
+
+@pytest.fixture(params=["plain", "a 'quoted $HOME; folder"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / request.param / "snapshots"
+
+
+def test_what_was_saved_is_loaded_and_only_the_owner_may_read_it(folder: Path) -> None:
+    saved(folder, 1, 2, 3)
+    found = Snapshots(folder).load()
+    assert found
+    assert found.state["nested"] == [{"lr": 0.1}, None, "x"]
+    assert (found.manifest.age, found.manifest.world_size) == ((0, 3), 3)
+    assert len(list(folder.iterdir())) == 4, "two snapshots of two files each"
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_newer_generation_wins_over_a_later_step(folder: Path) -> None:
+    saved(folder, 120, generation=0)
+    saved(folder, 110, generation=1)
+    assert loaded_step(folder) == 110
+    assert [each.age for each in Snapshots(folder).manifests()] == [(1, 110), (0, 120)]
+
+
+def test_without_a_generation_the_newest_one_found_is_gone_on_with(folder: Path) -> None:
+    saved(folder, 5, generation=3)
+    saved(folder, 6)
+    assert [each.age for each in Snapshots(folder).manifests()] == [(3, 6), (3, 5)]
+
+
+def flip_a_bit(payload: Path, manifest: Path) -> None:
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    payload.write_bytes(data)
+
+
+def change_manifest(**changes: object) -> Callable[[Path, Path], None]:
+    def change(payload: Path, manifest: Path) -> None:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+    return change
+
+
+# ruff: noqa: ARG005 - each damage is done to one of the two files
+DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "bit": (flip_a_bit, "SHA-256"),
+    "torn": (lambda payload, manifest: os.truncate(payload, 100), "100 bytes of"),
+    "no payload": (lambda payload, manifest: payload.unlink(), "No such file"),
+    "manifest torn": (lambda payload, manifest: os.truncate(manifest, 20), "manifest is damaged"),
+    "manifest empty": (lambda payload, manifest: os.truncate(manifest, 0), "manifest is damaged"),
+    "manifest a list": (lambda payload, manifest: manifest.write_text("[]"), "manifest is damaged"),
+    "another step": (change_manifest(step=99), "manifest is damaged"),
+    "a path out": (change_manifest(sha256={"../../etc/passwd": "0"}), "manifest is damaged"),
+    "no files": (change_manifest(sha256={}), "manifest is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_snapshot_is_passed_over_with_the_reason(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil, reason = DAMAGE[damage]
+    newest = saved(tmp_path, 1, 2).manifests()[0]
+    spoil(tmp_path / newest.payload, tmp_path / newest.name)
+    snapshots = Snapshots(tmp_path)
+    found = snapshots.load()
+    assert found
+    assert found.manifest.step == 1
+    assert newest.name in caplog.text
+    assert reason in caplog.text
+
+    snapshots.save(state(1), step=1)  # what is damaged makes way, and does not count as one of those kept
+    snapshots.save(state(2), step=2)
+    assert loaded_step(tmp_path) == 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_unrelated_files_and_odd_names_are_left_alone(tmp_path: Path) -> None:
+    odd = [
+        "notes.json",
+        "g0000-s000000009.json.bak",
+        "xg0000-s000000009.json",
+        "model.pt",
+        ".tmp-mine",
+        "g1-s2.json",
+    ]
+    for name in odd:
+        (tmp_path / name).write_text("{}")
+    saved(tmp_path, 1, 2, 3)
+    assert {name for name in odd if (tmp_path / name).exists()} == set(odd)
+    assert loaded_step(tmp_path) == 3
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    left = [tmp_path / ".tmp-0123456789abcdef", tmp_path / "g0000-s000000007-0123456789abcdef.pt"]
+    for path in left:
+        path.write_bytes(b"half")
+    saved(tmp_path, 2)
+    assert not any(path.exists() for path in left)
+    assert loaded_step(tmp_path) == 2
+
+
+def test_a_disk_that_is_full_costs_no_snapshot_and_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = saved(tmp_path, 1, 2)
+    before = sorted(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2000, limits[1])
+    )  # the write fails half-way, as on a full disk
+    try:
+        assert snapshots.save(state(3), step=3) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "no snapshot of step 3" in caplog.text
+    assert sorted(tmp_path.iterdir()) == before
+    assert loaded_step(tmp_path) == 2
+    assert snapshots.save(state(4), step=4)
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert Snapshots(tmp_path / "file" / "snapshots").save(state(1), step=1) is None
+    assert "no snapshot of step 1" in caplog.text
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    snapshots = Snapshots(tmp_path)
+    again = snapshots.save({**state(2), "again": True}, step=2)
+    assert isinstance(again, Manifest)
+    found = snapshots.load()
+    assert found
+    assert found.state["again"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_could_not_be_loaded_safely_is_refused_when_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="python values, not pathlib"):
+        Snapshots(tmp_path).save({"path": tmp_path}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    snapshots = Snapshots(tmp_path)
+    snapshots._is_known_loadable = True  # another writer, not ours
+    snapshots.save({"evil": Evil()}, step=1)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        Snapshots(tmp_path).load()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_snapshot_is_too_few_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        Snapshots(tmp_path, keep=1)
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        import random
+
+        import numpy as np
+
+        return [random.random(), float(np.random.standard_normal()), float(torch.rand(()))]
+
+    rng.seed_all(1, rank=0)
+    draw()
+    Snapshots(tmp_path).save(rng.capture(torch.device("cpu")), step=1)
+    first = draw()
+    rng.seed_all(1, rank=1)
+    assert draw() != first
+    found = Snapshots(tmp_path).load()
+    assert found
+    rng.restore(found.state, torch.device("cpu"))
+    assert draw() == first
+
+
+KILLER = """
+import os, random, signal, sys, time
+import torch
+from nodekit.training.snapshot import Snapshots
+
+folder, rounds = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+pick, step, torn = random.Random(0), 0, 0
+for _ in range(rounds):
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        snapshots = Snapshots(folder)
+        while True:
+            step += 1
+            assert snapshots.save({"step": step, "weights": torch.full((50_000,), float(step))}, step=step)
+            os.write(tell, step.to_bytes(8, "big"))
+    os.close(tell)
+    committed = int.from_bytes(os.read(told, 8), "big")
+    time.sleep(pick.random() * 0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while said := os.read(told, 8):
+        committed = int.from_bytes(said, "big")
+    os.close(told)
+    torn += any(name.startswith(".tmp-") for name in os.listdir(folder))
+    found = Snapshots(folder).load()
+    assert found.manifest.step in (committed, committed + 1), (found.manifest, committed)
+    assert found.state["weights"].eq(found.manifest.step).all()
+    assert Snapshots(folder).manifests()[0] == found.manifest, "the newest one had to be passed over"
+    step = found.manifest.step
+print(torn)
+"""
+
+
+def test_whenever_a_save_is_killed_the_newest_committed_snapshot_loads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path), "60"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0, "no kill hit a save half-way"
+
+
+def test_logging_is_a_warning_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = saved(tmp_path, 1, 2).manifests()[0]
+    (tmp_path / newest.payload).unlink()
+    Snapshots(tmp_path).load()
+    assert [(record.name, record.levelno) for record in caplog.records] == [
+        ("nodekit.training", logging.WARNING)
+    ]

@@ -1,0 +1,95 @@
+"""Tasks: finding one by its name, refusing what is none, and the digits."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nodekit.training import Task
+from nodekit.training.tasks import TaskError, load_task
+from nodekit.training.tasks.digits import Digits
+
+OWN = """
+from own_sibling import NUMBER
+class Half:
+    def model(self): ...
+    def loss(self, model, batch): ...
+class Own(Half):
+    number = NUMBER
+    def train_data(self): ...
+    def test_data(self): ...
+    def measure(self, model, batch): ...
+class Needy(Own):
+    def __init__(self, path): ...
+own = Own()
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a task of the user's, which is the working folder."""
+    folder = tmp_path / "it's $HOME; here"
+    folder.mkdir()
+    (folder / "own_task.py").write_text(OWN)
+    (folder / "own_sibling.py").write_text("NUMBER = 7\n")
+    (folder / "own_broken.py").write_text("import own_missing_dependency\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("own_task", "own_sibling", "own_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["own_task:Own", "own_task.py:Own", "{folder}/own_task.py:Own", "own_task:own"])
+def test_a_users_own_task_is_found(code: Path, name: str) -> None:
+    task = load_task(name.replace("{folder}", str(code)))
+    assert isinstance(task, Task)
+    assert task.number == 7  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("digit", "no task 'digit': it is one of digits, or yours as package.module:Task"),
+        ("own_task.py", "no task 'own_task.py'"),
+        (":Own", "no task ':Own'"),
+        ("nowhere.py:Own", "no file nowhere.py"),
+        ("own_nowhere:Own", "no module 'own_nowhere'"),
+        ("own_nowhere.deep:Own", "no module 'own_nowhere'"),
+        ("own_task:Other", "own_task has no Other; its classes are: Half, Own, Needy"),
+        ("own_task:Half", r"lacks train_data\(\), test_data\(\), measure\(\); a task has model\(\)"),
+        ("own_task:Needy", "without arguments: missing a required argument: 'path'"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_what_was_wanted(code: Path, name: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        load_task(name)
+
+
+def test_a_module_that_is_missing_below_the_users_own_is_not_mistaken_for_it(code: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="own_missing_dependency"):
+        load_task("own_broken:Own")
+
+
+def test_digits_are_the_real_ones_split_once_for_all() -> None:
+    task, again = Digits(), Digits()
+    train, test = task.train_data(), task.test_data()
+    assert (len(train), len(test)) == (1437, 360)
+    assert torch.equal(train.images, again.train_data().images)
+    images = torch.cat([train.images, test.images])
+    assert len(images) == 1797
+    assert images.shape[1:] == (1, 8, 8)
+    assert (images.min(), images.max()) == (0, 1)
+    labels = torch.cat([train.labels, test.labels])
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # as published
+
+
+def test_digits_are_read_without_importing_sklearn() -> None:
+    code = (
+        "import sys; from nodekit.training.tasks import load_task; load_task('digits').train_data()\n"
+        "sys.exit(', '.join({'sklearn', 'scipy', 'yaml', 'pydantic', 'paramiko', 'tensorboard'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
