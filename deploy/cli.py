@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, name, function, help_text)
         command.add_argument(
-            "run", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
+            "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
         )
         _add_ssh(command)
         if name == "logs":
@@ -184,7 +184,7 @@ def _status(args: argparse.Namespace) -> int:
     from nodekit.deploy import cluster, runs, up
     from nodekit.deploy.view import status_line
 
-    run = runs.find(args.run)
+    run = runs.find(args.run_id)
     with cluster.links(up.inventory_of(run).hosts, _ssh_options(args), some=True) as links:
         found = up.statuses(run, links)
     alive = any(status["alive"] for status in found.values())
@@ -210,7 +210,7 @@ def _logs(args: argparse.Namespace) -> int:
     from nodekit.deploy import cluster, runs, up
     from nodekit.deploy.showlogs import show
 
-    run = runs.find(args.run)
+    run = runs.find(args.run_id)
     hosts = [host for host in up.inventory_of(run).hosts if args.node in (None, host.name)]
     if not hosts:
         raise KitError(f"{run.run_id} has no node '{args.node}'; it has {', '.join(run.nodes)}")
@@ -222,7 +222,7 @@ def _logs(args: argparse.Namespace) -> int:
 def _down(args: argparse.Namespace) -> int:
     from nodekit.deploy import runs, up
 
-    return up.down(runs.find(args.run), _ssh_options(args), force=args.force)
+    return up.down(runs.find(args.run_id), _ssh_options(args), force=args.force)
 
 
 def _runs(args: argparse.Namespace) -> int:

@@ -126,8 +126,9 @@ def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequenc
     old = next((entry for entry in known if entry.key_type == key.get_name()), known[0])
     file = old.where.rpartition(":")[0]
     return (
-        f"THE HOST KEY OF {where} HAS CHANGED: someone may be in between, or it was installed anew. It showed "
-        f"{key.get_name()} {fingerprint(key.asbytes())}; known is {old.key_type} {fingerprint(old.blob)} "
-        f"({old.where}). Nothing was sent. If its administrator confirms the new key, remove the old one with "
+        f"THE HOST KEY OF {where} HAS CHANGED: someone may be in between, or it was installed anew. "
+        f"It showed {key.get_name()} {fingerprint(key.asbytes())}; known is {old.key_type} "
+        f"{fingerprint(old.blob)} "
+        f"({old.where}). Nothing was sent. If its administrator confirms the new key, remove the old one by "
         f"`ssh-keygen -R '{name}' -f '{file}'` and accept the new one"
     )

@@ -1,7 +1,7 @@
 """A lab: several real hosts on one Linux machine, to try kit on and to break.
 
-A host has its own network, host name, processes, disk and sshd; nothing leads outside. It keeps accidents in, not
-attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
+A host has its own network, host name, processes, disk and sshd; nothing leads outside. It keeps accidents in,
+not attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
 
     FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
           /lab.yaml       the inventory

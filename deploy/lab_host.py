@@ -63,9 +63,8 @@ def become_root_of_disk(python_prefixes: list[str]) -> None:
         target = prefix.lstrip("/")
         Path(target).mkdir(parents=True, exist_ok=True)
         mount(prefix, target, None, MS_BIND | MS_REC)
-        mount(
-            None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY
-        )  # the host must not write to the machine's
+        # What a host writes must not reach this machine's python; the flag is ignored on the first mount.
+        mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY)
     check(LIBC.pivot_root(b".", b"."), "pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount the machine's root")
     os.chdir("/")

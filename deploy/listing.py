@@ -75,7 +75,7 @@ def take(folder: Path) -> Tree:
 
     In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a
     ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more. Empty folders are
-    not kept, as in git. A link is kept if it points to something in the tree; an absolute one is made relative.
+    not kept, as in git. A link is kept if it points into the tree; an absolute one is made relative.
 
     Raises:
         KitError: a link that would be broken on a host, something that is no file, or files that cannot be
@@ -160,8 +160,7 @@ def _git_files(root: Path, below: str, problems: list[str]) -> list[str]:
         if not name:
             continue
         if name.endswith("/") or _is_folder(f"{root}/{path}"):
-            # A submodule, or a repository in the repository: git lists its folder only. One that is not checked
-            # out is empty.
+            # A submodule, or a repository in the repository: git lists its folder only.
             inner = path.rstrip("/")
             if (root / inner / ".git").exists():
                 paths += _git_files(root, inner + "/", problems)
@@ -298,6 +297,7 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
         if error.errno != errno.ENOENT:
             problems.append(f"{path}: {error.strerror}")
     stats = {path: stats[path] for path in sorted(stats)}
+    assert stats.keys() | failed.keys() == files.keys()
     settled = {path: entry for path, entry in stats.items() if started_ns - entry[2] > _RACY_NS}
     if settled != known:
         _remember(cache, settled)

@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nodekit.deploy.check import Facts, choose_interface
 from nodekit.inventory.errors import HostError, KitError
@@ -129,6 +128,8 @@ def build(
     if problems:
         raise KitError("\n".join(problems))
     master_addr = chosen[inventory.hosts[0].name][1]
+    num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
+    threads = share_threads(facts, num_workers)
     nodes = []
     for node_rank, host in enumerate(inventory.hosts):
         found = facts[host.name]
@@ -141,14 +142,17 @@ def build(
                 node_rank=node_rank,
                 min_nodes=inventory.nodes.min,
                 max_nodes=inventory.nodes.max,
-                nproc_per_node=_nproc_per_node(inventory, gpus[host.name]),
+                nproc_per_node=num_workers[host.name],
                 master_addr=master_addr,
                 master_port=master_port,
                 interface=interface,
                 local_addr=address,
                 gpus=gpus[host.name],
                 max_restarts=inventory.job.max_restarts,
-                env=_environment(inventory, host, found, interface, gpus[host.name], run_id, node_dir),
+                env=_environment(found, interface, gpus[host.name], run_id, node_dir)
+                | threads[host.name]
+                | dict(host.env)
+                | dict(inventory.job.env),
                 secrets=inventory.job.secrets,
                 argv=argv,
                 python=found.executable,
@@ -160,18 +164,8 @@ def build(
     return Plan(run_id, tuple(nodes))
 
 
-def _nproc_per_node(inventory: Inventory, gpus: tuple[int, ...]) -> int:
-    return inventory.job.nproc_per_node or len(gpus) or 1
-
-
 def _environment(
-    inventory: Inventory,
-    host: Host,
-    found: Facts,
-    interface: str,
-    gpus: tuple[int, ...],
-    run_id: str,
-    node_dir: str,
+    found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
 ) -> dict[str, str]:
     env = {
         "GLOO_SOCKET_IFNAME": interface,
@@ -182,7 +176,7 @@ def _environment(
     }
     if found.num_gpus and len(gpus) < found.num_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return env | dict(host.env) | dict(inventory.job.env)
+    return env
 
 
 def _nccl_name(interface: str, found: Facts) -> str:
@@ -212,6 +206,14 @@ def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, t
     return shares
 
 
-def agent_spec(plan: Plan, node: NodePlan, *, generation: int) -> dict[str, Any]:
-    """What the agent of `node` reads: the plan of its node, the run's id and the generation."""
-    return {"run_id": plan.run_id, "generation": generation, **dataclasses.asdict(node)}
+def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:
+    """OMP_NUM_THREADS for nodes that are one machine; elsewhere it is left to torch, as torchrun does.
+
+    Each would start a thread per core, and together they would spend their time waiting for each other.
+    """
+    shared: dict[str, dict[str, str]] = {}
+    for name, found in facts.items():
+        machine = [other for other, each in facts.items() if each.boot_id == found.boot_id]
+        workers = sum(num_workers[other] for other in machine)
+        shared[name] = {"OMP_NUM_THREADS": str(max(1, found.cpus // workers))} if len(machine) > 1 else {}
+    return shared

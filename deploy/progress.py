@@ -30,7 +30,7 @@ class Progress:
 def progress_bars(
     *, silent: bool = False, file: TextIO | None = None
 ) -> Iterator[Callable[[Progress], None]]:
-    """What to hand to `send` as `progress`: bars where `file` (stdout) is a terminal, else lines, or nothing."""
+    """What to hand to `send`: bars where `file` (stdout) is a terminal, else lines, or nothing."""
     file = file or sys.stdout
     if silent:
         yield lambda _: None

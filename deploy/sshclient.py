@@ -136,16 +136,17 @@ class Client:
             self._login(transport)
             transport.set_keepalive(KEEPALIVE_S)
         except TimeIsUpError:
-            self.close()
             raise self.problem(
                 f"{self.where} did not {phase} within {clock.timeout_s:g} s; is it overloaded, or a firewall "
                 "in between?"
             ) from None
-        except BaseException:
-            self.close()
-            if self._transport is None and sock is not None:
-                sock.close()
-            raise
+        except sshconfig.ConfigError as error:
+            raise self.problem(str(error)) from error
+        finally:
+            if self.used is None:  # not logged in
+                self.close()
+                if sock is not None:
+                    sock.close()  # a transport that did not start leaves it open
 
     def _tcp(self) -> socket.socket:
         clock = self._settings.clock

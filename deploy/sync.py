@@ -141,8 +141,8 @@ def _send_one(
                 raise HostError(
                     link.host,
                     f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
-                    f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out by a "
-                    "line in .kitignore",
+                    f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out "
+                    "by a line in .kitignore",
                 )
             delivery = Delivery(
                 link=link,
@@ -164,8 +164,8 @@ def _send_one(
                 raise SourceChanged(changed)
             raise HostError(
                 link.host,
-                f"{wrong[0]} has another content there than here, after being sent {_ATTEMPTS} times; its disk or "
-                "memory may be failing",
+                f"{wrong[0]} has another content there than here, after being sent {_ATTEMPTS} times; its "
+                "disk or memory may be failing",
             )
         if answer["digest"] != tree.digest:
             raise HostError(link.host, f"the code there hashes to {answer['digest']}, here to {tree.digest}")

@@ -1,4 +1,4 @@
-"""Bringing what a host lacks into its cache: rsync over the system's ssh, packs over SFTP, or a plain copy."""
+"""Bringing what a host lacks into its cache: rsync over the system's ssh, SFTP, or a plain copy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class SourceChanged(KitError):  # noqa: N818
     def __init__(self, paths: Sequence[str]) -> None:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         super().__init__(
-            f"{paths[0]}{more} changed while the code was being sent, twice; stop what writes it, or leave it out "
-            "by a line in .kitignore"
+            f"{paths[0]}{more} changed while the code was being sent, twice; stop what writes it, or leave it "
+            "out by a line in .kitignore"
         )
 
 
@@ -79,8 +79,8 @@ class Delivery:
         size = sum(entry.size for entry in self.entries)
         return HostError(
             self.link.host,
-            f"its disk is full: {size / 1e6:.1f} MB of code did not fit into {self.cache}; make room there, or "
-            "leave big files out by a line in .kitignore",
+            f"its disk is full: {size / 1e6:.1f} MB of code did not fit into {self.cache}; make room there, "
+            "or leave big files out by a line in .kitignore",
         )
 
 

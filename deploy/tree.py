@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -85,7 +86,7 @@ def _parallel(function: Callable[[str], None], paths: Iterable[str]) -> None:
     def work() -> None:
         while not failed:
             with lock:
-                batch = [path for path, _ in zip(todo, range(64))]  # noqa: B905  (3.8)
+                batch = list(itertools.islice(todo, 64))
             if not batch:
                 return
             try:

@@ -31,13 +31,13 @@ class Kit:
         self.started: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True)
 
-    def inventory(self, name: str = "lab.yaml", **changes: Any) -> Path:
+    def inventory(self, file: str = "lab.yaml", /, **changes: Any) -> Path:
         """The lab's inventory, changed at its top level, written into the project folder."""
         assert self.lab is not None
         values = yaml.safe_load(self.lab.inventory.read_text())
         values.update(changes)
-        (self.folder / name).write_text(yaml.safe_dump(values, allow_unicode=True))
-        return self.folder / name
+        (self.folder / file).write_text(yaml.safe_dump(values, allow_unicode=True))
+        return self.folder / file
 
     def argv(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "nodekit.deploy.cli", *args]
@@ -95,7 +95,9 @@ class Kit:
             host: {
                 pid: " ".join(argv)
                 for pid, argv in self.lab.processes(host).items()
-                if re.search(r"nodekit|job\.py|train\.py|rsync", " ".join(argv))
+                if re.search(
+                    r"nodekit\.deploy\.agent|nodekit\.training|worker\.py|job\.py|rsync", " ".join(argv)
+                )
             }
             for host in self.lab.hosts
         }

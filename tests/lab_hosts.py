@@ -2,13 +2,16 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab_cluster import Lab, down
 from nodekit.deploy.lab_process import ProcessRecord, kill
 
 
@@ -63,12 +66,43 @@ def no_answer(lab: Lab, host: str) -> bool:
     return False
 
 
+def remove_labs(folder: Path) -> None:
+    """Remove every lab below a folder, and the folder."""
+    for record in folder.rglob("lab.json"):
+        down(record.parent)
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(scope="session")
-def lab3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Three hosts, for the session. Tests use `lab`."""
+def session_labs() -> Iterator[Path]:
+    """Where this session's labs are. Those of killed sessions are removed: pytest could not."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    lab = Lab.up(3, folder=tmp_path_factory.mktemp("lab") / "three hosts")
+    everyones = Path(tempfile.gettempdir()) / "nodekit-test-labs"
+    everyones.mkdir(mode=0o700, exist_ok=True)
+    for other in everyones.iterdir():
+        owner = ProcessRecord.read(other / "pytest.json")
+        if owner is None or not owner.is_alive:
+            remove_labs(other)
+    made = Path(tempfile.mkdtemp())
+    ProcessRecord.of(os.getpid()).write(made / "pytest.json")
+    folder = made.rename(everyones / made.name)  # with its owner in it: another session may be looking
+    yield folder
+    remove_labs(folder)
+
+
+@pytest.fixture
+def labs(session_labs: Path) -> Iterator[Path]:
+    """An empty folder for a test that makes labs of its own; those it leaves are removed."""
+    folder = Path(tempfile.mkdtemp(dir=session_labs))
+    yield folder
+    remove_labs(folder)
+
+
+@pytest.fixture(scope="session")
+def lab3(session_labs: Path) -> Iterator[Lab]:
+    """Three hosts, for the session. Tests use `lab`."""
+    lab = Lab.up(3, folder=session_labs / "three hosts")
     yield lab
     lab.down()
 

@@ -1,4 +1,4 @@
-"""Fixtures: real sshd processes on loopback, each with a free port and a host key of its own, and keys to log in."""
+"""Fixtures: real sshd processes on loopback, each with its own port and host key, and keys to log in."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def test_every_key_of_the_schema_is_described() -> None:
 
 def test_the_schema_file_is_up_to_date() -> None:
     written = example_path("lab").with_name("schema.json").read_text()
-    current = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    current = json.dumps(json_schema(), indent=2) + "\n"
     assert written == current, "write it again: kit schema > inventory/schema.json"
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from lab_hosts import connect_s, no_answer, on, processes, wait_until
 
-from nodekit.deploy import lab_disk
+from nodekit.deploy import lab_disk, lab_network
 from nodekit.deploy.lab import Lab
 from nodekit.inventory.errors import HostError
 
@@ -44,6 +44,21 @@ def talk(lab: Lab, host: str) -> Iterator[socket.socket]:
                 yield connection
         finally:
             server.kill()
+
+
+def hear(lab: Lab, host: str) -> bytes:
+    """What a host says to this machine in a datagram."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
+        ear.bind((lab_network.control_address(lab.network), 0))
+        ear.settimeout(0.5)
+        port = str(ear.getsockname()[1])
+        on(lab, host, "bash", "-c", 'printf hello > "/dev/udp/control/$0"', port)
+        return ear.recv(100)
+
+
+def best_connect_s(lab: Lab, host: str) -> float:
+    """The fastest of three connections: this machine may be busy."""
+    return min(connect_s(lab, host) for _ in range(3))
 
 
 @in_a_lab
@@ -198,6 +213,7 @@ def test_cut_then_crash_is_a_power_loss_that_nobody_is_told_of(lab: Lab) -> None
 
 @in_a_lab
 def test_a_host_cut_off_from_this_machine_still_sees_the_others(lab: Lab) -> None:
+    assert hear(lab, "node1") == b"hello"
     with talk(lab, "node1") as connection:
         lab.cut_control("node1")
         connection.sendall(b"are you there")
@@ -206,6 +222,8 @@ def test_a_host_cut_off_from_this_machine_still_sees_the_others(lab: Lab) -> Non
             connection.recv(1)
         assert no_answer(lab, "node1")
         assert lab.status("node1") == "up, control cut"
+        with pytest.raises(TimeoutError):
+            hear(lab, "node1")
         assert on(lab, "node1", sys.executable, "-c", REACH, "node2") == "SSH-"
         assert on(lab, "node2", sys.executable, "-c", REACH, "node1") == "SSH-"
         lab.mend("node1")
@@ -214,15 +232,15 @@ def test_a_host_cut_off_from_this_machine_still_sees_the_others(lab: Lab) -> Non
 
 @in_a_lab
 def test_a_slow_link_delays_each_way_until_mended(lab: Lab) -> None:
-    assert connect_s(lab, "node1") < 0.1
+    assert best_connect_s(lab, "node1") < 0.1
     lab.slow("node1", delay_ms=100)
     assert lab.status("node1") == "up, slow"
-    assert 0.2 <= connect_s(lab, "node1") < 0.5
-    assert connect_s(lab, "node2") < 0.1
-    lab.slow("node1", delay_ms=60)
-    assert 0.12 <= connect_s(lab, "node1") < 0.2
+    assert 0.2 <= best_connect_s(lab, "node1") < 0.5
+    assert best_connect_s(lab, "node2") < 0.1
+    lab.slow("node1", delay_ms=30)  # in place of the first delay, not on top of it
+    assert 0.06 <= best_connect_s(lab, "node1") < 0.2
     lab.mend("node1")
-    assert connect_s(lab, "node1") < 0.1
+    assert best_connect_s(lab, "node1") < 0.06
 
 
 @in_a_lab
@@ -250,7 +268,7 @@ def test_mend_undoes_all_faults_at_once(lab: Lab) -> None:
     assert lab.status("node1") == "up, cut, slow, control cut"
     lab.mend("node1")
     assert lab.status("node1") == "up"
-    assert connect_s(lab, "node1") < 0.1
+    assert best_connect_s(lab, "node1") < 0.2
 
 
 @in_a_lab

@@ -40,7 +40,10 @@ def test_torchs_version_is_told_without_importing_it(link: Link, tmp_path: Path)
 
 
 def test_hosts_that_share_a_folder_say_so(link: Link, tmp_path: Path) -> None:
-    ids = [link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / name))["workdir_id"] for name in "aab"]
+    ids = [
+        link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / name))["workdir_id"]
+        for name in "aab"
+    ]
     assert ids[0] == ids[1] != ids[2]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,50 +14,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nodekit.training import Snapshots
 from nodekit.training.options import parse
 
 FAULTY = '''
-"""Digits, with all that must come back on a resume: dropout, batch norm, augmentation; and a fault to order."""
 import os, random, signal
 import numpy as np
 import torch
 from torch import nn
 from nodekit.training.tasks.digits import Digits, Pixels
 
-class Logged(Pixels):
-    def __getitem__(self, index):
-        with open(f"{os.environ['SEEN']}.{os.environ.get('RANK', 0)}", "a") as file:
-            file.write(f"{index}\\n")
-        image, label = super().__getitem__(index)
-        if PLAIN:
-            return image, label
-        return image + 0.1 * random.random() + 0.1 * float(np.random.standard_normal()), label
+PLAIN = "PLAIN" in os.environ
 
-PLAIN = os.environ.get("PLAIN")
+class Noisy(Pixels):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        if not PLAIN:
+            image = image + 0.1 * random.random() + 0.1 * float(np.random.standard_normal())
+        return image, label, index
 
 class Faulty(Digits):
+    """200 digits, with all that must come back on a resume, and a fault to order."""
     calls = 0
+
     def train_data(self):
         data = super().train_data()
-        return Logged(data.images[:200], data.labels[:200])
+        return Noisy(data.images[:200], data.labels[:200])
+
     def model(self):
         noise = [] if PLAIN else [nn.BatchNorm1d(32), nn.Dropout(0.3)]
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *noise, nn.ReLU(), nn.Linear(32, 10))
+
     def loss(self, model, batch):
         self.calls += 1
-        if self.calls == int(os.environ.get("PAUSE_AT", 0)):
-            print("pausing", flush=True)
-            while not os.path.exists(os.environ["SEEN"] + ".go"):
-                pass
-        return super().loss(model, batch)
+        if self.calls == int(os.environ.get("KILL_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(f"{os.environ['SEEN']}.{os.environ.get('RANK', 0)}", "a") as file:
+            file.writelines(f"{index}\\n" for index in batch[2].tolist())
+        return super().loss(model, batch[:2])
+
     def optimizer(self, model, lr):
-        if at := int(os.environ.get("KILL_AT", 0)):  # after that many steps here, before the next one
-            class Killing(torch.optim.SGD):
-                steps = 0
-                def zero_grad(self, set_to_none=True):
-                    super().zero_grad(set_to_none)
-            optimizer = Killing(model.parameters(), lr=lr, momentum=0.9)
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 '''
 
@@ -100,25 +99,38 @@ def started(argv: list[str], **extra: object) -> Iterator[subprocess.Popen[str]]
 
 
 @contextlib.contextmanager
-def by_hand(world_size: int, *arguments: object, **extra: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """Each rank a node of its own; an extra that is a list has one value per rank."""
+def ranks(
+    world_size: int, program: list[str], *arguments: object, one_node: bool = False, **extra: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks started by hand, on one node or each on its own; an extra that is a list has a value per rank."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
                 started(
-                    [sys.executable, "-m", "nodekit.training", *map(str, arguments)],
-                    RANK=rank, LOCAL_RANK=0, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=1, NODE_RANK=rank,
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                    **{name: value[rank] if isinstance(value, list) else value for name, value in extra.items()},
+                    [sys.executable, *program, *map(str, arguments)],
+                    RANK=rank,
+                    WORLD_SIZE=world_size,
+                    LOCAL_RANK=rank if one_node else 0,
+                    LOCAL_WORLD_SIZE=world_size if one_node else 1,
+                    NODE_RANK=0 if one_node else rank,
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    **{
+                        name: value[rank] if isinstance(value, list) else value
+                        for name, value in extra.items()
+                    },
                 )
             )
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
+
+
+MODULE = ["-m", "nodekit.training"]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     return output
 
@@ -160,3 +172,242 @@ def test_digits_reach_their_accuracy_on_two_ranks(tmp_path: Path) -> None:
     assert progress.read_text().startswith(f"{reached['steps']}/{reached['steps']} epoch ")
     assert list((output / "tensorboard").glob("events.*"))
     assert len([line for line in metrics(output) if "test" in line]) == reached["epochs"]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    """The name of the faulty task, in a folder with an awkward name."""
+    file = tmp_path / "their 'own' code" / "faulty.py"
+    file.parent.mkdir()
+    file.write_text(FAULTY)
+    return f"{file}:Faulty"
+
+
+def test_a_killed_job_resumes_mid_epoch_to_the_identical_curve_and_weights(tmp_path: Path, task: str) -> None:
+    arguments = ["--task", task, "--batch-size", 16, "--micro-batch", 5, "--epochs", 3, "--snapshot-every", 6]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with torchrun(2, *arguments, "--output", whole, SEEN=tmp_path / "seen") as process:
+        finish(process)
+    assert len(losses(whole)) == 39
+    with torchrun(
+        2, *arguments, "--output", broken, SEEN=tmp_path / "seen", KILL_AT=25 + 2 * 7 + 1
+    ) as process:
+        assert "SIGKILL" in finish(process, 1)
+    assert len(losses(broken)) == 20, "the fault was to come in step 21, the 8th of epoch 2"
+    with torchrun(2, *arguments, "--output", broken, SEEN=tmp_path / "seen") as process:
+        assert "resumed at step 18 (epoch 2, 80 of 200 samples done) from" in finish(process)
+    assert metrics(broken) == metrics(whole)
+    assert result(broken)["weights_sha256"] == result(whole)["weights_sha256"]
+
+
+def test_scaler_and_clipping_resume_identically_in_a_world_of_one(tmp_path: Path, task: str) -> None:
+    arguments = [
+        "--task", task, "--batch-size", 50, "--epochs", 4, "--snapshot-every", 1, "--amp", "fp16", "--clip", 0.5,
+        "--lr", 0.1, "--lr-scale", "linear", "--schedule", "constant", "--warmup-steps", 3,
+    ]  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for output, kill_at, code in ((whole, 0, 0), (broken, 7, -signal.SIGKILL), (broken, 0, 0)):
+        argv = [sys.executable, *MODULE, *map(str, arguments), "--output", str(output)]
+        with started(argv, SEEN=tmp_path / "seen", KILL_AT=kill_at) as process:
+            finish(process, code)
+    assert result(broken)["resumed_at_step"] == 6
+    assert metrics(broken) == metrics(whole)
+    assert result(broken)["weights_sha256"] == result(whole)["weights_sha256"]
+    assert [line["lr"] for line in metrics(whole) if "lr" in line][:4] == [
+        pytest.approx(0.1 * 50 / 256 * part) for part in (1 / 3, 2 / 3, 1, 1)
+    ]
+
+
+def test_each_sample_is_used_once_and_the_curve_stays_when_ranks_come_and_go(
+    tmp_path: Path, task: str
+) -> None:
+    arguments = ["--task", task, "--batch-size", 16, "--epochs", 1, "--snapshot-every", 1]
+    whole, changing = tmp_path / "whole", tmp_path / "changing"
+    for output, world_size, kill_at in ((whole, 2, 0), (changing, 2, 5), (changing, 1, 5), (changing, 3, 0)):
+        with ranks(
+            world_size, MODULE, *arguments, "--output", output, one_node=True,
+            SEEN=tmp_path / f"seen {output.name}", KILL_AT=kill_at, PLAIN=1,
+        ) as processes:  # fmt: skip
+            for process in processes:
+                finish(process, -signal.SIGKILL if kill_at else 0)
+    seen = [int(index) for file in tmp_path.glob("seen changing.*") for index in file.read_text().split()]
+    assert sorted(seen) == list(range(200))
+    assert result(changing)["resumed_at_step"] == 8
+    assert losses(changing) == pytest.approx(losses(whole), rel=1e-5)
+    assert result(changing)["accuracy"] == pytest.approx(result(whole)["accuracy"], abs=1 / 360)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_edge_with_a_snapshot(tmp_path: Path) -> None:
+    arguments = ["--epochs", 500, "--output", tmp_path]
+    with ranks(2, MODULE, *arguments, one_node=True) as processes:
+        wait_for_line(processes[0], "first step")
+        processes[1].send_signal(signal.SIGTERM)
+        said = finish(processes[0], 143)
+        finish(processes[1], 143)
+    num_steps = len(losses(tmp_path))
+    assert f"stopped at step {num_steps}/" in said
+    with ranks(2, MODULE, *arguments, one_node=True) as processes:
+        wait_for_line(processes[0], f"resumed at step {num_steps} ")
+
+
+def test_a_stop_does_not_wait_for_a_silent_peer(tmp_path: Path) -> None:
+    with ranks(2, MODULE, "--epochs", 500, "--grace", 1, "--output", tmp_path, one_node=True) as processes:
+        wait_for_line(processes[0], "first step")
+        processes[1].send_signal(signal.SIGSTOP)
+        processes[0].send_signal(signal.SIGTERM)
+        before = time.monotonic()
+        assert "1 s of grace" in finish(processes[0], 143)
+        assert time.monotonic() - before < 10
+
+
+def test_a_rank_whose_peer_died_fails_and_says_why(tmp_path: Path) -> None:
+    errors = tmp_path / "error.json"
+    with ranks(
+        2, MODULE, "--epochs", 500, "--output", tmp_path, one_node=True, TORCHELASTIC_ERROR_FILE=errors
+    ) as processes:
+        wait_for_line(processes[0], "first step")
+        processes[1].kill()
+        assert "this rank failed" in finish(processes[0], 1)
+    assert "Traceback" in errors.read_text()
+
+
+EXCHANGE = """
+import json, sys
+from pathlib import Path
+from nodekit.training import Snapshots, World, exchange, newest_of_all
+exchange._CHUNK_BYTES = 1000
+with World.from_env() as world:
+    for scenario in sorted(Path(sys.argv[1]).iterdir()):
+        snapshots = Snapshots(scenario / f"node{world.rank}" / "snapshots")
+        if scenario.name == "its holder loses it" and world.rank == 0:
+            def load(but=(), load=snapshots.load):
+                found = load(but)
+                if found:
+                    (snapshots.folder / found.manifest.payload).unlink()
+                return found
+            snapshots.load = load
+        found = newest_of_all(snapshots, world)
+        ages = found and [list(found.manifest.age), found.state["age"]]
+        print(json.dumps([scenario.name, ages, snapshots.generation]), flush=True)
+"""
+
+
+def test_all_ranks_go_on_from_the_newest_whole_snapshot_that_any_node_holds(tmp_path: Path) -> None:
+    scenarios: dict[str, tuple[list[list[tuple[int, int]]], tuple[int, int] | None]] = {
+        "nobody has any": ([[], [], []], None),
+        "all have it": ([[(0, 5)], [(0, 5)], [(0, 5)]], (0, 5)),
+        "one has it": ([[], [], [(0, 5)]], (0, 5)),
+        "a stale one returns": ([[(0, 120)], [(1, 110)], [(1, 100)]], (1, 110)),
+        "the newest is damaged": ([[(0, 5), (0, 6)], [(0, 4)], []], (0, 5)),
+        "its holder loses it": ([[(0, 6)], [(0, 4)], []], (0, 4)),
+        "nowhere to write": ([[], [(0, 5)], []], (0, 5)),
+    }
+    for name, (held, _) in scenarios.items():
+        for rank, ages in enumerate(held):
+            folder = tmp_path / name / f"node{rank}" / "snapshots"
+            folder.parent.mkdir(parents=True)
+            for generation, step in ages:
+                state = {"age": [generation, step], "weights": torch.zeros(2000)}
+                assert Snapshots(folder, generation=generation).save(state, step=step)
+    damaged = tmp_path / "the newest is damaged" / "node0" / "snapshots"
+    with (damaged / Snapshots(damaged).manifests()[0].payload).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    (tmp_path / "nowhere to write" / "node0" / "snapshots").write_text("a file")
+    with ranks(3, ["-c", EXCHANGE], tmp_path) as processes:
+        said = [finish(process) for process in processes]
+    for output in said:
+        found = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+        assert {name: tuple(age[0]) if age else None for name, age, _ in found} == {
+            n: w for n, (_, w) in scenarios.items()
+        }
+        assert all(
+            age is None or (age[0] == age[1] and age[0][0] == generation) for _, age, generation in found
+        )
+    assert "is another than its manifest's" in said[0]
+    assert "no snapshot of step 5, sent by another node" in said[0]
+    for rank in range(3):  # those who lacked it have a copy now
+        kept = Snapshots(tmp_path / "one has it" / f"node{rank}" / "snapshots").load()
+        assert kept
+        assert kept.manifest.age == (0, 5)
+
+
+def test_a_node_with_a_new_disk_goes_on_with_the_others_snapshot(tmp_path: Path, task: str) -> None:
+    folders = [tmp_path / "node 0", tmp_path / "node 1"]
+    arguments = ["--task", task, "--batch-size", 50, "--epochs", 3, "--snapshot-every", 2]
+    extra = {
+        "NODEKIT_SNAPSHOT_DIR": [folder / "snapshots" for folder in folders],
+        "NODEKIT_OUTPUT_DIR": folders,
+        "SEEN": tmp_path / "seen",
+    }
+    with ranks(2, MODULE, *arguments, **extra, KILL_AT=6, NODEKIT_GENERATION=0) as processes:
+        for process in processes:
+            finish(process, -signal.SIGKILL)
+    shutil.rmtree(folders[0])
+    with ranks(2, MODULE, *arguments, **extra, NODEKIT_GENERATION=1) as processes:
+        said = [finish(process) for process in processes]
+    assert "resumed at step 4 (epoch 1, 200 of 200 samples done) from what rank 1 sent" in said[0]
+    for folder in folders:
+        found = Snapshots(folder / "snapshots").load()
+        assert found
+        assert found.manifest.age == (1, 12)
+    assert [line["step"] for line in metrics(folders[1]) if "loss" in line] == list(range(1, 13))
+    assert result(folders[0])["weights_sha256"] == result(folders[1])["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epoch", "3"], "did you mean --epochs"),
+        (["--colour"], "the options are: --help, --task, --epochs"),
+        (["--amp", "fp8"], "invalid choice: 'fp8' (choose from"),
+        (["--schedule", "step"], "invalid choice"),
+        (["--epochs", "0"], "'0' is not a whole number from 1"),
+        (["--batch-size", "1.5"], "'1.5' is not a whole number from 1"),
+        (["--lr", "nan"], "'nan' is not a number above 0"),
+        (["--clip", "-1"], "'-1' is not a number above 0"),
+        (["--keep", "1"], "'1' is not a whole number from 2"),
+        (["--snapshot-every", "3", "--snapshot-seconds", "3"], "not allowed with"),
+    ],
+)
+def test_bad_options_are_refused_with_the_good_ones(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--task", "digit"], "it is one of digits"), (["--sync-bn"], "--sync-bn needs CUDA")],
+)
+def test_what_only_torch_can_tell_is_refused_before_any_rank_waits_for_another(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    nobody = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    argv = [sys.executable, *MODULE, *arguments, "--output", str(tmp_path)]
+    with started(argv, **nobody) as process:
+        assert message in finish(process, 2)
+
+
+def test_a_snapshot_of_another_model_is_refused_by_name(tmp_path: Path, task: str) -> None:
+    arguments = ["--epochs", "1", "--batch-size", "400", "--output", str(tmp_path)]
+    for name, code in (("digits", 0), (task, 1)):
+        argv = [sys.executable, *MODULE, "--task", name, *arguments]
+        with started(argv, SEEN=tmp_path / "seen") as process:
+            said = finish(process, code)
+    assert "is not of this task or model" in said
+    assert ".pt" in said
+
+
+def test_learning_rate_warms_up_and_falls_to_nothing() -> None:
+    options = parse(["--warmup-steps", "4"])
+    factors = [options.lr_factor(step, 24) for step in range(24)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert 0 < factors[-1] < 0.01
+    assert parse(["--lr", "0.1", "--lr-scale", "linear", "--batch-size", "512"]).peak_lr == pytest.approx(0.2)

@@ -91,7 +91,7 @@ def test_a_signal_sets_the_flag_and_leaving_calls_the_deadline_off() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, code: int) -> None:
-    """The main thread holds no interpreter lock and never comes back, as in a collective with nobody there."""
+    """The main thread never comes back from C, as in a collective with nobody there."""
     stuck = (
         "import ctypes; from nodekit.training.stop import Stop\n"
         "with Stop(grace_s=0.3):\n"
@@ -99,7 +99,9 @@ def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, co
         "    lock = ctypes.CDLL(None)\n"
         "    while True: lock.poll(None, 0, -1)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", stuck], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+    with subprocess.Popen(
+        [sys.executable, "-c", stuck], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as rank:
         assert rank.stdout
         assert rank.stderr
         assert rank.stdout.readline() == b"in\n"

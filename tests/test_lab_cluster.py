@@ -61,26 +61,25 @@ def test_up_again_is_safe_and_another_size_is_refused(lab: Lab) -> None:
 
 @in_a_lab
 @needs_root
-def test_down_leaves_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "lab"
-    with (tmp_path / "log").open("w") as log:
-        lab = Lab.up(2, folder=folder)
-        lab.slow("node2", delay_ms=1)
-        on(lab, "node1", "sh", "-c", "setsid sleep 1000.3 >/dev/null 2>&1 &")
-        made, inside = everything_in(lab), namespaces(lab)
-        assert len(made) == 6
-        assert inside <= namespaces_in_use()
-        assert Path("/sys/class/net", lab.control_interface).exists()
-        assert str(folder) in Path("/proc/self/mountinfo").read_text()
-        with (folder / "hosts/node1/upper/etc/hostname").open() as held_open:
-            started = time.monotonic()
-            lab.down()
-            assert time.monotonic() - started < 2
-            assert held_open.read() == "node1\n"
-        assert not log.closed
+def test_down_leaves_nothing(labs: Path) -> None:
+    folder = labs / "lab"
+    lab = Lab.up(2, folder=folder)
+    lab.slow("node2", delay_ms=1)
+    on(lab, "node1", "sh", "-c", "setsid sleep 1000.3 >/dev/null 2>&1 &")
+    made, inside = everything_in(lab), namespaces(lab)
+    assert len(made) == 6
+    assert inside <= namespaces_in_use()
+    assert Path("/sys/class/net", lab.control_interface).exists()
+    assert str(folder) in Path("/proc/self/mountinfo").read_text()
+    # An open namespace does not die, so its links would stay.
+    with (folder / "hosts/node1/upper/etc/hostname").open() as held_open, (folder / "switch").open():
+        started = time.monotonic()
+        lab.down()
+        assert time.monotonic() - started < 2
+        assert held_open.read() == "node1\n"
+        assert not Path("/sys/class/net", lab.control_interface).exists()
     assert not any(process.is_alive for process in made)
     assert str(folder) not in Path("/proc/self/mountinfo").read_text()
-    assert not Path("/sys/class/net", lab.control_interface).exists()
     assert not folder.exists()
     wait_until(lambda: not inside & namespaces_in_use(), what="no namespace of the lab in use")
     assert lab_cluster.down(folder) is False  # once more does no harm
@@ -89,8 +88,8 @@ def test_down_leaves_nothing(tmp_path: Path) -> None:
 @in_a_lab
 @needs_root
 @pytest.mark.parametrize("name", ["a 0", 'a\'; echo "$HOME" #', "50%h, upperdir=:\\ ü"])
-def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
-    lab = Lab.up(1, folder=tmp_path / name)
+def test_folders_may_have_any_name(labs: Path, name: str) -> None:
+    lab = Lab.up(1, folder=labs / name)
     try:
         answer = subprocess.run(lab.ssh_argv("node1", "hostname"), capture_output=True, text=True, timeout=10)
         assert (answer.stdout, answer.stderr) == ("node1\n", "")
@@ -98,14 +97,14 @@ def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
         lab.slow("node1", delay_ms=1)
     finally:
         lab.down()
-    assert not (tmp_path / name).exists()
+    assert not (labs / name).exists()
 
 
 @in_a_lab
 @needs_root
-def test_two_labs_made_at_once_do_not_meet(tmp_path: Path) -> None:
+def test_two_labs_made_at_once_do_not_meet(labs: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        one, two = pool.map(lambda name: Lab.up(1, folder=tmp_path / name), ["one", "two"])
+        one, two = pool.map(lambda name: Lab.up(1, folder=labs / name), ["one", "two"])
     try:
         assert one.network != two.network
         assert one.hosts["node1"].address != two.hosts["node1"].address
@@ -120,28 +119,28 @@ def test_two_labs_made_at_once_do_not_meet(tmp_path: Path) -> None:
 
 @in_a_lab
 @needs_root
-def test_a_folder_on_an_overlay_gets_disks_in_memory(tmp_path: Path) -> None:
+def test_a_folder_on_an_overlay_gets_disks_in_memory(labs: Path) -> None:
     for part in ("lower", "upper", "work", "merged"):
-        (tmp_path / part).mkdir()
+        (labs / part).mkdir()
     options = "lowerdir=lower,upperdir=upper,workdir=work"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, "merged"], cwd=tmp_path, check=True)
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, "merged"], cwd=labs, check=True)
     try:
-        lab = Lab.up(1, folder=tmp_path / "merged/lab")
+        lab = Lab.up(1, folder=labs / "merged/lab")
         on(lab, "node1", "touch", "/root/kept")
         lab.crash("node1")
         lab.revive("node1")
         on(lab, "node1", "test", "-e", "/root/kept")
         lab.down()
-        assert not any((tmp_path / "merged").iterdir())
+        assert not any((labs / "merged").iterdir())
     finally:
-        subprocess.run(["umount", tmp_path / "merged"], check=True)
+        subprocess.run(["umount", labs / "merged"], check=True)
 
 
 @in_a_lab
 @needs_root
-def test_down_after_a_restart_of_the_machine_kills_no_stranger(tmp_path: Path) -> None:
-    lab = Lab.up(1, folder=tmp_path / "lab")
-    record = tmp_path / "lab/hosts/node1/init.json"
+def test_down_after_a_restart_of_the_machine_kills_no_stranger(labs: Path) -> None:
+    lab = Lab.up(1, folder=labs / "lab")
+    record = labs / "lab/hosts/node1/init.json"
     init = ProcessRecord.read(record)
     assert init is not None
     lab.crash("node1")
@@ -153,8 +152,8 @@ def test_down_after_a_restart_of_the_machine_kills_no_stranger(tmp_path: Path) -
             ProcessRecord(stranger.pid, start_ticks, boot_id).write(record)
             with pytest.raises(KitError, match=r"not whole.*`kit lab down`"):
                 Lab.up(1, folder=lab.folder)
-            shutil.copytree(lab.folder, tmp_path / boot_id)
-            assert lab_cluster.down(tmp_path / boot_id) is True
+            shutil.copytree(lab.folder, labs / boot_id)
+            assert lab_cluster.down(labs / boot_id) is True
             assert stranger.poll() is None
         assert lab_cluster.down(lab.folder) is True
         stranger.kill()
@@ -164,14 +163,14 @@ def test_down_after_a_restart_of_the_machine_kills_no_stranger(tmp_path: Path) -
 @in_a_lab
 @needs_root
 def test_a_host_that_does_not_start_is_named_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    labs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lab_disk, "SSHD_CONFIG", "UseTheForce yes\n")
     monkeypatch.setattr(lab_cluster, "SSH_DEADLINE_S", 0.5)
     with pytest.raises(KitError, match=r"(?s)node1: no sshd .*console.log.*UseTheForce.*\nnode2: no sshd"):
-        Lab.up(2, folder=tmp_path / "lab")
-    assert not (tmp_path / "lab").exists()
-    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+        Lab.up(2, folder=labs / "lab")
+    assert not (labs / "lab").exists()
+    assert str(labs) not in Path("/proc/self/mountinfo").read_text()
 
 
 @in_a_lab
@@ -188,16 +187,16 @@ def test_a_host_does_not_see_the_disks_of_the_others_wherever_they_are() -> None
 
 @in_a_lab
 @needs_root
-def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
+def test_a_folder_with_other_things_is_refused_and_left_alone(labs: Path) -> None:
+    (labs / "thesis.tex").touch()
     with pytest.raises(KitError, match="not an empty folder"):
-        Lab.up(1, folder=tmp_path)
-    assert lab_cluster.down(tmp_path) is False
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+        Lab.up(1, folder=labs)
+    assert lab_cluster.down(labs) is False
+    assert [path.name for path in labs.iterdir()] == ["thesis.tex"]
     with pytest.raises(KitError, match=r"no lab in .*: `kit lab up 3` makes one"):
-        Lab.load(tmp_path)
+        Lab.load(labs)
     with pytest.raises(KitError, match="1 to 200 hosts, not 0"):
-        Lab.up(0, folder=tmp_path / "lab")
+        Lab.up(0, folder=labs / "lab")
 
 
 def run_python(code: str, *argv: str, prefix: tuple[str, ...] = ()) -> str:
@@ -218,18 +217,18 @@ except KitError as error:
 
 @needs_root
 @pytest.mark.parametrize("call", ["Lab.up(1, folder=folder)", "Lab.load(folder)", "down(folder)"])
-def test_without_root_one_line_says_so(tmp_path: Path, call: str) -> None:
-    message = run_python(f"folder = Path(sys.argv[1]); os.setuid(65534); {call}", str(tmp_path / "lab"))
+def test_without_root_one_line_says_so(labs: Path, call: str) -> None:
+    message = run_python(f"folder = Path(sys.argv[1]); os.setuid(65534); {call}", str(labs / "lab"))
     assert message == "a lab needs root, for its namespaces and mounts: run this as root, or with sudo\n"
 
 
 @needs_root
-def test_root_without_the_right_to_make_namespaces_is_told(tmp_path: Path) -> None:
+def test_root_without_the_right_to_make_namespaces_is_told(labs: Path) -> None:
     no_admin = ("setpriv", "--bounding-set=-sys_admin")
-    message = run_python("Lab.up(1, folder=Path(sys.argv[1]))", str(tmp_path / "lab"), prefix=no_admin)
+    message = run_python("Lab.up(1, folder=Path(sys.argv[1]))", str(labs / "lab"), prefix=no_admin)
     assert "Operation not permitted" in message
     assert "--privileged" in message
-    assert not (tmp_path / "lab").exists()
+    assert not (labs / "lab").exists()
 
 
 @needs_root
@@ -242,7 +241,7 @@ def test_missing_programs_are_named_with_their_packages(
     with pytest.raises(
         KitError, match="needs ip, sshd: on Debian, `apt-get install iproute2 openssh-server`"
     ):
-        Lab.up(1, folder=tmp_path / "lab")
+        Lab.up(1, folder=labs / "lab")
 
 
 def kit(*argv: str) -> int:

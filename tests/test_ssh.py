@@ -1,0 +1,506 @@
+"""Connections to real sshd processes: who is let in, who is trusted, and what is said when it fails."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodekit.deploy import hostkeys, ssh
+from nodekit.deploy.link import on_all
+from nodekit.inventory.errors import HostError
+from sshd import Sshd, free_port, keygen, learn
+
+Start = Callable[..., Sshd]
+Make = Callable[..., ssh.SshTarget]
+
+AWKWARD = ["a b", "it's", 'say "hi"', "$HOME", ";", "a\nb", "ä", "-rf", "*", "", "~/x", "`id`", "\\", "!x"]
+
+
+def run(connection: ssh.SshConnection, *argv: str) -> bytes:
+    process = connection.exec(argv)
+    try:
+        return process.stdout.read()
+    finally:
+        process.close()
+
+
+def problem(target: ssh.SshTarget, **options: Any) -> str:
+    start = time.monotonic()
+    with pytest.raises(HostError) as caught:
+        ssh.connect(target, **options)
+    assert time.monotonic() - start < options.get("timeout_s", 10.0) + 2
+    assert caught.value.host == "gpu1"
+    return caught.value.problem
+
+
+@pytest.fixture
+def connection(start_sshd: Start, target: Make) -> Iterator[ssh.SshConnection]:
+    opened = ssh.connect(target(start_sshd()))
+    yield opened
+    opened.close()
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def test_arguments_arrive_byte_for_byte(connection: ssh.SshConnection) -> None:
+    script = "import sys, os; sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])))"
+    assert run(connection, "python3", "-c", script, *AWKWARD) == "|".join(AWKWARD).encode()
+
+
+def test_tilde_of_the_command_is_the_home_on_the_host(connection: ssh.SshConnection, own_home: Path) -> None:
+    tool = own_home / "my tools; $x" / "say"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    tool.chmod(0o755)
+    assert run(connection, "~/my tools; $x/say", "~/a", "b c") == b"<~/a><b c>"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["ls", "-l"], "ls -l"),
+        (["~/bin/python", "-c", "1 + 1"], "\"$HOME\"/bin/python -c '1 + 1'"),
+        (["~/a b/c", "~/d"], "\"$HOME\"/'a b/c' '~/d'"),
+        (["echo", "$HOME", "it's"], "echo '$HOME' 'it'\"'\"'s'"),
+    ],
+)
+def test_shell_line_quotes_once(command: list[str], line: str) -> None:
+    assert ssh.shell_line(command) == line
+
+
+def test_streams_and_exit_status_of_a_command(connection: ssh.SshConnection) -> None:
+    process = connection.exec(["sh", "-c", "cat; echo oops >&2; exit 7"])
+    assert process.exit_status is None
+    process.stdin.write(b"\x00\xff\n")
+    process.stdin.close()
+    assert process.stdout.read() == b"\x00\xff\n"
+    deadline = time.monotonic() + 5
+    while process.exit_status is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert process.exit_status == 7
+    assert process.stderr_tail() == "oops\n"
+    process.close()
+
+
+def test_flood_on_stderr_does_not_stop_a_command(connection: ssh.SshConnection) -> None:
+    process = connection.exec(["sh", "-c", "head -c 8000000 /dev/zero >&2; echo end"])
+    assert process.stdout.read() == b"end\n"
+    assert len(process.stderr_tail()) <= 65536
+    process.close()
+
+
+def test_lost_connection_ends_reading(start_sshd: Start, target: Make) -> None:
+    server = start_sshd()
+    connection = ssh.connect(target(server))
+    process = connection.exec(["cat"])
+    for session in subprocess.run(
+        ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split():
+        os.kill(int(session), 9)
+    assert process.stdout.read() == b""
+    assert process.exit_status is None
+    with pytest.raises(HostError, match="gpu1: .*did not start a command"):
+        connection.exec(["true"])
+    connection.close()
+
+
+def test_sftp_goes_through_the_connection(connection: ssh.SshConnection, tmp_path: Path) -> None:
+    with connection.sftp() as sftp, sftp.open(str(tmp_path / "a b"), "wb") as file:
+        file.write(b"x")
+    assert (tmp_path / "a b").read_bytes() == b"x"
+
+
+# --- host keys ----------------------------------------------------------------------------------------------
+
+
+def test_unknown_host_key_is_refused_with_the_command_to_accept_it(start_sshd: Start, target: Make) -> None:
+    server = start_sshd(known=False)
+    said = problem(target(server))
+    scanned = subprocess.run(
+        ["ssh-keygen", "-lf", str(server.folder / "host_ed25519.pub")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()[1]
+    assert f"127.0.0.1:{server.port} is unknown" in said
+    assert f"`ssh-keyscan -p {server.port} 127.0.0.1 >> ~/.ssh/known_hosts`" in said
+    assert scanned in said
+    assert "--accept-new-host-keys" in said
+
+
+def test_command_of_the_refusal_works(start_sshd: Start, target: Make) -> None:
+    server = start_sshd(known=False)
+    command = problem(target(server)).split("accept it with `")[1].split("`")[0]
+    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+    ssh.connect(target(server)).close()
+
+
+def test_accepting_a_new_host_key_says_so_and_lasts(start_sshd: Start, target: Make, own_home: Path) -> None:
+    server = start_sshd(known=False)
+    shutil.rmtree(own_home / ".ssh", ignore_errors=True)
+    said: list[str] = []
+    own = keygen(own_home / "elsewhere/key")
+    (server.folder / "authorized_keys").write_text(own.with_suffix(".pub").read_text())
+    where = target(server, identity_file=str(own))
+    ssh.connect(where, accept_new_host_keys=True, notice=said.append).close()
+    assert hostkeys.fingerprint(_blob(server.host_key)) in said[0]
+    assert (own_home / ".ssh").stat().st_mode & 0o777 == 0o700
+    assert (own_home / ".ssh/known_hosts").stat().st_mode & 0o777 == 0o600
+    ssh.connect(where, accept_new_host_keys=True, notice=said.append).close()
+    ssh.connect(where).close()
+    assert len(said) == 1
+
+
+def test_accepted_key_keeps_a_file_without_a_last_newline(
+    own_home: Path, start_sshd: Start, target: Make
+) -> None:
+    server = start_sshd(known=False)
+    learn(own_home, "other ssh-ed25519 AAAA")
+    ssh.connect(target(server), accept_new_host_keys=True).close()
+    assert (own_home / ".ssh/known_hosts").read_text().splitlines()[0] == "other ssh-ed25519 AAAA"
+    ssh.connect(target(server)).close()
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_changed_host_key_is_refused_loudly(
+    start_sshd: Start, target: Make, own_home: Path, key_pool: Path, accept: bool
+) -> None:
+    server = start_sshd(known=False)
+    other = " ".join((key_pool / "host1_ed25519.pub").read_text().split()[:2])
+    learn(own_home, f"# mine\n[127.0.0.1]:{server.port} {other}\n")
+    before = (own_home / ".ssh/known_hosts").read_text()
+    said = problem(target(server), accept_new_host_keys=accept)
+    assert "HAS CHANGED" in said
+    assert f"({own_home}/.ssh/known_hosts:2)" in said
+    assert f"ssh-keygen -R '[127.0.0.1]:{server.port}'" in said
+    assert (own_home / ".ssh/known_hosts").read_text() == before
+
+
+def test_revoked_host_key_is_refused(start_sshd: Start, target: Make, own_home: Path) -> None:
+    server = start_sshd()
+    learn(own_home, "@revoked " + server.known_line())
+    assert "@revoked" in problem(target(server), accept_new_host_keys=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[127.0.0.1]:{port} {key}",
+        "127.0.0.1 {key}",
+        "[127.0.0.*]:{port},elsewhere {key}",
+        "[127.0.0.1]:{port} ssh-rsa {rsa}",
+    ],
+    ids=["exact", "without the port", "pattern", "another type than the host prefers"],
+)
+def test_ways_a_host_is_known(start_sshd: Start, target: Make, own_home: Path, line: str) -> None:
+    server = start_sshd(known=False)
+    rsa = server.known_line("rsa").split()[2]
+    learn(own_home, line.format(port=server.port, key=server.host_key, rsa=rsa) + "\n")
+    ssh.connect(target(server)).close()
+
+
+def test_negated_pattern_does_not_know_a_host(start_sshd: Start, target: Make, own_home: Path) -> None:
+    server = start_sshd(known=False)
+    learn(own_home, f"!127.0.0.1,127.* {server.host_key}\n")
+    assert "unknown" in problem(target(server))
+
+
+def test_hashed_known_hosts(start_sshd: Start, target: Make, own_home: Path) -> None:
+    server = start_sshd()
+    file = own_home / ".ssh/known_hosts"
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(file)], check=True, capture_output=True)
+    assert "127.0.0.1" not in file.read_text()
+    ssh.connect(target(server)).close()
+
+
+def test_known_hosts_of_the_inventory(start_sshd: Start, target: Make, own_home: Path) -> None:
+    server = start_sshd(known=False)
+    file = own_home / "lab hosts"
+    file.write_text(server.known_line())
+    ssh.connect(target(server, known_hosts="~/lab hosts")).close()
+    assert "does not exist" in problem(target(server, known_hosts="~/nowhere"))
+
+
+# --- ~/.ssh/config ------------------------------------------------------------------------------------------
+
+
+def config(home: Path, text: str) -> None:
+    (home / ".ssh").mkdir(mode=0o700, exist_ok=True)
+    (home / ".ssh/config").write_text(text)
+
+
+def test_alias_of_the_config(start_sshd: Start, own_home: Path, identity: Path) -> None:
+    server = start_sshd(known=False)
+    learn(own_home, f"cluster-node {server.host_key}\n")
+    (own_home / ".ssh/more").write_text(
+        f'Host node\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile "{identity}"\n'
+        f"  User {getpass.getuser()}\n"
+    )
+    config(own_home, "Include mo*\nHostKeyAlias cluster-node\nHost other\n  Port 1\n")
+    connection = ssh.connect(ssh.SshTarget(name="gpu1", address="node"))
+    assert run(connection, "echo", "x") == b"x\n"
+    assert ssh.hostname("node") == "127.0.0.1"
+    connection.close()
+
+
+@pytest.fixture
+def jumped(start_sshd: Start, own_home: Path, identity: Path) -> tuple[Sshd, Sshd]:
+    """A host behind a jump host, in ~/.ssh/config as `inner`."""
+    outer, inner = start_sshd(), start_sshd()
+    key = f'  HostName 127.0.0.1\n  IdentityFile "{identity}"\n  User {getpass.getuser()}\n'
+    config(
+        own_home,
+        f"Host outer\n{key}  Port {outer.port}\nHost inner\n{key}  Port {inner.port}\n  ProxyJump outer\n",
+    )
+    return outer, inner
+
+
+INNER = ssh.SshTarget(name="gpu1", address="inner")
+
+
+def test_proxy_jump_goes_through_the_jump_host(jumped: tuple[Sshd, Sshd]) -> None:
+    outer, _ = jumped
+    connection = ssh.connect(INNER)
+    assert run(connection, "printenv", "SSH_CONNECTION").startswith(b"127.0.0.1 ")
+    assert "Accepted publickey" in outer.log
+    argv = connection.rsync_rsh()
+    assert argv is not None
+    assert (
+        subprocess.run([*argv, "any", "echo", "there"], capture_output=True, check=True).stdout == b"there\n"
+    )
+    assert outer.log.count("Accepted publickey") == 2
+    connection.close()
+
+
+def test_jump_host_that_is_down_is_named(jumped: tuple[Sshd, Sshd]) -> None:
+    outer, _ = jumped
+    outer.process.terminate()
+    outer.process.wait(10)
+    said = problem(INNER)
+    assert f"the jump host 127.0.0.1:{outer.port} cannot be reached" in said
+
+
+def test_unknown_key_of_the_jump_host_is_refused(jumped: tuple[Sshd, Sshd], own_home: Path) -> None:
+    outer, inner = jumped
+    (own_home / ".ssh/known_hosts").write_text(inner.known_line())
+    assert f"host key of the jump host 127.0.0.1:{outer.port} is unknown" in problem(INNER)
+
+
+def test_host_behind_a_jump_host_that_is_down_is_named(jumped: tuple[Sshd, Sshd]) -> None:
+    outer, inner = jumped
+    inner.process.terminate()
+    inner.process.wait(10)
+    said = problem(INNER)
+    assert f"the jump host 127.0.0.1:{outer.port} was reached" in said
+    assert f"127.0.0.1:{inner.port}" in said
+
+
+def test_jump_host_that_jumps_through_itself_is_an_error(own_home: Path) -> None:
+    config(own_home, "Host *\n  ProxyJump gate\nHost gate\n  HostName 127.0.0.1\n")
+    assert "through itself" in problem(ssh.SshTarget(name="gpu1", address="inner"))
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+def test_encrypted_key_is_asked_for_once_for_all_hosts(
+    start_sshd: Start, target: Make, own_home: Path
+) -> None:
+    key = keygen(own_home / "locked", passphrase="open sesame")
+    servers = [start_sshd(authorized=key.with_suffix(".pub")) for _ in range(3)]
+    asked: list[str] = []
+
+    def ask(file: str) -> str:
+        asked.append(file)
+        return "wrong" if len(asked) == 1 else "open sesame"
+
+    targets = {str(n): target(server, identity_file=str(key)) for n, server in enumerate(servers)}
+    results = on_all(targets, lambda where: ssh.connect(where, ask_passphrase=ask))
+    assert asked == [str(key), str(key)]
+    for connection in results.values():
+        assert isinstance(connection, ssh.SshConnection)
+        assert connection.rsync_rsh() is None
+        connection.close()
+
+
+def test_encrypted_key_with_nobody_to_ask(start_sshd: Start, target: Make, own_home: Path) -> None:
+    key = keygen(own_home / "locked", passphrase="open sesame")
+    assert f"`ssh-add {key}`" in problem(target(start_sshd(), identity_file=str(key)))
+
+
+def test_time_to_type_a_passphrase_is_not_counted(start_sshd: Start, target: Make, own_home: Path) -> None:
+    key = keygen(own_home / "locked", passphrase="slow")
+    server = start_sshd(authorized=key.with_suffix(".pub"))
+    typed = threading.Event()
+
+    def ask(_: str) -> str:
+        typed.wait(1.2)
+        return "slow"
+
+    ssh.connect(target(server, identity_file=str(key)), timeout_s=1.0, ask_passphrase=ask).close()
+
+
+@pytest.fixture
+def agent(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An ssh-agent of the test's own."""
+    path = own_home / "agent"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+    deadline = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    yield
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.mark.usefixtures("agent")
+def test_agent_holds_the_key(start_sshd: Start, target: Make, own_home: Path) -> None:
+    others = [keygen(own_home / f"other{n}") for n in range(7)]  # more than a server lets anyone try
+    key = keygen(own_home / "agents own", passphrase="x")
+    server = start_sshd(authorized=key.with_suffix(".pub"))
+    asking = own_home / "ask"
+    asking.write_text("#!/bin/sh\necho x\n")
+    asking.chmod(0o755)
+    env = {**os.environ, "SSH_ASKPASS": str(asking), "SSH_ASKPASS_REQUIRE": "force"}
+    for file in (*others, key):
+        subprocess.run(["ssh-add", "-q", str(file)], check=True, env=env, stdin=subprocess.DEVNULL)
+    connection = ssh.connect(target(server, identity_file=str(key)))
+    argv = connection.rsync_rsh()
+    assert argv is not None
+    subprocess.run([*argv, "any", "true"], check=True)
+    connection.close()
+    assert "the agent's" in problem(target(server, identity_file=None))
+
+
+def test_wrong_user_says_user_and_keys(start_sshd: Start, target: Make, identity: Path) -> None:
+    said = problem(target(start_sshd(), user="nobody-here"))
+    assert "user 'nobody-here'" in said
+    assert str(identity) in said
+    assert "ssh-copy-id" in said
+
+
+def test_wrong_key_says_user_and_keys(start_sshd: Start, target: Make, own_home: Path) -> None:
+    key = keygen(own_home / "stranger")
+    said = problem(target(start_sshd(), identity_file=str(key)))
+    assert f"user '{getpass.getuser()}' with any key tried ({key})" in said
+
+
+def test_default_key_is_found(start_sshd: Start, target: Make, identity: Path) -> None:
+    identity.rename(identity.with_name("id_ed25519"))
+    connection = ssh.connect(target(start_sshd(), identity_file=None))
+    assert connection.rsync_rsh() is not None
+    connection.close()
+
+
+def test_no_key_at_all(start_sshd: Start, target: Make) -> None:
+    assert "no key to log in with" in problem(target(start_sshd(), identity_file=None))
+
+
+def test_identity_file_that_cannot_be_used(
+    start_sshd: Start, target: Make, identity: Path, own_home: Path
+) -> None:
+    server = start_sshd()
+    assert "No such file" in problem(target(server, identity_file="~/nothing"))
+    (own_home / "text").write_text("hello")
+    (own_home / "text").chmod(0o600)
+    assert "not a private key" in problem(target(server, identity_file="~/text"))
+    identity.chmod(0o644)
+    assert f"`chmod 600 {identity}`" in problem(target(server))
+
+
+# --- the network --------------------------------------------------------------------------------------------
+
+
+def test_name_that_does_not_resolve(target: Make, start_sshd: Start) -> None:
+    assert "'no-such-host.invalid' does not resolve" in problem(
+        target(start_sshd(), address="no-such-host.invalid")
+    )
+
+
+def test_refused_port(target: Make, start_sshd: Start) -> None:
+    port = free_port()
+    assert f"127.0.0.1:{port} cannot be reached (Connection refused)" in problem(
+        target(start_sshd(), port=port)
+    )
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A port that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as server:
+        yield server
+
+
+def test_port_that_never_greets_is_bounded(target: Make, start_sshd: Start, silent: socket.socket) -> None:
+    port = silent.getsockname()[1]
+    assert f"127.0.0.1:{port} did not say the SSH greeting" in problem(
+        target(start_sshd(), port=port), timeout_s=0.7
+    )
+
+
+def test_port_that_takes_no_connection_is_bounded(
+    target: Make, start_sshd: Start, silent: socket.socket
+) -> None:
+    port = silent.getsockname()[1]
+    waiting = []
+    for _ in range(4):  # a full backlog drops what comes
+        waiting.append(socket.socket())
+        waiting[-1].setblocking(False)
+        waiting[-1].connect_ex(("127.0.0.1", port))
+    assert "did not connect within 0.7 s" in problem(target(start_sshd(), port=port), timeout_s=0.7)
+    for sock in waiting:
+        sock.close()
+
+
+def test_port_of_something_else(target: Make, start_sshd: Start, silent: socket.socket) -> None:
+    def hang_up() -> None:
+        silent.accept()[0].close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    assert "did not greet as an SSH server" in problem(target(start_sshd(), port=silent.getsockname()[1]))
+    thread.join()
+
+
+def test_failures_print_nothing(target: Make, start_sshd: Start, silent: socket.socket) -> None:
+    where = target(start_sshd(), port=silent.getsockname()[1])
+    script = (
+        "import sys\nfrom nodekit.deploy import ssh\nfrom nodekit.inventory.errors import HostError\n"
+        f"try: ssh.connect({where!r}, timeout_s=0.3)\nexcept HostError: print('told')"
+    ).replace("SshTarget(", "ssh.SshTarget(", 1)
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("told\n", "")
+
+
+def test_system_ssh_meets_the_same_host_key_only(start_sshd: Start, target: Make) -> None:
+    server = start_sshd()
+    connection = ssh.connect(target(server))
+    argv = connection.rsync_rsh()
+    assert argv is not None
+    server.process.terminate()
+    server.process.wait(10)
+    imposter = start_sshd(known=False)
+    argv[argv.index("-p") + 1] = str(imposter.port)
+    done = subprocess.run([*argv, "any", "true"], capture_output=True, text=True, check=False)
+    assert done.returncode == 255
+    assert "HOST IDENTIFICATION HAS CHANGED" in done.stderr
+    connection.close()
+
+
+def _blob(public: str) -> bytes:
+    import base64
+
+    return base64.b64decode(public.split()[1])

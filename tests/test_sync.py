@@ -1,0 +1,639 @@
+"""Sync over real sshd processes and the real link: by rsync, by SFTP and on this machine, with one result."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodekit.deploy import listing, progress, ssh, sync, transfer
+from nodekit.deploy.link import Link, open_local, open_ssh
+from nodekit.deploy.sync import Progress, SyncResult, Target, take
+from nodekit.inventory.errors import HostError, KitError
+
+WAYS = ("rsync", "sftp", "local")
+NAMES = ["a b", "it's", 'say "x"', "$HOME", "; rm -rf x", "new\nline", "ä", "-rf", "#hash", "back\\slash", "a/b/c"]
+
+
+def write(file: Path, data: bytes = b"x") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    return file
+
+
+def paths(folder: Path) -> list[str]:
+    return [entry.path for entry in take(folder).entries]
+
+
+def git(folder: Path, *argv: str) -> None:
+    config = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *config, "-C", str(folder), *argv], check=True, capture_output=True)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = os.readlink(path)
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = (path.read_bytes(), path.stat().st_mode & 0o777)
+    return found
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "my code; $x's"
+    for name in NAMES:
+        write(folder / name, name.encode() * 3)
+    write(folder / os.fsdecode(b"latin-\xe4"))
+    write(folder / "empty", b"")
+    write(folder / "big", os.urandom(1 << 20) * 9)
+    write(folder / "run.sh", b"#!/bin/sh\n").chmod(0o755)
+    (folder / "link").symlink_to("a/b")
+    (folder / "secret").write_text("x")
+    (folder / "secret").chmod(0o600)
+    return folder
+
+
+# --- take ---------------------------------------------------------------------------------------------------
+
+
+def test_git_tree_is_what_git_would_offer(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    for name in ("kept.py", "deleted.py", "a b/ü.py"):
+        write(tmp_path / name)
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "x")
+    (tmp_path / "deleted.py").unlink()
+    write(tmp_path / "untracked.py")
+    write(tmp_path / "out/model.pt")
+    write(tmp_path / ".gitignore", b"out/\n")
+    assert paths(tmp_path) == [".gitignore", "a b/ü.py", "kept.py", "untracked.py"]
+    assert paths(tmp_path / "a b") == ["ü.py"]
+    assert paths(tmp_path / "out") == ["model.pt"]  # git ignores it, the user named it
+
+
+def test_submodules_and_inner_repositories_are_included(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder in (inner, outer):
+        folder.mkdir()
+        git(folder, "init", "-q")
+        write(folder / "a.py")
+        write(folder / ".gitignore", b"*.log\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "-qm", "x")
+    git(outer, "submodule", "add", "-q", str(inner), "sub")
+    git(outer, "clone", "-q", str(inner), "loose")
+    write(outer / "sub/x.log")
+    write(outer / "sub/new.py")
+    assert paths(outer) == [
+        ".gitignore", ".gitmodules", "a.py", "loose/.gitignore", "loose/a.py",
+        "sub/.gitignore", "sub/a.py", "sub/new.py",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+def test_ignore_files_in_any_folder(tmp_path: Path, with_git: bool) -> None:
+    if with_git:
+        git(tmp_path, "init", "-q")
+    for name in ("a.py", "a.log", "keep.log", "data/x", "deep/b.py", "deep/c.tmp", "deep/keep.tmp", "deep/d.npy"):
+        write(tmp_path / name)
+    write(tmp_path / ".gitignore", b"*.log\n!keep.log\n")
+    write(tmp_path / "deep/.gitignore", b"*.tmp\n!keep.tmp\n")
+    write(tmp_path / ".kitignore", b"/data/\n*.npy\n")
+    write(tmp_path / "deep/.kitignore", b"b.py\n!d.npy\n")
+    expected = {".gitignore", ".kitignore", "a.py", "keep.log"}
+    expected |= {f"deep/{name}" for name in (".gitignore", ".kitignore", "d.npy", "keep.tmp")}
+    assert set(paths(tmp_path)) == expected
+
+
+def test_links_inside_are_kept(tmp_path: Path) -> None:
+    write(tmp_path / "real/a.py")
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "real/up").symlink_to("../real/a.py")
+    (tmp_path / "absolute").symlink_to(tmp_path / "real/a.py")
+    entries = {entry.path: entry.value for entry in take(tmp_path).entries if entry.kind == "l"}
+    assert entries == {"folder": "real", "real/up": "../real/a.py", "absolute": "real/a.py"}
+
+
+def test_everything_that_cannot_be_sent_is_told_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    write(folder / "out/x")
+    write(folder / ".gitignore", b"out\n")
+    (folder / "broken").symlink_to("nowhere")
+    (folder / "outside").symlink_to("/etc/hosts")
+    (folder / "ignored").symlink_to("out")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(KitError) as caught:
+        take(folder)
+    said = str(caught.value)
+    assert "broken is a broken link (to nowhere)" in said
+    assert "outside is a link out of the tree (to /etc/hosts)" in said
+    assert "ignored is a link to out, which is ignored" in said
+    assert "pipe is a named pipe" in said
+    assert ".kitignore" in said
+    write(folder / ".kitignore", b"broken\noutside\nignored\npipe\n")
+    assert paths(folder) == [".gitignore", ".kitignore"]
+
+
+@pytest.fixture
+def plain_user() -> Iterator[Path]:
+    """A folder anyone may use, and this process without root's rights."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    shutil.rmtree(folder)
+
+
+def test_unreadable_files_are_all_named(plain_user: Path) -> None:
+    for name in ("a", "b", "c"):
+        write(plain_user / name)
+    (plain_user / "a").chmod(0)
+    (plain_user / "c").chmod(0)
+    with pytest.raises(KitError, match=r"a: Permission denied\n  c: Permission denied\n"):
+        take(plain_user)
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+def test_unreadable_folder_is_named(plain_user: Path, with_git: bool) -> None:
+    if with_git:
+        git(plain_user, "init", "-q")
+    write(plain_user / "a")
+    write(plain_user / "closed/b")
+    (plain_user / "closed").chmod(0)
+    with pytest.raises(KitError, match=r"closed.*Permission denied"):
+        take(plain_user)
+    (plain_user / "closed").chmod(0o700)
+
+
+def test_digest_tells_names_modes_and_contents_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"1")
+    digests = {take(tmp_path).digest}
+    write(tmp_path / "a", b"2")
+    digests.add(take(tmp_path).digest)
+    (tmp_path / "a").chmod(0o755)
+    digests.add(take(tmp_path).digest)
+    (tmp_path / "a").rename(tmp_path / "b")
+    digests.add(take(tmp_path).digest)
+    (tmp_path / "a").symlink_to("b")
+    digests.add(take(tmp_path).digest)
+    assert len(digests) == 5
+    (tmp_path / "b").touch()  # another time of change is not another content
+    assert take(tmp_path).digest in digests
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[str]] = []
+    real = listing.host.hash_files
+
+    def hash_files(root: str, names: Any) -> Any:
+        read.append(sorted(names))
+        return real(root, names)
+
+    monkeypatch.setattr(listing.host, "hash_files", hash_files)
+    write(tmp_path / "old")
+    monkeypatch.setattr(listing, "_RACY_NS", -10_000_000_000)  # as if time had passed
+    first = take(tmp_path)
+    write(tmp_path / "new")
+    read.clear()
+    assert take(tmp_path).stats["old"] == first.stats["old"]
+    assert read[0] == ["new"]
+
+
+def test_hash_of_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", b"1")
+    before = file.stat()
+    first = take(tmp_path).digest
+    file.write_bytes(b"2")
+    # What a clock that ticks slower than we write would show: the same stat for another content.
+    cached = next(Path.home().glob(".cache/nodekit/hashes/*.json"), None)
+    assert cached is None or "a" not in cached.read_text()
+    os.utime(file, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    assert take(tmp_path).digest != first
+
+
+def test_empty_and_missing_folders(tmp_path: Path) -> None:
+    assert take(tmp_path).entries == ()
+    with pytest.raises(KitError, match="not a folder"):
+        take(tmp_path / "none")
+
+
+# --- send ---------------------------------------------------------------------------------------------------
+
+Opener = Callable[..., Link]
+
+
+@pytest.fixture
+def open_way(start_sshd: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """A function that opens a link whose files travel one of the `WAYS`."""
+    opened: list[Link] = []
+
+    def open_(way: str, name: str = "gpu1", **options: Any) -> Link:
+        if way == "local":
+            opened.append(open_local(name, sys.executable))
+            return opened[-1]
+        connection = ssh.connect(target(start_sshd(**options), name=name))
+        if way == "sftp":
+            monkeypatch.setattr(connection, "rsync_rsh", lambda: None)
+        opened.append(open_ssh(connection, name, sys.executable))
+        return opened[-1]
+
+    yield open_
+    for link in opened:
+        link.close()
+
+
+def goal(link: Link, work: Path, run: str = "run 1; $x") -> Target:
+    return Target(link, dest=str(work / "runs" / run / "code"), cache=str(work / "code's" / "my project"))
+
+
+def send(code: Path, target: Target, **options: Any) -> SyncResult:
+    result = sync.send(take(code), {"gpu1": target}, timeout_s=20, **options)["gpu1"]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same_tree(
+    code: Path, tmp_path: Path, open_way: Opener, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    for name in ("_rsync", "_sftp", "_copy"):
+        real = getattr(transfer, name)
+        monkeypatch.setattr(transfer, name, lambda *args, n=name, real=real: (used.append(n), real(*args))[1])
+    target = goal(open_way(way), tmp_path / "host")
+    result = send(code, target)
+    assert used == [{"rsync": "_rsync", "sftp": "_sftp", "local": "_copy"}[way]]
+    expected = content(code)
+    expected["secret"] = (b"x", 0o644)
+    assert content(Path(target.dest)) == expected
+    assert result.digest == take(code).digest
+    assert result.files_sent == len(expected) - 1  # the link is made from the list
+    times = {path: (code / path).stat().st_mtime_ns for path in expected if path != "link"}
+    assert {path: (Path(target.dest) / path).stat().st_mtime_ns for path in times} == times
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_edit_after_the_first_run(code: Path, tmp_path: Path, open_way: Opener, way: str) -> None:
+    link = open_way(way)
+    first, second = goal(link, tmp_path / "host"), goal(link, tmp_path / "host", "run2")
+    send(code, first)
+    before = content(Path(first.dest))
+    write(code / "ä", b"edited")
+    write(code / "new/file")
+    (code / "big").unlink()
+    assert send(code, second).files_sent == 2
+    after = content(Path(second.dest))
+    assert after["ä"][0] == b"edited"
+    assert "new/file" in after
+    assert "big" not in after
+    assert content(Path(first.dest)) == before
+
+
+def test_unchanged_tree_costs_one_round_trip(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    link = open_way("rsync")
+    send(code, goal(link, tmp_path / "host"))
+    sync.settle({"gpu1": goal(link, tmp_path / "host")}, timeout_s=10)
+    calls: list[str] = []
+
+    class Counted:
+        host, connection = link.host, link.connection
+
+        def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
+            calls.append(op)
+            return link.call(op, timeout_s=timeout_s, **args)
+
+    target = Target(Counted(), dest=str(tmp_path / "host/run2"), cache=goal(link, tmp_path / "host").cache)
+    assert send(code, target).files_sent == 0
+    assert calls == ["tree.place"]
+    assert (tmp_path / "host/run2/ä").exists()
+
+
+def test_host_without_rsync_gets_it_by_sftp(
+    code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = write(tmp_path / "bin/rsync", b"#!/bin/sh\nexit 127\n")
+    tool.chmod(0o755)
+    link = open_way("rsync")
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    target = goal(link, tmp_path / "host")
+    send(code, target)
+    assert content(Path(target.dest)).keys() == content(code).keys()
+
+
+def test_hosts_do_not_wait_for_nor_hide_each_other(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    links = {name: open_way("rsync", name) for name in ("g1", "g2", "g3")}
+    write(tmp_path / "g2", b"a file where the host's folder should be")
+    results = sync.send(
+        take(code), {name: goal(link, tmp_path / name) for name, link in links.items()}, timeout_s=20
+    )
+    assert isinstance(results["g2"], HostError)
+    assert "g2: " in str(results["g2"])
+    for name in ("g1", "g3"):
+        result = results[name]
+        assert isinstance(result, SyncResult), result
+        assert (tmp_path / name / "runs").exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_full_disk_is_told_and_leaves_no_run(code: Path, tmp_path: Path, open_way: Opener, way: str) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], check=False).returncode:
+        pytest.skip("needs root to mount a tmpfs")
+    try:
+        target = goal(open_way(way), disk)
+        with pytest.raises(HostError, match="gpu1: its disk is full"):
+            send(code, target)
+        assert not Path(target.dest).exists()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_disk_that_fills_up_meanwhile(
+    code: Path, tmp_path: Path, open_way: Opener, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], check=False).returncode:
+        pytest.skip("needs root to mount a tmpfs")
+    real = sync.bring
+
+    def bring(delivery: Any) -> None:
+        write(disk / "somebody else's", b"x" * (8 << 20))
+        real(delivery)
+
+    monkeypatch.setattr(sync, "bring", bring)
+    try:
+        target = goal(open_way(way), disk)
+        with pytest.raises(HostError, match="gpu1: its disk is full"):
+            send(code, target)
+        assert not Path(target.dest).exists()
+        (disk / "somebody else's").unlink()
+        monkeypatch.undo()
+        monkeypatch.setenv("HOME", str(tmp_path))
+        send(code, target)
+        assert content(Path(target.dest)).keys() == content(code).keys()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["vanish", "shrink", "grow", "edit"])
+def test_file_that_changes_meanwhile_is_taken_again(
+    code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch, way: str, change: str
+) -> None:
+    real, fired = sync.bring, []
+
+    def bring(delivery: Any) -> None:
+        if not fired:
+            fired.append(change)
+            if change == "vanish":
+                (code / "ä").unlink()
+            else:
+                data = {"shrink": b"", "grow": b"x" * 100, "edit": b"x" * len("ä" * 3 * 2)}[change]
+                write(code / "ä", data)
+        real(delivery)
+
+    monkeypatch.setattr(sync, "bring", bring)
+    target = goal(open_way(way), tmp_path / "host")
+    result = send(code, target)
+    assert fired == [change]
+    assert result.digest == take(code).digest
+    expected = content(code)
+    expected["secret"] = (b"x", 0o644)
+    assert content(Path(target.dest)) == expected
+
+
+def test_file_that_never_rests_is_named(
+    code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, times = sync.bring, []
+
+    def bring(delivery: Any) -> None:
+        times.append(1)
+        write(code / "ä", b"x" * len(times))
+        real(delivery)
+
+    monkeypatch.setattr(sync, "bring", bring)
+    target = goal(open_way("rsync"), tmp_path / "host")
+    with pytest.raises(KitError, match="ä changed while the code was being sent"):
+        send(code, target)
+    assert not Path(target.dest).exists()
+
+
+def test_wrong_content_is_mended_once_then_told(
+    code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, spoil = sync.bring, [True]
+    seen = []
+
+    def bring(delivery: Any) -> None:
+        seen.append(delivery.whole)
+        real(delivery)
+        if spoil[0] or not delivery.whole:
+            file = Path(delivery.cache, "ä")
+            before = file.stat()
+            file.write_bytes(b"?" * before.st_size)
+            os.utime(file, ns=(before.st_mtime_ns, before.st_mtime_ns))
+
+    monkeypatch.setattr(sync, "bring", bring)
+    target = goal(open_way("rsync"), tmp_path / "host")
+    with pytest.raises(HostError, match="gpu1: ä has another content there than here"):
+        send(code, target)
+    assert not Path(target.dest).exists()
+    spoil[0] = False
+    assert send(code, target).files_sent == 1
+    assert seen == [False, True, False, True]
+
+
+def test_lost_connection_is_told(code: Path, tmp_path: Path, start_sshd: Any, target: Any, monkeypatch: Any) -> None:
+    server = start_sshd()
+    link = open_ssh(ssh.connect(target(server)), "gpu1", sys.executable)
+    real = sync.bring
+
+    def bring(delivery: Any) -> None:
+        for session in subprocess.run(
+            ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split():
+            os.kill(int(session), 9)
+        server.process.terminate()
+        server.process.wait(10)
+        real(delivery)
+
+    monkeypatch.setattr(sync, "bring", bring)
+    goal_ = goal(link, tmp_path / "host")
+    start = time.monotonic()
+    with pytest.raises(HostError, match="gpu1: .*(lost|cannot be|closed|gone)"):
+        send(code, goal_)
+    assert time.monotonic() - start < 10
+    assert not Path(goal_.dest).exists()
+    link.close()
+
+
+def test_deadline_is_kept(code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = write(tmp_path / "bin/rsync", b"#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    link = open_way("rsync")
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    start = time.monotonic()
+    result = sync.send(take(code), {"gpu1": goal(link, tmp_path / "host")}, timeout_s=1.0)["gpu1"]
+    assert time.monotonic() - start < 5
+    assert isinstance(result, HostError)
+    assert "could not be sent in time" in str(result)
+
+
+def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    links = [open_way("rsync"), open_way("sftp")]
+    targets = [goal(link, tmp_path / "host", f"run{number}") for number, link in enumerate(links)]
+    results: list[Any] = []
+    tree = take(code)
+    threads = [
+        threading.Thread(target=lambda t=target: results.append(sync.send(tree, {"gpu1": t}, timeout_s=20)["gpu1"]))
+        for target in targets
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result.digest for result in results] == [tree.digest] * 2
+    for target in targets:
+        assert content(Path(target.dest)).keys() == content(code).keys()
+    assert sorted(result.files_sent for result in results)[0] == 0
+
+
+def test_lock_that_stays_taken_names_its_holder(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    first, second = open_way("rsync"), open_way("rsync")
+    target = goal(second, tmp_path / "host")
+    first.call(
+        "tree.place", timeout_s=5, cache=target.cache, dest=target.dest, digest="?", owner="ann, process 7"
+    )  # and never comes back
+    result = sync.send(take(code), {"gpu1": target}, timeout_s=1.0)["gpu1"]
+    assert isinstance(result, HostError)
+    assert "another kit is syncing" in str(result)
+    assert "ann, process 7" in str(result)
+    first.close()
+    assert send(code, target).files_sent > 0
+
+
+# --- small parts --------------------------------------------------------------------------------------------
+
+
+def test_rsh_option_survives_rsyncs_own_quoting(code: Path, tmp_path: Path) -> None:
+    spy = write(
+        tmp_path / "s p'y",
+        f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], open({str(tmp_path / 'seen')!r}, 'w'))\n"
+        "sys.exit(3)\n".encode().decode().encode(),
+    )
+    spy.chmod(0o755)
+    words = [str(spy), "a b", "it's", 'say "x"', "$HOME", "b\\c", "''"]
+    argv = transfer.rsync_argv(words, str(code), "/nowhere", whole=False)
+    subprocess.run(argv, input=b"ok\0", capture_output=True, check=False)
+    import json
+
+    assert json.loads((tmp_path / "seen").read_text())[: len(words)] == [*words[1:], "host"]
+
+
+def test_packs_are_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PACK_BYTES", 100)
+    sizes = [10, 250, 60, 60, 100, 0, 99]
+    made = transfer.packs([sync.Entry(str(number), "f", False, size, "") for number, size in enumerate(sizes)])
+    assert [[entry.size for entry in pack] for pack in made] == [[100], [250], [10, 60], [60, 0], [99]]
+    assert transfer.packs([]) == []
+
+
+def test_progress_is_reported(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    for way in WAYS:
+        states: list[Progress] = []
+        send(code, goal(open_way(way, "gpu1"), tmp_path / way), progress=states.append)
+        assert [states[0].phase, states[-1].phase] == ["checking", "done"]
+        sending = [state for state in states if state.phase == "sending"]
+        assert sending[-1].bytes_done == sending[-1].bytes_total == take(code).size_bytes
+        assert sending[-1].files_done == sending[-1].files_total
+        assert all(state.host == "gpu1" for state in states)
+
+
+def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress_bars(file=out) as show:
+        for tenth in range(0, 71):
+            now[0] = tenth / 10
+            show(Progress(host="g1", phase="sending", files_done=tenth, files_total=70, bytes_done=tenth * 100_000,
+                          bytes_total=7_000_000))  # fmt: skip
+    assert out.getvalue().splitlines() == [
+        "  g1: 30/70 files, 3.0 of 7.0 MB, 1.0 MB/s",
+        "  g1: 60/70 files, 6.0 of 7.0 MB, 1.0 MB/s",
+    ]
+
+
+def test_progress_bars_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with progress.progress_bars(file=out) as show:
+        show(Progress(host="g1", phase="checking"))
+        show(Progress(host="g1", phase="sending", files_done=1, files_total=2, bytes_done=10, bytes_total=20))
+        show(Progress(host="g1", phase="done"))
+        show(Progress(host="g2", phase="done"))
+    assert "g1" in out.getvalue()
+    assert "1/2 files" in out.getvalue()
+
+
+def test_silent_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_bars(silent=True) as show:
+        show(Progress(host="g1", phase="done"))
+    assert capsys.readouterr().out == ""
+
+
+# --- kit's own package --------------------------------------------------------------------------------------
+
+
+def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Opener) -> None:
+    package = sync.package()
+    assert "nodekit/deploy/sync.py" in package.files
+    assert "nodekit/training/__init__.py" in package.files
+    assert not any("__pycache__" in path or path.endswith(".pyc") for path in package.files)
+    links = {"gpu1": open_way("rsync"), "me": open_way("local", "me")}
+    workdirs = {name: str(tmp_path / "a b" / name) for name in links}
+    for _ in range(2):
+        sync.send_package(package, links, workdirs, timeout_s=20)
+    for workdir in workdirs.values():
+        folder = Path(workdir, "kit", package.digest)
+        script = "import nodekit.inventory.errors as e; print(e.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", script], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == str(folder / "nodekit/inventory/errors.py")
+        assert next(folder.rglob("*.pyc"), None)
+
+
+def test_package_failures_name_their_hosts(tmp_path: Path, open_way: Opener) -> None:
+    links = {name: open_way("local", name) for name in ("g1", "g2")}
+    blocked = write(tmp_path / "file")
+    with pytest.raises(KitError, match=r"(?s)g1: .*\ng2: "):
+        sync.send_package(sync.package(), links, dict.fromkeys(links, str(blocked)), timeout_s=20)
+
+
+def test_project_key_is_of_the_place(tmp_path: Path) -> None:
+    key = sync.project_key(tmp_path / "a b; $x")
+    assert key == sync.project_key(tmp_path / "y/../a b; $x")
+    assert key.startswith("a-b---x-")
+    assert key != sync.project_key(tmp_path / "other/a b; $x")
