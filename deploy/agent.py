@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,36 @@ class Record:
             self.read_progress()
 
 
+class Stop:
+    """SIGTERM and SIGINT: an exception in the main thread, and a flag, for upstream swallows the exception in places.
+
+    (`TailLog.stop` logs any exception and goes on, for one; the job would train on as if nothing had been said.)
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        # torch would put a handler of its own in our place whenever it starts workers.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+
+    def _handle(self, number: int, _: Any) -> None:
+        if not self.requested:
+            self.requested = True
+            self.check()
+
+    def check(self) -> None:
+        """Raise if a stop was asked for."""
+        if self.requested:
+            raise SignalException("asked to stop", signal.SIGTERM)
+
+
 class Agent(LocalElasticAgent):
     """torch's elastic agent, which also says what it does."""
 
-    def __init__(self, spec: AgentSpec, handler: rendezvous.Rendezvous, record: Record) -> None:
+    def __init__(self, spec: AgentSpec, handler: rendezvous.Rendezvous, record: Record, stop: Stop) -> None:
         self._record_file = record
+        self._stop = stop
         self._node = spec
         self._handler = handler
         super().__init__(
@@ -141,6 +166,7 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._record_file.update(state="rendezvous", workers=[])
         super()._rendezvous(worker_group)
+        self._stop.check()
         attempt = f"{self._node.generation}.{self._handler.round}"
         os.environ["NODEKIT_ATTEMPT"] = attempt
         self._record_file.update(
@@ -173,6 +199,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        self._stop.check()
         if result.state == WorkerState.FAILED:
             self._record_file.failed(
                 [
@@ -216,6 +243,7 @@ class Agent(LocalElasticAgent):
             for step in ("nodekit/done", "nodekit/left"):
                 store.add(step, 1)
                 while store.add(step, 0) < nodes and self._handler.num_nodes_waiting() == 0:
+                    self._stop.check()
                     time.sleep(_POLL_S)
 
 
@@ -228,20 +256,6 @@ def reap_strays() -> None:
                 os.waitpid(int(number), 0)
 
 
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGINT as exceptions in the main thread, as torch does it while workers run."""
-
-    def handle(number: int, _: Any) -> None:
-        raise SignalException(f"got signal {number}", signal.Signals(number))
-
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, handle)
-    yield
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-
-
 def run(node_dir: Path) -> int:
     """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 143 stopped."""
     spec = AgentSpec.load(node_dir)
@@ -251,25 +265,24 @@ def run(node_dir: Path) -> int:
         NODEKIT_AGENT_PID=str(os.getpid()),
         NODEKIT_PYTHON=sys.executable,
         NODEKIT_GENERATION=str(spec.generation),
-        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT",
     )
     if spec.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    stop = Stop()
     try:
-        with _signals_raise():
-            record.update(state="rendezvous")
-            handler = rendezvous.connect(
-                run_id=f"{spec.run_id}.{spec.generation}",
-                node_rank=spec.node_rank,
-                local_addr=spec.local_addr,
-                min_nodes=spec.min_nodes,
-                max_nodes=spec.max_nodes,
-                master_addr=spec.master_addr,
-                master_port=spec.master_port,
-                listen_fd=spec.listen_fd,
-            )
-            result: RunResult | None = Agent(spec, handler, record).run()
+        record.update(state="rendezvous")
+        handler = rendezvous.connect(
+            run_id=f"{spec.run_id}.{spec.generation}",
+            node_rank=spec.node_rank,
+            local_addr=spec.local_addr,
+            min_nodes=spec.min_nodes,
+            max_nodes=spec.max_nodes,
+            master_addr=spec.master_addr,
+            master_port=spec.master_port,
+            listen_fd=spec.listen_fd,
+        )
+        result: RunResult | None = Agent(spec, handler, record, stop).run()
     except SignalException:
         reap_strays()
         record.end("stopped", workers=[])
@@ -293,8 +306,18 @@ def run(node_dir: Path) -> int:
     return 0
 
 
+def _format_plainly() -> None:
+    """Take torch's log formatter away: it imports torch._dynamo, 1.6 s, to format the first traceback."""
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            for handler in logger.handlers:
+                handler.setFormatter(plain)
+
+
 def main() -> int:
     """Wait for the go, then run."""
+    _format_plainly()
     node_dir = Path(sys.argv[1])
     if sys.stdin.readline() != "go\n":
         return 0

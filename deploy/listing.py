@@ -288,9 +288,11 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
     }
     unknown = [path for path in files if path not in stats]
     started_ns = time.time_ns()
+    failed: dict[str, OSError] = {}
     for _ in range(2):  # a file may be written to just as it is read
-        hashed, failed = host.hash_files(str(root), unknown)
+        hashed, unreadable = host.hash_files(str(root), unknown)
         stats.update(hashed)
+        failed.update(unreadable)
         unknown = [path for path, entry in hashed.items() if entry[0] < 0]
     problems += [f"{path} changes while it is read" for path in unknown]
     for path, error in sorted(failed.items()):

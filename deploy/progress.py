@@ -77,9 +77,11 @@ class _Bars:
             self._tasks[state.host],
             total=total,
             completed=total if state.phase == "done" else state.bytes_done,
-            files=f"{state.files_done}/{state.files_total} files" if state.files_total else "",
             phase=state.phase,
         )
+        if state.files_total:
+            files = f"{state.files_done}/{state.files_total} files"
+            self._rich.update(self._tasks[state.host], files=files)
 
 
 class _Lines:

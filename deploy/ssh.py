@@ -220,12 +220,11 @@ def shell_line(command: Sequence[str]) -> str:
 
 def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list[str]:
     """The argv that reaches one hop; `before` is that of the hop it goes through, empty for the first."""
-    transport, used = hop.get_transport(), hop.used
-    assert transport is not None
+    used, server_key = hop.used, hop.host_key
     assert used is not None
+    assert server_key is not None
     candidate, key = used
     known_hosts, public = folder / f"known_hosts{number}", folder / f"key{number}.pub"
-    server_key = transport.get_remote_server_key()
     known_hosts.write_text(
         f"host{number} {server_key.get_name()} {server_key.get_base64()}\n", encoding="ascii"
     )

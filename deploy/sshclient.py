@@ -102,6 +102,8 @@ class Client:
         self._transport: paramiko.Transport | None = None
         self._agent: paramiko.Agent | None = None
         self.host, self.port, self.user = "", 22, ""
+        self.host_key: paramiko.PKey | None = None
+        """What the host showed, once it is found to be known."""
         self.used: tuple[identity.Candidate, paramiko.PKey] | None = None
 
     @property
@@ -210,7 +212,7 @@ class Client:
             raise self.problem(f"{self.where} and kit could not agree on keys ({error})") from error
         if not transport.initial_kex_done:
             raise TimeIsUpError
-        key = transport.get_remote_server_key()
+        key = self.host_key = transport.get_remote_server_key()
         shown = key.asbytes()
         if any(entry.revoked and entry.blob == shown for entry in hints):
             revoked = next(entry for entry in hints if entry.revoked and entry.blob == shown)

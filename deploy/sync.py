@@ -127,6 +127,8 @@ def _send_one(
             if answer["state"] != "send":
                 break
             lacking = [tree.entries[index] for index in answer["paths"]]
+            if number > 0 and (changed := tree.changed(entry.path for entry in lacking)):
+                raise SourceChanged(changed)
             num_bytes = sum(entry.size for entry in lacking)
             total = {"files_total": len(lacking), "bytes_total": num_bytes}
 

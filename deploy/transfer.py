@@ -157,9 +157,8 @@ def rsh_option(argv: Sequence[str]) -> str:
 def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     argv = rsync_argv(rsh, str(delivery.tree.root), delivery.cache, whole=delivery.whole)
     with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as stderr:
-        names.write(
-            b"".join(entry.path.encode("utf-8", "surrogateescape") + b"\0" for entry in delivery.entries)
-        )
+        for entry in delivery.entries:  # after ./ since rsync takes a # or ; at the start for a comment
+            names.write(b"./" + entry.path.encode("utf-8", "surrogateescape") + b"\0")
         names.seek(0)
         with subprocess.Popen(argv, stdin=names, stdout=subprocess.PIPE, stderr=stderr) as rsync:
             try:

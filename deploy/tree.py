@@ -230,7 +230,7 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
         _write_list(cache, digest, rows, stats)
     if missing:
         disk = os.statvfs(cache)
-        free = disk.f_bavail * disk.f_frsize
+        free = disk.f_bavail * disk.f_frsize + sum(_size(os.path.join(cache, rows[i][0])) for i in missing)
         rsync = shutil.which("rsync") is not None
         return {"state": "send", "paths": missing, "free_bytes": free, "rsync": rsync, "cache": cache}
     found = [[p, k, x, size, stats[p][4] if k == "f" else value] for p, k, x, size, value in rows]
@@ -240,6 +240,14 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
     else:
         _create(cache, dest, digest, rows, stats)
     return placed
+
+
+def _size(path: str) -> int:
+    """What overwriting a file gives back."""
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
 
 
 def survey(folder: str, rows: list[Row], stats: Stats) -> tuple[list[int], Stats]:

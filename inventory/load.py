@@ -83,7 +83,7 @@ def restore(record: Mapping[str, Any]) -> "Inventory":
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode()
     except FileNotFoundError:
         raise InventoryError(f"{path}: no such file; {_what_there_is(path.parent)}") from None
     except IsADirectoryError:

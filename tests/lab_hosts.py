@@ -68,7 +68,7 @@ def no_answer(lab: Lab, host: str) -> bool:
 
 def remove_labs(folder: Path) -> None:
     """Remove every lab below a folder, and the folder."""
-    for record in folder.rglob("lab.json"):
+    for record in list(folder.rglob("lab.json")):
         down(record.parent)
     shutil.rmtree(folder)
 

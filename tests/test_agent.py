@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
+import pytest
 from agents import Agents, processes_of, until
 
 ALL_REDUCE = """
@@ -168,3 +170,13 @@ def test_the_events_tell_the_story(agents: Agents) -> None:
         "agent-ended",
     ]
     assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}
+
+
+@pytest.mark.parametrize("delay_s", [1.5, 1.6, 1.7, 1.8])
+def test_a_stop_is_heard_also_while_workers_end(agents: Agents, delay_s: float) -> None:
+    agents.start("import time; time.sleep(1.5)", num_nodes=1)
+    agents.wait("n0", "running")
+    time.sleep(delay_s)  # upstream swallows a signal at some of these moments
+    start = time.monotonic()
+    agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=15.0)
+    assert time.monotonic() - start < 3

@@ -196,6 +196,7 @@ def test_a_hostlist_stands_for_these_names(text: str, names: list[str]) -> None:
         ("a,,b", "a comma has no name beside it"),
         ("a[1-999999999]", "it stands for more than 10,000 hosts"),
         ("[1-200][1-200]", "it stands for more than 10,000 hosts"),
+        ("a" + "[0,1,2,3,4,5,6,7,8,9]" * 9, "it stands for more than 10,000 hosts"),
         ("root@a", "the user goes under user:"),
         ("a:22", "the port goes under port:"),
         *(

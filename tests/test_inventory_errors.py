@@ -294,6 +294,26 @@ def test_a_mistake_does_not_bring_others_that_are_not_there(tmp_path: Path) -> N
     ]
 
 
+def test_what_is_missing_is_told_at_the_key_it_belongs_to(tmp_path: Path) -> None:
+    assert told(tmp_path, "slurm:\n\n  partition: a\n") == [
+        f"lab.yaml:1: slurm.nodes: found no nodes, wanted {NODES}"
+    ]
+
+
+def test_a_secret_may_not_stand_in_any_env(tmp_path: Path) -> None:
+    text = "env: {S: a}\nhosts:\n  a: {env: {S: b}}\njob: {secrets: [S]}\n"
+    assert [line.split(" found")[0] for line in told(tmp_path, text)] == [
+        "lab.yaml:1: env.S:",
+        "lab.yaml:3: hosts.a.env.S:",
+    ]
+
+
+def test_a_key_given_twice_is_told_with_both_lines(tmp_path: Path) -> None:
+    assert told(tmp_path, "user: a\nhosts:\n  a:\nuser: a\n") == [
+        "lab.yaml:4: user: found again (first on line 1), wanted once"
+    ]
+
+
 def test_a_mistake_in_an_anchor_is_told_once_where_it_stands(tmp_path: Path) -> None:
     text = "hosts:\n  a: &big\n    port: x\n  b: *big\n  c: {<<: *big, gpus: x}\n"
     assert told(tmp_path, text) == [
@@ -388,6 +408,7 @@ JUNK = st.text(alphabet=st.sampled_from(MARKS)) | st.text()
 @given(text=JUNK | FILES.map(lambda data: yaml.dump(data, allow_unicode=True)) | FILES.map(json.dumps))
 @example(text="a: !<")
 @example(text="hosts: {a: {<<: [1]}}")
+@example(text='gpus: ["\\ud800"]')
 @example(text="a: 0x")
 @example(text="a: 0o8")
 @example(text="!!map [a]")
@@ -400,7 +421,7 @@ def test_no_junk_raises_anything_but_an_inventory_error(tmp_path: Path, text: st
     try:
         inventory = load_inventory(tmp_path / "lab.yaml")
     except InventoryError as error:
-        for line in str(error).split("\n"):
+        for line in str(error).encode().decode().split("\n"):
             assert line.startswith(f"{tmp_path}/lab.yaml:"), line
             assert "found" in line, line
             assert "wanted" in line, line

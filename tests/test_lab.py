@@ -91,7 +91,10 @@ def test_what_a_host_writes_stays_on_its_own_disk(lab: Lab, tmp_path: Path) -> N
         on(lab, "node1", "rm", path)
     interpreter = Path(sys.base_prefix) / "written-by-node1"
     lab.run("node1", ["touch", str(interpreter)], stderr=subprocess.DEVNULL)
-    assert not interpreter.exists()
+    try:
+        assert not interpreter.exists()
+    finally:
+        interpreter.unlink(missing_ok=True)
 
 
 @in_a_lab

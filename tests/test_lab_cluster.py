@@ -233,7 +233,7 @@ def test_root_without_the_right_to_make_namespaces_is_told(labs: Path) -> None:
 
 @needs_root
 def test_missing_programs_are_named_with_their_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    labs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for program in ("nsenter", "unshare", "mount", "umount", "ssh-keygen"):
         (tmp_path / program).symlink_to("/bin/true")

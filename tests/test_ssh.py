@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sshd import Sshd, free_port, keygen, learn
+
 from nodekit.deploy import hostkeys, ssh
 from nodekit.deploy.link import on_all
 from nodekit.inventory.errors import HostError
-from sshd import Sshd, free_port, keygen, learn
 
 Start = Callable[..., Sshd]
 Make = Callable[..., ssh.SshTarget]
@@ -109,7 +110,7 @@ def test_lost_connection_ends_reading(start_sshd: Start, target: Make) -> None:
         os.kill(int(session), 9)
     assert process.stdout.read() == b""
     assert process.exit_status is None
-    with pytest.raises(HostError, match="gpu1: .*did not start a command"):
+    with pytest.raises(HostError, match=r"gpu1: .*did not start a command"):
         connection.exec(["true"])
     connection.close()
 

@@ -15,13 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from nodekit.deploy import listing, progress, ssh, sync, transfer
 from nodekit.deploy.link import Link, open_local, open_ssh
 from nodekit.deploy.sync import Progress, SyncResult, Target, take
 from nodekit.inventory.errors import HostError, KitError
 
 WAYS = ("rsync", "sftp", "local")
-NAMES = ["a b", "it's", 'say "x"', "$HOME", "; rm -rf x", "new\nline", "ä", "-rf", "#hash", "back\\slash", "a/b/c"]
+NAMES = [
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME",
+    "; rm -rf x",
+    "new\nline",
+    "ä",
+    "-rf",
+    "#hash",
+    "back\\slash",
+    "a/b/c",
+]
 
 
 def write(file: Path, data: bytes = b"x") -> Path:
@@ -43,7 +56,7 @@ def content(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in folder.rglob("*"):
         if path.is_symlink():
-            found[str(path.relative_to(folder))] = os.readlink(path)
+            found[str(path.relative_to(folder))] = str(path.readlink())
         elif path.is_file():
             found[str(path.relative_to(folder))] = (path.read_bytes(), path.stat().st_mode & 0o777)
     return found
@@ -105,7 +118,16 @@ def test_submodules_and_inner_repositories_are_included(tmp_path: Path) -> None:
 def test_ignore_files_in_any_folder(tmp_path: Path, with_git: bool) -> None:
     if with_git:
         git(tmp_path, "init", "-q")
-    for name in ("a.py", "a.log", "keep.log", "data/x", "deep/b.py", "deep/c.tmp", "deep/keep.tmp", "deep/d.npy"):
+    for name in (
+        "a.py",
+        "a.log",
+        "keep.log",
+        "data/x",
+        "deep/b.py",
+        "deep/c.tmp",
+        "deep/keep.tmp",
+        "deep/d.npy",
+    ):
         write(tmp_path / name)
     write(tmp_path / ".gitignore", b"*.log\n!keep.log\n")
     write(tmp_path / "deep/.gitignore", b"*.tmp\n!keep.tmp\n")
@@ -152,6 +174,7 @@ def plain_user() -> Iterator[Path]:
     folder.chmod(0o777)
     user = os.geteuid()
     if user == 0:
+        os.chown(folder, 65534, -1)
         os.seteuid(65534)
     yield folder
     os.seteuid(user)
@@ -423,17 +446,21 @@ def test_file_that_changes_meanwhile_is_taken_again(
 def test_file_that_never_rests_is_named(
     code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = sync.bring, []
+    times = []
 
-    def bring(delivery: Any) -> None:
+    def take_and_write(folder: Path) -> sync.Tree:
         times.append(1)
-        write(code / "ä", b"x" * len(times))
-        real(delivery)
+        write(code / "ä", b"before" * len(times))
+        tree = take(folder)
+        write(code / "ä", b"after" * len(times))
+        return tree
 
-    monkeypatch.setattr(sync, "bring", bring)
+    monkeypatch.setattr(sync, "take", take_and_write)
     target = goal(open_way("rsync"), tmp_path / "host")
-    with pytest.raises(KitError, match="ä changed while the code was being sent"):
-        send(code, target)
+    result = sync.send(sync.take(code), {"gpu1": target}, timeout_s=20)["gpu1"]
+    assert isinstance(result, KitError)
+    assert "ä changed while the code was being sent, twice" in str(result)
+    assert len(times) == 2
     assert not Path(target.dest).exists()
 
 
@@ -462,7 +489,9 @@ def test_wrong_content_is_mended_once_then_told(
     assert seen == [False, True, False, True]
 
 
-def test_lost_connection_is_told(code: Path, tmp_path: Path, start_sshd: Any, target: Any, monkeypatch: Any) -> None:
+def test_lost_connection_is_told(
+    code: Path, tmp_path: Path, start_sshd: Any, target: Any, monkeypatch: Any
+) -> None:
     server = start_sshd()
     link = open_ssh(ssh.connect(target(server)), "gpu1", sys.executable)
     real = sync.bring
@@ -479,14 +508,16 @@ def test_lost_connection_is_told(code: Path, tmp_path: Path, start_sshd: Any, ta
     monkeypatch.setattr(sync, "bring", bring)
     goal_ = goal(link, tmp_path / "host")
     start = time.monotonic()
-    with pytest.raises(HostError, match="gpu1: .*(lost|cannot be|closed|gone)"):
+    with pytest.raises(HostError, match=r"gpu1: .*(lost|cannot be|closed|gone)"):
         send(code, goal_)
+    link.close()
     assert time.monotonic() - start < 10
     assert not Path(goal_.dest).exists()
-    link.close()
 
 
-def test_deadline_is_kept(code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_is_kept(
+    code: Path, tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = write(tmp_path / "bin/rsync", b"#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
     link = open_way("rsync")
@@ -504,7 +535,9 @@ def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Open
     results: list[Any] = []
     tree = take(code)
     threads = [
-        threading.Thread(target=lambda t=target: results.append(sync.send(tree, {"gpu1": t}, timeout_s=20)["gpu1"]))
+        threading.Thread(
+            target=lambda t=target: results.append(sync.send(tree, {"gpu1": t}, timeout_s=20)["gpu1"])
+        )
         for target in targets
     ]
     for thread in threads:
@@ -538,7 +571,9 @@ def test_rsh_option_survives_rsyncs_own_quoting(code: Path, tmp_path: Path) -> N
     spy = write(
         tmp_path / "s p'y",
         f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], open({str(tmp_path / 'seen')!r}, 'w'))\n"
-        "sys.exit(3)\n".encode().decode().encode(),
+        "sys.exit(3)\n".encode()
+        .decode()
+        .encode(),
     )
     spy.chmod(0o755)
     words = [str(spy), "a b", "it's", 'say "x"', "$HOME", "b\\c", "''"]
@@ -552,7 +587,9 @@ def test_rsh_option_survives_rsyncs_own_quoting(code: Path, tmp_path: Path) -> N
 def test_packs_are_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PACK_BYTES", 100)
     sizes = [10, 250, 60, 60, 100, 0, 99]
-    made = transfer.packs([sync.Entry(str(number), "f", False, size, "") for number, size in enumerate(sizes)])
+    made = transfer.packs(
+        [sync.Entry(str(number), "f", False, size, "") for number, size in enumerate(sizes)]
+    )
     assert [[entry.size for entry in pack] for pack in made] == [[100], [250], [10, 60], [60, 0], [99]]
     assert transfer.packs([]) == []
 
@@ -572,10 +609,10 @@ def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.progress_bars(file=out) as show:
-        for tenth in range(0, 71):
+        for tenth in range(71):
             now[0] = tenth / 10
-            show(Progress(host="g1", phase="sending", files_done=tenth, files_total=70, bytes_done=tenth * 100_000,
-                          bytes_total=7_000_000))  # fmt: skip
+            state = {"files_done": tenth, "files_total": 70, "bytes_done": tenth * 100_000}
+            show(Progress(host="g1", phase="sending", bytes_total=7_000_000, **state))
     assert out.getvalue().splitlines() == [
         "  g1: 30/70 files, 3.0 of 7.0 MB, 1.0 MB/s",
         "  g1: 60/70 files, 6.0 of 7.0 MB, 1.0 MB/s",
@@ -619,7 +656,11 @@ def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Ope
         folder = Path(workdir, "kit", package.digest)
         script = "import nodekit.inventory.errors as e; print(e.__file__)"
         done = subprocess.run(
-            [sys.executable, "-S", "-c", script], env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True
+            [sys.executable, "-S", "-c", script],
+            env={"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout.strip() == str(folder / "nodekit/inventory/errors.py")
         assert next(folder.rglob("*.pyc"), None)

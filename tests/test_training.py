@@ -186,15 +186,15 @@ def task(tmp_path: Path) -> str:
 def test_a_killed_job_resumes_mid_epoch_to_the_identical_curve_and_weights(tmp_path: Path, task: str) -> None:
     arguments = ["--task", task, "--batch-size", 16, "--micro-batch", 5, "--epochs", 3, "--snapshot-every", 6]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with torchrun(2, *arguments, "--output", whole, SEEN=tmp_path / "seen") as process:
+    # Three ranks: with two, the order of a sum could not show.
+    with torchrun(3, *arguments, "--output", whole, SEEN=tmp_path / "seen") as process:
         finish(process)
     assert len(losses(whole)) == 39
-    with torchrun(
-        2, *arguments, "--output", broken, SEEN=tmp_path / "seen", KILL_AT=25 + 2 * 7 + 1
-    ) as process:
+    kill_at = 25 + 2 * 7 + 1  # two micro-batches a step, one in the short last step of epoch 1
+    with torchrun(3, *arguments, "--output", broken, SEEN=tmp_path / "seen", KILL_AT=kill_at) as process:
         assert "SIGKILL" in finish(process, 1)
     assert len(losses(broken)) == 20, "the fault was to come in step 21, the 8th of epoch 2"
-    with torchrun(2, *arguments, "--output", broken, SEEN=tmp_path / "seen") as process:
+    with torchrun(3, *arguments, "--output", broken, SEEN=tmp_path / "seen") as process:
         assert "resumed at step 18 (epoch 2, 80 of 200 samples done) from" in finish(process)
     assert metrics(broken) == metrics(whole)
     assert result(broken)["weights_sha256"] == result(whole)["weights_sha256"]
@@ -202,8 +202,9 @@ def test_a_killed_job_resumes_mid_epoch_to_the_identical_curve_and_weights(tmp_p
 
 def test_scaler_and_clipping_resume_identically_in_a_world_of_one(tmp_path: Path, task: str) -> None:
     arguments = [
-        "--task", task, "--batch-size", 50, "--epochs", 4, "--snapshot-every", 1, "--amp", "fp16", "--clip", 0.5,
-        "--lr", 0.1, "--lr-scale", "linear", "--schedule", "constant", "--warmup-steps", 3,
+        "--task", task, "--batch-size", 50, "--epochs", 4, "--snapshot-every", 1,
+        "--amp", "fp16", "--clip", 0.5, "--lr", 0.1, "--lr-scale", "linear",
+        "--schedule", "constant", "--warmup-steps", 3,
     ]  # fmt: skip
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for output, kill_at, code in ((whole, 0, 0), (broken, 7, -signal.SIGKILL), (broken, 0, 0)):

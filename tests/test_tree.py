@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from nodekit.deploy import tree
 from nodekit.deploy.listing import take
 
@@ -84,12 +85,12 @@ def content(folder: Path) -> dict[str, Any]:
             path = Path(top, name)
             key = str(path.relative_to(folder))
             if path.is_symlink():
-                found[key] = os.readlink(path)
+                found[key] = str(path.readlink())
             else:
                 found[key] = (path.read_bytes(), bool(path.stat().st_mode & 0o100))
     for path in folder.rglob("*"):
         if path.is_symlink():
-            found[str(path.relative_to(folder))] = os.readlink(path)
+            found[str(path.relative_to(folder))] = str(path.readlink())
     return found
 
 

@@ -71,6 +71,7 @@ class Loop:
         self.model = DistributedDataParallel(
             self.module, device_ids=[world.local_rank] if world.device.type == "cuda" else None
         )
+        self._settle_buckets()
         self.report = Report(
             world, folder, step=self.step, total_steps=self.total_steps, samples_done=self.sampler.offset
         )
@@ -208,8 +209,20 @@ class Loop:
             rng.restore(state["rng"][self.world.rank], self.world.device)
         return found.source
 
+    def _settle_buckets(self) -> None:
+        """Make DDP lay out its buckets now, by a backward pass through nothing.
+
+        It does so once, after its first backward pass. Left to itself, the first step after a resume would have
+        another layout than that step of the unbroken run, and three ranks' sums other roundings.
+        """
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        self.module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
+        self.model().backward()
+        del self.module.forward
+        self.optimizer.zero_grad()
+
     def _same_buffers(self) -> None:
-        """Give every rank rank 0's buffers (batch norm's means), as DDP does before a step, not after."""
+        """Give every rank rank 0's buffers (batch norm's means): DDP does so before a step, not after."""
         for buffer in self.module.buffers():
             dist.broadcast(buffer, src=0)
 

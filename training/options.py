@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     what.add_argument(
         "--epochs",
         type=_whole(1),
-        default=12,
+        default=20,
         metavar="N",
         help="times through the training data (default: %(default)s)",
     )
