@@ -82,10 +82,7 @@ class Record:
             "kind": kind,
             **fields,
         }
-        with open(
-            os.open(self._folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a"
-        ) as f:
-            f.write(json.dumps(line) + "\n")
+        remote.append_private(str(self._folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
 
     def failed(self, failures: list[dict[str, Any]]) -> None:
         """Record failures of workers, and the end of the attempt."""
@@ -129,7 +126,7 @@ class Stop:
         # torch would put a handler of its own in our place whenever it starts workers.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
-    def _handle(self, number: int, _: Any) -> None:
+    def _handle(self, *_: object) -> None:
         if not self.requested:
             self.requested = True
             self.check()

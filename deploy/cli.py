@@ -139,7 +139,10 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     command.usage = "kit up [INVENTORY] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument(
-        "inventory", metavar="INVENTORY", nargs="?", help="the inventory file (two nodes on this machine)"
+        "inventory",
+        metavar="INVENTORY",
+        nargs="?",
+        help="the inventory file (local: two nodes on this machine)",
     )
     command.add_argument(
         "-d", "--detach", action="store_true", help="leave the job running once it has started"
@@ -164,11 +167,14 @@ def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # i
 def _up(args: argparse.Namespace) -> int:
     from nodekit.deploy.start import Options
     from nodekit.deploy.up import up
-    from nodekit.inventory.load import example_path
+    from nodekit.inventory.load import example_names, example_path
 
+    inventory = Path(args.inventory or "local")
+    if not inventory.exists() and str(inventory) in example_names():
+        inventory = example_path(str(inventory))
     return up(
         Options(
-            inventory=Path(args.inventory) if args.inventory else example_path("local"),
+            inventory=inventory,
             command=tuple(args.command) or None,
             dry_run=args.dry_run,
             json=args.json,

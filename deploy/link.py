@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -89,10 +90,8 @@ class LocalProcess:
 
     def close(self) -> None:
         """End it by ending its stdin."""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it ended first
             self.stdin.close()
-        except BrokenPipeError:
-            pass  # it ended first
         try:
             self._popen.wait(5)
         except subprocess.TimeoutExpired:
@@ -253,7 +252,8 @@ module.serve({{name: sys.modules["nodekit.deploy." + name] for name in ("hostfac
 
 def _source(module: str) -> str:
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
 
 

@@ -118,6 +118,15 @@ def write_private(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
+def append_private(path: str, data: bytes) -> None:
+    """Add to a 0600 file in one write: lines of several writers do not mix."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
 def start_time(pid: int) -> Optional[int]:
     """When the kernel started `pid`, in clock ticks since boot: with the pid, the name of one process."""
     try:

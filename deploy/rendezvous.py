@@ -102,5 +102,4 @@ def connect(
 
 def _short_delay(seconds: float | tuple[float, float]) -> None:
     """In place of upstream's, which lets a state wait for a second before it is asked for again."""
-    # S311: nothing here is secret
-    time.sleep(random.uniform(0, _POLL_S) if isinstance(seconds, tuple) else min(seconds, _POLL_S))
+    time.sleep(_POLL_S * random.random() if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.remote import write_private
+from nodekit.deploy.remote import append_private, write_private
 from nodekit.inventory.errors import KitError
 
 ENDED = ("succeeded", "failed", "stopped")
@@ -61,11 +61,7 @@ class Run:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
         line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
-        path = self.folder / "events.jsonl"
-        with open(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
-        ) as file:
-            file.write(json.dumps(line) + "\n")
+        append_private(str(self.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
 
 
 def folder() -> Path:
@@ -128,7 +124,8 @@ def starting(inventory_path: Path) -> Iterator[None]:
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     name = hashlib.sha256(str(inventory_path.resolve()).encode()).hexdigest()[:16]
     path = folder().parent / f"starting-{name}.lock"
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+    path.touch(mode=0o600)
+    with path.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

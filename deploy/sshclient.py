@@ -225,10 +225,11 @@ class Client:
         if not self._settings.accept_new_host_keys:
             proxied = self._config.get("proxyjump") or self._config.get("proxycommand")
             scannable = alias is None and not proxied
+            host = self.host if scannable else self.original
             text = hostkeys.unknown_problem(
                 where=self.where,
                 name=name,
-                host=self.host if scannable else self.original,
+                host=host,
                 port=self.port,
                 key=key,
                 scannable=scannable,

@@ -293,7 +293,9 @@ def _wait_started(run: Run, links: Mapping[str, Link]) -> None:
             if status.get("state") in ("running", "waiting", *FINAL):
                 return
             if not status["alive"]:
-                raise HostError(link.host, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}")
+                raise HostError(
+                    link.host, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
+                )
             if time.monotonic() > deadline:
                 raise HostError(
                     link.host,

@@ -35,14 +35,14 @@ class Link(Protocol):
     def call(self, op: str, *, timeout_s: float, **args: Any) -> Any: ...  # noqa: D102
 
 
-class SourceChanged(KitError):  # noqa: N818
+class SourceChanged(KitError):
     """A file of the user's is not what it was when the tree was taken."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         super().__init__(
-            f"{paths[0]}{more} changed while the code was being sent, twice; stop what writes it, or leave it "
-            "out by a line in .kitignore"
+            f"{paths[0]}{more} changed while the code was being sent, twice; stop what writes it, or leave "
+            "it out by a line in .kitignore"
         )
 
 

@@ -93,7 +93,7 @@ def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
 def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> None:
-    with pytest.raises(HostError, match="here: its python does not run .*set `python:` to an interpreter"):
+    with pytest.raises(HostError, match=r"here: its python does not run .*set `python:` to an interpreter"):
         open_local("here", python)
 
 

@@ -570,10 +570,8 @@ def test_lock_that_stays_taken_names_its_holder(code: Path, tmp_path: Path, open
 def test_rsh_option_survives_rsyncs_own_quoting(code: Path, tmp_path: Path) -> None:
     spy = write(
         tmp_path / "s p'y",
-        f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], open({str(tmp_path / 'seen')!r}, 'w'))\n"
-        "sys.exit(3)\n".encode()
-        .decode()
-        .encode(),
+        f"#!{sys.executable}\nimport sys, json\n"
+        f"json.dump(sys.argv[1:], open({str(tmp_path / 'seen')!r}, 'w'))\nsys.exit(3)\n".encode(),
     )
     spy.chmod(0o755)
     words = [str(spy), "a b", "it's", 'say "x"', "$HOME", "b\\c", "''"]
