@@ -109,10 +109,9 @@ def unknown_problem(
 ) -> str:
     """What to say of a host that no known_hosts file has, `name` there; `where` is its address for people."""
     port_option = "" if port == 22 else f"-p {port} "
+    command = f"ssh {port_option}{host}"  # behind a jump host, or under another name
     if scannable:
         command = f"ssh-keyscan {port_option}{host} >> ~/.ssh/known_hosts"
-    else:  # behind a jump host, or under another name
-        command = f"ssh {port_option}{host}"
     return (
         f"the host key of {where} is unknown ('{name}' is not in {', '.join(map(str, files))}). It showed "
         f"{key.get_name()} {fingerprint(key.asbytes())}; if that is the host's (ask `ssh-keygen -lf "

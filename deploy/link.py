@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -219,18 +218,24 @@ def open_ssh(connection: SshConnection, host: str, python: str) -> Link:
 
 
 def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:
-    """Call `function` on every item at once: name → result *or* exception, so that one failure hides no other."""
+    """Call `function` on every item at once: name → result *or* exception, so that one failure hides no other.
 
-    def attempt(item: T) -> R | Exception:
+    A KeyboardInterrupt does not wait for calls under way: they end with their link, or with the process.
+    """
+    results: dict[str, R | Exception] = {}
+
+    def attempt(name: str, item: T) -> None:
         try:
-            return function(item)
+            results[name] = function(item)
         except Exception as error:  # handed to the caller, host by host
-            return error
+            results[name] = error
 
-    if not items:
-        return {}
-    with ThreadPoolExecutor(max_workers=len(items)) as pool:
-        return dict(zip(items, pool.map(attempt, items.values()), strict=True))
+    threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in items.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: results[name] for name in items}
 
 
 def _program() -> bytes:

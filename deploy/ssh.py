@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from nodekit.deploy import sshconfig
-from nodekit.deploy.sshclient import KEEPALIVE_S, Client, Clock, Settings, SshTarget, close_all
+from nodekit.deploy.sshclient import KEEPALIVE_S, Client, Clock, Settings, SshTarget
 from nodekit.inventory.errors import HostError
 
 if TYPE_CHECKING:
@@ -77,19 +77,19 @@ def connect(
     try:
         connection.open()
     except paramiko.ChannelException as error:
-        close_all(hops)
+        _close_all(hops)
         raise HostError(
             target.name,
             f"{hops[-2].where} was reached, but it could not connect to {connection.host}:{connection.port} "
             f"({error.text}); is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
     except (paramiko.SSHException, EOFError, OSError) as error:
-        close_all(hops)
+        _close_all(hops)
         raise HostError(
             target.name, f"connecting to {connection.host}:{connection.port} failed: {error}"
         ) from error
     except BaseException:
-        close_all(hops)
+        _close_all(hops)
         raise
     return SshConnection(target, connection, hops)
 
@@ -109,6 +109,12 @@ def _equip(connection: Any, settings: Settings) -> list[Client]:
         hops.insert(0, client)
         connection, jump = connection.gateway, True
     return hops
+
+
+def _close_all(hops: Sequence[Client]) -> None:
+    """Close a chain of hops, the farthest first."""
+    for client in reversed(hops):
+        client.close()
 
 
 class SshProcess:
@@ -198,7 +204,7 @@ class SshConnection:
 
     def close(self) -> None:
         """Close the connection and those it goes through."""
-        close_all(self._hops)
+        _close_all(self._hops)
         with self._lock:
             if self._files is not None:
                 self._files.cleanup()

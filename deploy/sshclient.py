@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -346,9 +346,3 @@ def _resolve(host: str, port: int, timeout_s: float) -> list[Any]:
     if isinstance(found[0], OSError):
         raise found[0]
     return cast("list[Any]", found[0])
-
-
-def close_all(hops: Sequence[Client]) -> None:
-    """Close a chain of hops, the farthest first."""
-    for client in reversed(hops):
-        client.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def start(
     run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
     # The code is read while the hosts are reached: a run has what was there when it was asked for.
-    reading = stack.enter_context(ThreadPoolExecutor(1)).submit(_take, inventory, options)
+    reading = _Reading(inventory, options)
     with phases.phase("connect") as said:
         links = stack.enter_context(cluster.links(inventory.hosts, options.ssh))
         said.append(count(len(links), "host"))
@@ -170,6 +170,28 @@ def start(
     return links, run, {name: found.clock_offset_s for name, found in facts.items()}
 
 
+class _Reading:
+    """The code being read in the background."""
+
+    def __init__(self, inventory: Inventory, options: Options) -> None:
+        self._found: dict[str, sync.Tree | Exception] = {}
+        self._thread = threading.Thread(
+            target=lambda: self._found.update(on_all({"code": None}, lambda _: _take(inventory, options))),
+            daemon=True,
+        )
+        self._thread.start()
+
+    def result(self) -> sync.Tree:
+        """The tree, once it is read.
+
+        Raises:
+            KitError: it could not be.
+        """
+        self._thread.join()
+        tree: sync.Tree = check.all_or_raise(self._found)["code"]
+        return tree
+
+
 def _take(inventory: Inventory, options: Options) -> sync.Tree:
     code = Path(inventory.job.code).expanduser()
     if not code.is_dir():
@@ -206,7 +228,7 @@ def _record(inventory: Inventory, resumed: Run | None, planned: Plan, options: O
 
 
 def _send(
-    reading: Future[sync.Tree],
+    reading: _Reading,
     firsts: Mapping[str, Link],
     facts: Mapping[str, check.Facts],
     run_id: str,

@@ -156,6 +156,8 @@ def rsh_option(argv: Sequence[str]) -> str:
 
 def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     argv = rsync_argv(rsh, str(delivery.tree.root), delivery.cache, whole=delivery.whole)
+    if shutil.which("setpriv"):
+        argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # kit may be interrupted, or killed: it ends with us
     with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as stderr:
         for entry in delivery.entries:  # after ./ since rsync takes a # or ; at the start for a comment
             names.write(b"./" + entry.path.encode("utf-8", "surrogateescape") + b"\0")

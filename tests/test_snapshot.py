@@ -1,5 +1,7 @@
 """Snapshots: what is committed survives kills, damage and full disks; what is damaged is passed over."""
 
+import errno
+import io
 import json
 import logging
 import os
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from nodekit.training import Manifest, Snapshots, rng
+from nodekit.training.commit import HashingFile
 
 
 def state(step: int) -> dict[str, object]:
@@ -96,7 +99,7 @@ def test_a_damaged_snapshot_is_passed_over_with_the_reason(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil, reason = DAMAGE[damage]
-    newest = saved(tmp_path, 1, 2).manifests()[0]
+    newest = saved(tmp_path, 1, 9).manifests()[0]
     spoil(tmp_path / newest.payload, tmp_path / newest.name)
     snapshots = Snapshots(tmp_path)
     found = snapshots.load()
@@ -105,9 +108,10 @@ def test_a_damaged_snapshot_is_passed_over_with_the_reason(
     assert newest.name in caplog.text
     assert reason in caplog.text
 
-    snapshots.save(state(1), step=1)  # what is damaged makes way, and does not count as one of those kept
-    snapshots.save(state(2), step=2)
-    assert loaded_step(tmp_path) == 2
+    snapshots.save(state(2), step=2)  # what is damaged makes way, and does not count as one of those kept
+    snapshots.save(state(3), step=3)
+    assert loaded_step(tmp_path) == 3
+    assert [each.step for each in snapshots.manifests()] == [3, 2]
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -142,6 +146,7 @@ def test_a_disk_that_is_full_costs_no_snapshot_and_no_training(
 ) -> None:
     snapshots = saved(tmp_path, 1, 2)
     before = sorted(tmp_path.iterdir())
+    (tmp_path / ".tmp-0123456789abcdef").write_bytes(b"what a killed save left, and the room it takes")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (2000, limits[1])
@@ -154,6 +159,22 @@ def test_a_disk_that_is_full_costs_no_snapshot_and_no_training(
     assert sorted(tmp_path.iterdir()) == before
     assert loaded_step(tmp_path) == 2
     assert snapshots.save(state(4), step=4)
+
+
+def test_a_write_that_fails_once_fails_the_save_even_if_the_next_ones_work(tmp_path: Path) -> None:
+    class FullForOnce(io.BytesIO):
+        is_full = True
+
+        def write(self, data: object) -> int:
+            if self.is_full:
+                self.is_full = False
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)  # type: ignore[arg-type]
+
+    file = HashingFile(FullForOnce())
+    torch.save(state(1), file)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="No space left"):
+        file.finish()
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

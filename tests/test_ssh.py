@@ -245,7 +245,7 @@ def test_alias_of_the_config(start_sshd: Start, own_home: Path, identity: Path) 
     learn(own_home, f"cluster-node {server.host_key}\n")
     (own_home / ".ssh/more").write_text(
         f'Host node\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile "{identity}"\n'
-        f"  User {getpass.getuser()}\n"
+        f"  User {getpass.getuser()}\nHost somewhere-else\n  Port 9\n"
     )
     config(own_home, "Include mo*\nHostKeyAlias cluster-node\nHost other\n  Port 1\n")
     connection = ssh.connect(ssh.SshTarget(name="gpu1", address="node"))

@@ -45,7 +45,8 @@ class Faulty(Digits):
 
     def model(self):
         noise = [] if PLAIN else [nn.BatchNorm1d(32), nn.Dropout(0.3)]
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *noise, nn.ReLU(), nn.Linear(32, 10))
+        start = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32)]
+        return nn.Sequential(*start, *noise, nn.ReLU(), nn.Linear(32, 10))
 
     def loss(self, model, batch):
         self.calls += 1
@@ -53,7 +54,7 @@ class Faulty(Digits):
             os.kill(os.getpid(), signal.SIGKILL)
         with open(f"{os.environ['SEEN']}.{os.environ.get('RANK', 0)}", "a") as file:
             file.writelines(f"{index}\\n" for index in batch[2].tolist())
-        return super().loss(model, batch[:2])
+        return super().loss(model, batch[:2]) * float(os.environ.get("LOSS_SCALE", 1))
 
     def optimizer(self, model, lr):
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -209,7 +210,8 @@ def test_scaler_and_clipping_resume_identically_in_a_world_of_one(tmp_path: Path
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for output, kill_at, code in ((whole, 0, 0), (broken, 7, -signal.SIGKILL), (broken, 0, 0)):
         argv = [sys.executable, *MODULE, *map(str, arguments), "--output", str(output)]
-        with started(argv, SEEN=tmp_path / "seen", KILL_AT=kill_at) as process:
+        # The loss is so large that the scaler must learn its scale in the first steps.
+        with started(argv, SEEN=tmp_path / "seen", KILL_AT=kill_at, LOSS_SCALE=1000) as process:
             finish(process, code)
     assert result(broken)["resumed_at_step"] == 6
     assert metrics(broken) == metrics(whole)

@@ -192,6 +192,7 @@ def test_damaged_list_is_refused(code: Path, work: Path) -> None:
     rows[0][4] = "0" * 64
     with pytest.raises(ValueError, match="damaged"):
         tree.place(str(work / "cache"), str(work / "run"), taken.digest, rows=rows)
+    assert str(work / "cache") not in tree._held
 
 
 # --- a run that is resumed ----------------------------------------------------------------------------------

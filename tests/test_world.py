@@ -106,5 +106,8 @@ def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, co
         assert rank.stderr
         assert rank.stdout.readline() == b"in\n"
         rank.send_signal(number)
-        assert rank.wait(timeout=20) == code
-        assert b"0.3 s of grace" in rank.stderr.read()
+        try:
+            assert rank.wait(timeout=20) == code
+            assert b"0.3 s of grace" in rank.stderr.read()
+        finally:
+            rank.kill()

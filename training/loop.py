@@ -212,8 +212,8 @@ class Loop:
     def _settle_buckets(self) -> None:
         """Make DDP lay out its buckets now, by a backward pass through nothing.
 
-        It does so once, after its first backward pass. Left to itself, the first step after a resume would have
-        another layout than that step of the unbroken run, and three ranks' sums other roundings.
+        It does so once, after its first backward pass. Left to itself, the first step after a resume would
+        have another layout than that step of the unbroken run, and three ranks' sums other roundings.
         """
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
