@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import logging
 import shlex
 import shutil
@@ -117,13 +118,43 @@ def _close_all(hops: Sequence[Client]) -> None:
         client.close()
 
 
+class _ChannelStream(io.RawIOBase):
+    """A channel's stdin and stdout. Paramiko's own file flushes when it is collected, which may be too late for it."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._channel.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def write(self, data: Any) -> int:
+        self._channel.sendall(data)
+        return len(data)
+
+
+class _ChannelStdin(_ChannelStream):
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.shutdown_write()
+        super().close()
+
+
 class SshProcess:
     """A command that runs on the host; its streams are bytes."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
-        self.stdin = cast("IO[bytes]", channel.makefile_stdin("wb"))
-        self.stdout = cast("IO[bytes]", channel.makefile("rb", 1 << 16))
+        self.stdin = cast("IO[bytes]", _ChannelStdin(channel))
+        self.stdout = cast("IO[bytes]", io.BufferedReader(_ChannelStream(channel), 1 << 16))
         self._stderr: collections.deque[bytes] = collections.deque(maxlen=16)
         # Nobody reading stderr would stop the command once the window is full.
         self._drain = threading.Thread(target=self._read_stderr, name="ssh-stderr", daemon=True)

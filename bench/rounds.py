@@ -1,0 +1,198 @@
+"""What every benchmark here shares: interleaved rounds, a lab of its own, tables that paste into the README."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.version
+
+from nodekit.deploy import lab_process
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab_process import ProcessRecord
+
+T = TypeVar("T")
+
+SHARED = Path("/var/lib/nodekit-bench")
+"""Files put here before a lab starts are seen by its hosts; /tmp and root's home are not."""
+QUIET_TIMEOUT_S = 20.0
+
+
+class BenchError(Exception):
+    """A contestant did not do what it was started for."""
+
+
+def note(text: str) -> None:
+    """Tell of progress, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What all rounds gave."""
+
+    measured: dict[str, list[object]]
+    broken: dict[str, str]
+    """contestant → why it has no result"""
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[int], T]],
+    rounds: int,
+    *,
+    shown: Callable[[T], str],
+    between: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, list[T]], dict[str, str]]:
+    """Run the contestants in turn, round by round (A B C A B C …), after a warm-up that does not count.
+
+    What disturbs this machine for a while then disturbs all of them. A contestant that breaks is left out from
+    there on, and the second dict says why.
+    """
+    measured: dict[str, list[T]] = {name: [] for name in contestants}
+    broken: dict[str, str] = {}
+    for number in range(rounds + 1):
+        for name, run in contestants.items():
+            if name in broken:
+                continue
+            between()
+            try:
+                result = run(number)
+            except BenchError as error:
+                broken[name] = str(error)
+                note(f"{name}: {error}")
+                continue
+            note(f"{f'round {number}' if number else 'warm-up'}  {name:<28} {shown(result)}")
+            if number:
+                measured[name].append(result)
+    return {name: results for name, results in measured.items() if name not in broken}, broken
+
+
+# --- a lab of its own ---------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Three hosts, and this machine's ways to them: a home of its own for kit, a configuration for ssh."""
+
+    def __init__(self, lab: Lab, folder: Path, shared: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.shared = shared
+        """Visible to the hosts under the same name."""
+        self.ssh_config = folder / "ssh_config"
+        self.bin = folder / "bin"
+        hosts = "".join(f"Host {host.name}\n  HostName {host.address}\n" for host in lab.hosts.values())
+        self.ssh_config.write_text(
+            f"{hosts}Host *\n  User root\n  BatchMode yes\n  IdentitiesOnly yes\n  HashKnownHosts no\n"
+            f"  IdentityFile {lab.identity_file}\n  UserKnownHostsFile {lab.known_hosts}\n"
+        )
+        self.bin.mkdir()
+        # For programs that call plain `ssh`: with this, the lab's hosts are in reach as the user's own are.
+        wrapper = self.bin / "ssh"
+        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.ssh_config} "$@"\n')
+        wrapper.chmod(0o755)
+        self._quiet = {name: _processes(lab, name) for name in lab.hosts}
+
+    def env(self, **more: str) -> dict[str, str]:
+        """The caller's environment without what would steer a job, and with a home of its own."""
+        mine = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("NODEKIT_", "TORCH", "NCCL_", "GLOO_", "SSH_", "SLURM_", "XDG_", "DS_"))
+            and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+        }
+        home = str(self.folder / "home")
+        path = f"{self.bin}:{mine.get('PATH', os.defpath)}"
+        return {**mine, "HOME": home, "XDG_STATE_HOME": f"{home}/state", "PATH": path, **more}
+
+    def wait_quiet(self) -> None:
+        """Wait until nothing of the last contestant runs on the hosts; what does not end is ended."""
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        while left := self._left():
+            if time.monotonic() > deadline:
+                note(f"  left behind by the last contestant, and ended now: {len(left)} processes")
+                lab_process.kill(*left)
+            time.sleep(0.05)
+
+    def _left(self) -> set[ProcessRecord]:
+        return set().union(*(_processes(self.lab, name) - quiet for name, quiet in self._quiet.items()))
+
+
+def _processes(lab: Lab, host: str) -> set[ProcessRecord]:
+    found = set()
+    for pid in lab.processes(host):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(ProcessRecord.of(pid))
+    return found
+
+
+@contextlib.contextmanager
+def bench(num_hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> Iterator[Bench]:
+    """A lab of so many hosts, removed at the end, with all files.
+
+    Args:
+        num_hosts: how many.
+        prepare: puts into the folder it is given what the hosts shall see, under the same name.
+    """
+    SHARED.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="nodekit-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="run-", dir=SHARED) as shared,
+    ):
+        Path(shared).chmod(0o755)
+        Path(folder, "home").mkdir()
+        prepare(Path(shared))
+        note(f"starting {num_hosts} hosts")
+        lab = Lab.up(num_hosts, folder=Path(folder, "lab"))
+        try:
+            yield Bench(lab, Path(folder), Path(shared))
+        finally:
+            lab.down()
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, aligned so that it reads in a terminal too."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = (cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(cells, widths)))
+        return f"| {' | '.join([first, *rest])} |"
+
+    rule = [("-" * width if n == 0 else "-" * (width - 1) + ":") for n, width in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def spread(values: Sequence[float]) -> str:
+    """``6.1–7.0``"""
+    return f"{min(values):.2f}–{max(values):.2f}"
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value."""
+    return statistics.median(values)
+
+
+def machine() -> str:
+    """The date and the machine, as a table's caption has them."""
+    model = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {len(os.sched_getaffinity(0))} cores of {model}, "
+        f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.version.__version__}; "
+        f"load {load}"
+    )
