@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -11,13 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch.version
-
-from nodekit.deploy import lab_process
+from nodekit.deploy import lab_network, lab_process
 from nodekit.deploy.lab_cluster import Lab
 from nodekit.deploy.lab_process import ProcessRecord
 
@@ -35,15 +33,6 @@ class BenchError(Exception):
 def note(text: str) -> None:
     """Tell of progress, apart from the tables."""
     print(text, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """What all rounds gave."""
-
-    measured: dict[str, list[object]]
-    broken: dict[str, str]
-    """contestant → why it has no result"""
 
 
 def interleave(
@@ -90,7 +79,9 @@ class Bench:
         """Visible to the hosts under the same name."""
         self.ssh_config = folder / "ssh_config"
         self.bin = folder / "bin"
-        hosts = "".join(f"Host {host.name}\n  HostName {host.address}\n" for host in lab.hosts.values())
+        hosts = "".join(
+            f"Host {host.name} {host.address}\n  HostName {host.address}\n" for host in lab.hosts.values()
+        )
         self.ssh_config.write_text(
             f"{hosts}Host *\n  User root\n  BatchMode yes\n  IdentitiesOnly yes\n  HashKnownHosts no\n"
             f"  IdentityFile {lab.identity_file}\n  UserKnownHostsFile {lab.known_hosts}\n"
@@ -100,7 +91,17 @@ class Bench:
         wrapper = self.bin / "ssh"
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.ssh_config} "$@"\n')
         wrapper.chmod(0o755)
+        for (
+            host
+        ) in lab.hosts.values():  # their interfaces differ: kit looks, the others are told so on each host
+            line = f"export GLOO_SOCKET_IFNAME={host.interface}"
+            lab.run(host.name, ["sh", "-c", f"echo {line} > /root/.bashrc"], check=True)
         self._quiet = {name: _processes(lab, name) for name in lab.hosts}
+
+    @property
+    def control_address(self) -> str:
+        """This machine's address in the lab."""
+        return lab_network.control_address(self.lab.network)
 
     def env(self, **more: str) -> dict[str, str]:
         """The caller's environment without what would steer a job, and with a home of its own."""
@@ -108,7 +109,8 @@ class Bench:
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("NODEKIT_", "TORCH", "NCCL_", "GLOO_", "SSH_", "SLURM_", "XDG_", "DS_"))
-            and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+            and name
+            not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
         }
         home = str(self.folder / "home")
         path = f"{self.bin}:{mine.get('PATH', os.defpath)}"
@@ -167,7 +169,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        first, *rest = (cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(cells, widths)))
+        first, *rest = (
+            cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(cells, widths))
+        )
         return f"| {' | '.join([first, *rest])} |"
 
     rule = [("-" * width if n == 0 else "-" * (width - 1) + ":") for n, width in enumerate(widths)]
@@ -187,12 +191,16 @@ def median(values: Sequence[float]) -> float:
 def machine() -> str:
     """The date and the machine, as a table's caption has them."""
     model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         f"{time.strftime('%Y-%m-%d %H:%M')}, {len(os.sched_getaffinity(0))} cores of {model}, "
-        f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.version.__version__}; "
+        f"Linux {platform.release()}, Python {platform.python_version()}, torch {importlib.metadata.version('torch')}; "
         f"load {load}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -44,7 +45,7 @@ def up(options: Options) -> int:
             else:
                 offsets, tail_bytes = {}, ATTACH_TAIL_BYTES
         assert run is not None
-        shown = _shown(str(options.inventory))
+        shown = shlex.quote(_shown(str(options.inventory)))
         if options.detach:
             print(f"{run.run_id} is running: kit up {shown} attaches to it, kit down stops it", flush=True)
             return 0
@@ -204,7 +205,9 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     if verdict.outcome == "failed":
         print(f"{run.run_id} failed: {verdict.text}")
     elif verdict.outcome == "stopped":
-        print(f"{run.run_id} was stopped; kit up {_shown(run.inventory_path)} goes on from its snapshot")
+        print(
+            f"{run.run_id} was stopped; kit up {shlex.quote(_shown(run.inventory_path))} goes on from its snapshot"
+        )
     else:
         seconds = (run.ended or time.time()) - run.started
         print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, links, first)}")

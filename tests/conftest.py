@@ -1,6 +1,9 @@
 """What every test gets: a home of its own, a clean environment, and a check that nothing is left running."""
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,23 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_STATE_HOME", str(home / ".local/state"))
     for name in list(os.environ):
-        if name.startswith(("NODEKIT_", "TORCH", "NCCL_", "GLOO_", "SSH_", "SLURM_")) or name in (
+        if name.startswith(("NODEKIT_RUN", "TORCH", "NCCL_", "GLOO_", "SSH_", "SLURM_")) or name in (
             "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
         ):  # fmt: skip
             monkeypatch.delenv(name)
     return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Every process of the session carries a mark in its environment; at the end none may be left."""
+    mark = f"NODEKIT_TEST_SESSION={secrets.token_hex(8)}"
+    name, _, value = mark.partition("=")
+    os.environ[name] = value
+    yield
+    left = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(folder.name) != os.getpid() and mark.encode() in (folder / "environ").read_bytes():
+                left[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    assert not left, f"still running at the end of the session: {left}"

@@ -1,0 +1,129 @@
+"""`kit` on two local nodes: the same path as over SSH, without hosts; what the command line says and returns."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import processes_of, until
+from kit_runs import Kit, run_id
+
+FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)\n"
+
+
+@pytest.fixture
+def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
+    """Kit in a project with two local nodes in its inventory."""
+    kit = Kit(tmp_path / "my 'project' $HOME", None)
+    (kit.folder / "two nodes.yaml").write_text(
+        f"name: two\nconnection: local\nworkdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+    )
+    yield kit
+    kit.close()
+    kit.run("down", "--force")
+    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+
+
+def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
+    done = local.run("up", "two nodes.yaml", "--", "-m", "nodekit.training", "--epochs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
+    for kind in ("logs", "snapshots", "output"):
+        assert re.search(rf"a:.*/a/{kind}\b", done.stdout), f"it says where the {kind} are"
+
+
+def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    done = local.run("up", "two nodes.yaml", "-d", "--", "job.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = run_id(done.stdout)
+    assert f"{found} is running: kit up 'two nodes.yaml' attaches to it" in done.stdout
+    status = local.run("status", found[:-2])  # the beginning of an id will do
+    assert re.search(r"^  a  running  rank 0 of 2$", status.stdout, re.MULTILINE), status.stdout
+    assert json.loads(local.run("status", "--json").stdout)["status"]["b"]["rank"] == 1
+    until(lambda: "a:0 | up" in local.run("logs").stdout)
+    assert local.run("logs", "--rank", "1").stdout == "b:1 | up\n"
+    assert local.run("logs", "--node", "a").stdout == "a:0 | up\n"
+    refused = local.run("up", "two nodes.yaml", "--", "job.py", "other")
+    assert (refused.returncode, "is running another command" in refused.stderr) == (1, True)
+    assert local.run("up", "two nodes.yaml", "--new", "--", "job.py").returncode == 1
+    down = local.run("down")
+    assert (down.returncode, down.stdout) == (0, f"{found} is stopped on 2 nodes\n")
+    again = local.run("down")
+    assert (again.returncode, again.stdout) == (0, f"{found} is not running (stopped)\n")
+    assert re.search(rf"^{found} .* stopped +stopped by kit down$", local.run("runs").stdout, re.MULTILINE)
+
+
+def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(local: Kit) -> None:
+    (local.folder / "job.py").write_text("import pathlib, sys\nsys.exit(pathlib.Path('bad').exists())\n")
+    (local.folder / "bad").write_text("")
+    values = (local.folder / "two nodes.yaml").read_text()
+    (local.folder / "two nodes.yaml").write_text(values + "job: {max_restarts: 0}\n")
+    failed = local.run("up", "two nodes.yaml", "--", "job.py")
+    assert failed.returncode == 3
+    assert "failed first (exit status 1)" in failed.stdout
+    (local.folder / "bad").unlink()
+    mended = local.run("up", "two nodes.yaml", "--", "job.py")
+    assert (mended.returncode, run_id(mended.stdout)) == (0, run_id(failed.stdout)), mended.stdout
+    after = local.run("up", "two nodes.yaml", "--", "job.py")
+    assert run_id(after.stdout) != run_id(failed.stdout)
+
+
+def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
+    (local.folder / "part.py").write_text("WORD = 'old'\n")
+    (local.folder / "job.py").write_text(
+        "import os, pathlib, time\nprint('up', flush=True)\n"
+        "while not os.path.exists(os.environ['GO']): time.sleep(0.05)\nimport part\nprint('it is', part.WORD)\n"
+    )
+    go = local.folder.parent / "go"
+    values = (local.folder / "two nodes.yaml").read_text()
+    (local.folder / "two nodes.yaml").write_text(values + f"job: {{env: {{GO: {str(go)!r}}}}}\n")
+    up = local.start("up", "two nodes.yaml", "--", "job.py")
+    local.wait_for("b:1 | up")
+    (local.folder / "part.py").write_text("WORD = 'new'\n")
+    go.touch()
+    assert up.wait(60) == 0
+    assert "it is old" in local.log()
+    assert "it is new" not in local.log()
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (("up", "none.yaml"), 1, "none.yaml: no such file"),
+        (("up", "two nodes.yaml", "--", "none.py"), 1, "no none.py in "),
+        (("status",), 1, "no run on record in "),
+        (("up", "two nodes.yaml", "--wrong"), 2, "unrecognized arguments: --wrong"),
+        (("fly",), 2, "invalid choice: 'fly'"),
+        ((), 2, "the following arguments are required: COMMAND"),
+        (("up", "slurm"), 1, "the Slurm backend is not there yet"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line_with_its_exit_code(
+    local: Kit, args: tuple[str, ...], status: int, says: str
+) -> None:
+    done = local.run(*args)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_teaches_the_exit_codes(local: Kit) -> None:
+    for command in ((), ("up",)):
+        assert "130  stopped by Ctrl-C" in local.run(*command, "--help").stdout
+
+
+def test_the_reader_of_a_pipe_may_leave(local: Kit) -> None:
+    first = subprocess.Popen(
+        local.argv("schema"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+    )
+    assert first.stdout is not None
+    first.stdout.read(10)
+    first.stdout.close()
+    assert first.stderr is not None
+    assert first.stderr.read() == b""
+    first.stderr.close()
+    assert first.wait(20) == 0
