@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import peers
@@ -21,23 +21,26 @@ TIMEOUT_S = 120.0
 FIRST_PORT = 29500
 STAGES = ("first_line", "imported", "joined", "stepped")
 SSH = "/usr/bin/ssh"
-_SAID = re.compile(r"BENCH (\{.*\})")
+_SAID = re.compile(r"BENCH (\{[^}]*\})")
 
-# torchrunx is a library: what its user writes. Its launcher tells the hosts its own fully qualified name, which
-# this machine's hosts do not know; they do know its address.
+# torchrunx is a library: this is what its user writes. It tells the hosts this machine's name, and asks what that
+# name resolves to; names do not resolve on a bare lab, so it is given the address.
 TORCHRUNX = """\
-import runpy, socket, sys
+import json, runpy, socket, sys
 import torchrunx
 
 address, config, script, *hosts = sys.argv[1:]
 socket.getfqdn = lambda name="": address
+socket.gethostname = lambda: address
 
 def train(script):
-    runpy.run_path(script, run_name="__main__")
+    return runpy.run_path(script, run_name="__main__")["said"]
 
 if __name__ == "__main__":
     launcher = torchrunx.Launcher(hostnames=hosts, workers_per_host=1, ssh_config_file=config, backend=None)
-    launcher.run(train, script)
+    result = launcher.run(train, script)
+    for rank in range(len(hosts)):  # it shows the output of the first rank only
+        print("BENCH", json.dumps(result.rank(rank)))
 """
 
 
@@ -49,6 +52,8 @@ class Start:
     """Each stage of the script, when the last rank had done it."""
     end_s: float
     """When the command was back."""
+    trouble: str
+    """What was wrong with the end, after every rank had made its step; else empty."""
     more: Mapping[str, float] = field(default_factory=dict)
     """Moments before the script's first line, in order, as far as this launcher can be asked."""
 
@@ -64,7 +69,7 @@ def measure(
     """Start commands side by side, and read what the ranks said; the start, when it was, and all output.
 
     Raises:
-        BenchError: a command failed or took too long, or not every rank made the same step.
+        BenchError: it took too long, or not every rank made the same step.
     """
     output = bench.folder / "output"
     begin = time.time()
@@ -93,9 +98,6 @@ def measure(
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
     text = output.read_text(errors="replace")
-    for process in running:
-        if process.returncode != 0:
-            raise BenchError(f"exit status {process.returncode}; {_tail(output)}")
     said = [json.loads(match) for match in _SAID.findall(text)]
     num_hosts = len(bench.lab.hosts)
     if sorted(each["rank"] for each in said) != list(range(num_hosts)):
@@ -103,7 +105,9 @@ def measure(
     if {each["world_size"] for each in said} != {num_hosts} or len({each["weights"] for each in said}) != 1:
         raise BenchError(f"the ranks did not make the same step: {said}")
     stages = {stage: max(each[stage] for each in said) - begin for stage in STAGES}
-    return Start(stages=stages, end_s=end - begin), begin, text
+    statuses = [process.returncode for process in running if process.returncode != 0]
+    trouble = f"exit status {statuses[0]}; {_tail(output)}" if statuses else ""
+    return Start(stages=stages, end_s=end - begin, trouble=trouble), begin, text
 
 
 def _tail(output: Path) -> str:
@@ -128,7 +132,7 @@ class Starts:
         self._driver.write_text(TORCHRUNX)
 
     def available(self) -> tuple[dict[str, Callable[[int], Start]], dict[str, str]]:
-        """name → how to start it; and the peers that are not here, with the reason."""
+        """Name → how to start it; and the peers that are not here, with the reason."""
         found: dict[str, Callable[[int], Start]] = {
             "ssh + torchrun, c10d": self.by_hand_c10d,
             "ssh + torchrun, static": self.by_hand_static,
@@ -163,16 +167,14 @@ class Starts:
             argvs.append([SSH, "-F", str(self._bench.ssh_config), host.name, line])
         start, begin, text = measure(self._bench, argvs, cwd=self._job, env=self._bench.env())
         logins = [float(found) for found in re.findall(r"LOGIN=([\d.]+)", text)]
-        return Start(stages=start.stages, end_s=start.end_s, more={"connect": max(logins) - begin})
+        return replace(start, more={"connect": max(logins) - begin})
 
     def kit(self, _: int) -> Start:
         """A new run of unchanged code: start of python, checks and sync included."""
         argv = [sys.executable, "-m", "nodekit.deploy.cli", "up", str(self._bench.lab.inventory), "--new"]
         env = self._bench.env()
         start, begin, _text = measure(self._bench, [[*argv, "--", "train.py"]], cwd=self._project, env=env)
-        return Start(
-            stages=start.stages, end_s=start.end_s, more=self._kit_moments(Path(env["XDG_STATE_HOME"]), begin)
-        )
+        return replace(start, more=self._kit_moments(Path(env["XDG_STATE_HOME"]), begin))
 
     def _kit_moments(self, state: Path, begin: float) -> dict[str, float]:
         """From the run's records, here and on the hosts: when each phase was over."""

@@ -8,6 +8,7 @@ import time
 
 first_line = time.time()
 import json  # noqa: E402
+import sys  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -41,5 +42,7 @@ said = {
     "joined": joined,
     "stepped": stepped,
 }
-print("BENCH " + json.dumps(said), flush=True)
+sys.stdout.write(f"BENCH {json.dumps(said)}\n")  # print makes two writes of it when unbuffered
+sys.stdout.flush()
+dist.barrier()  # nobody leaves while another still needs it
 dist.destroy_process_group()

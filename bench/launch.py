@@ -29,8 +29,8 @@ machine (network namespaces with real sshd), one worker each: the same small DDP
   deepspeed     its launcher, by pdsh; the code there already
   torchrunx     from a program of its user's; the code there already
 
-They take turns, round by round, after a warm-up round. Every start must end well, with the same step made on
-every rank. The tables are for the README.
+They take turns, round by round, after a warm-up round. A start counts when every rank has made the same step.
+The tables are for the README.
 """
 EPILOG = """\
 examples:
@@ -99,7 +99,10 @@ def main() -> int:
         print(phases(measured[KIT]))
     for name, why in broken.items():
         note(f"\n{name} broke: {why}")
-    return 1 if broken else 0
+    for name, starts in measured.items():
+        for trouble in {start.trouble for start in starts if start.trouble}:
+            note(f"\n{name} made its steps, and then ended badly: {trouble}")
+    return 1 if broken or any(start.trouble for start in measured.get(KIT, ())) else 0
 
 
 def totals(measured: Mapping[str, Sequence[Start]], without: Mapping[str, str]) -> str:
@@ -109,17 +112,18 @@ def totals(measured: Mapping[str, Sequence[Start]], without: Mapping[str, str]) 
     rows = []
     for name, starts in measured.items():
         ratios = [f"{medians[name] / medians[base]:.2f} ×" for base in bases]
-        end = median([start.end_s for start in starts])
-        rows.append(
-            [name, f"{medians[name]:.2f}", spread([start.step_s for start in starts]), *ratios, f"{end:.2f}"]
-        )
-    rows += [[f"{name}: {why}", *["–"] * (3 + len(bases))] for name, why in without.items()]
+        end = f"{median([start.end_s for start in starts]):.2f}"
+        well = f"{sum(not start.trouble for start in starts)} of {len(starts)}"
+        spread_s = spread([start.step_s for start in starts])
+        rows.append([name, f"{medians[name]:.2f}", spread_s, *ratios, end, well])
+    rows += [[f"{name}: {why}", *["–"] * (4 + len(bases))] for name, why in without.items()]
     header = [
         "",
         "median",
         "range",
         *(f"to {base.partition(', ')[2]} by hand" for base in bases),
         "until it ended",
+        "ended well",
     ]
     return table(header, rows)
 

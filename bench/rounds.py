@@ -169,17 +169,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        first, *rest = (
-            cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(cells, widths))
-        )
-        return f"| {' | '.join([first, *rest])} |"
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return f"| {' | '.join([cells[0].ljust(widths[0]), *padded[1:]])} |"
 
     rule = [("-" * width if n == 0 else "-" * (width - 1) + ":") for n, width in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
 def spread(values: Sequence[float]) -> str:
-    """``6.1–7.0``"""
+    """From the least to the most, as in ``6.10–7.00``."""
     return f"{min(values):.2f}–{max(values):.2f}"
 
 

@@ -47,8 +47,14 @@ def last_traceback(text: str) -> str:
     end = starts[-1] + 1
     while end < len(lines) and lines[end].startswith((" ", "\t")):
         end += 1
-    message = end + 1  # the exception; a message of several lines goes on to the next empty or log-like one
-    while message < len(lines) and message - end < 8 and re.match(r"[^\s\[]", lines[message]):
+    # The exception; a message of several lines goes on to the next empty or log-like one, or to the last words of
+    # an interpreter whose gloo threads abort it while it ends.
+    message = end + 1
+    while (
+        message < len(lines)
+        and message - end < 8
+        and re.match(r"(?!terminate called)[^\s\[]", lines[message])
+    ):
         message += 1
     found = lines[starts[-1] : message]
     if len(found) > _MAX_ERROR_LINES:

@@ -168,18 +168,24 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _stop_everywhere(run: Run, supervisor: Supervisor, view: View) -> int:
+    again = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # no longer an exception, which could come at a bad moment
+        signal.signal(number, lambda *_: again.set())
     view.say(f"stopping {run.run_id} on {count(len(run.nodes), 'node')}; Ctrl-C again kills it at once")
-    box: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: box.append(supervisor.stop(force=False)), daemon=True)
-    asking.start()
-    try:
-        while asking.is_alive():
-            asking.join(0.2)
-    except KeyboardInterrupt:
-        view.say("killing it")
-        box.insert(0, supervisor.stop(force=True))
+    results: dict[str, Any] = {}
+
+    def stop(force: bool) -> None:
+        results.update(supervisor.stop(force=force))
+
+    stopping = threading.Thread(target=stop, args=(False,), daemon=True)
+    stopping.start()
+    while stopping.is_alive():
+        if again.wait(0.1):
+            view.say("killing it")
+            stop(True)
+            break
     run.finish("stopped", "stopped by Ctrl-C")
-    view.say(stopped_text(run, box[0]))
+    view.say(stopped_text(run, results))
     return 130
 
 

@@ -17,13 +17,15 @@ total = torch.ones(1)
 dist.all_reduce(total)
 print("world", int(total), flush=True)
 """
+# gloo's threads may abort an interpreter that ends by itself (seen with torch 2.13): what is tested is before that.
+END = "sys.stdout.flush()\nos._exit(0)\n"
 FOREVER = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"
 
 
 def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
     agents.start(
         ALL_REDUCE + "print({name: os.environ[name] for name in "
-        "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')})"
+        "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')})\n" + END
     )
     assert agents.wait("n0", "succeeded")["state"] == "succeeded"
     assert agents.wait("n1", "succeeded")["state"] == "succeeded"
@@ -32,6 +34,15 @@ def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
         "{'RANK': '1', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'NODE_RANK': '1', 'MASTER_ADDR': '127.0.0.1', "
         "'GLOO_SOCKET_IFNAME': 'lo'}",
     ]
+
+    events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == [
+        "agent-started",
+        "rendezvous",
+        "workers-started",
+        "agent-ended",
+    ]
+    assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}
 
 
 HARD_ARGS = ["a b", "'", '"', "$HOME", "$$", "${local_rank}", ";", "new\nline", "ünï ✓", "", "-x", "*", "\\n"]
@@ -67,7 +78,7 @@ def test_a_crashed_worker_is_restarted_and_both_logs_are_kept(agents: Agents) ->
     agents.start(
         ALL_REDUCE + "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
         "if first and os.environ['RANK'] == '1': raise ValueError('boom')\n"
-        "dist.all_reduce(total)\n",
+        "dist.all_reduce(total)\n" + END,
         max_restarts=1,
     )
     for name in ("n0", "n1"):
@@ -75,7 +86,8 @@ def test_a_crashed_worker_is_restarted_and_both_logs_are_kept(agents: Agents) ->
     assert "ValueError: boom" in agents.log(1, "0.0")
     assert agents.log(1, "0.1") == "world 2\n"
     (failure,) = agents.status("n1")["failures"]
-    assert (failure["rank"], failure["exitcode"], failure["attempt"]) == (1, 1, "0.0")
+    assert (failure["rank"], failure["attempt"]) == (1, "0.0")
+    assert failure["exitcode"] in (1, -signal.SIGABRT)  # see END: it may abort on its way out
     assert failure["error"].endswith("ValueError: boom")
 
 
@@ -157,19 +169,6 @@ def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:
         num_nodes=1,
     )
     until(lambda: agents.status("n0").get("progress") == "7/9 loss 0.5")
-
-
-def test_the_events_tell_the_story(agents: Agents) -> None:
-    agents.start(ALL_REDUCE)
-    agents.wait("n0", "succeeded")
-    events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == [
-        "agent-started",
-        "rendezvous",
-        "workers-started",
-        "agent-ended",
-    ]
-    assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}
 
 
 @pytest.mark.parametrize("delay_s", [1.5, 1.6, 1.7, 1.8])

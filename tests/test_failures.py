@@ -85,6 +85,10 @@ def test_the_traceback_is_taken_without_torchs_rank_prefix_and_what_came_before(
     assert last_traceback(log) == BOOM
 
 
+def test_the_last_words_of_an_aborted_interpreter_are_no_part_of_the_message() -> None:
+    assert last_traceback(BOOM + "\nterminate called without an active exception\n") == BOOM
+
+
 def test_of_a_chain_of_tracebacks_the_last_is_taken() -> None:
     first = BOOM.replace("boom", "first")
     chain = f"{first}\n\nDuring handling of the above exception, another exception occurred:\n\n{BOOM}\n"
