@@ -1,0 +1,139 @@
+"""Every command of the README, run as it stands there, in its order."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from agents import until
+from kit_runs import Kit
+
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.inventory.load import load_inventory
+
+pytestmark = pytest.mark.lab
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+TRAIN = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("up", os.environ["RANK"], flush=True)
+total = torch.ones(1)
+while os.environ.get("ENDLESS") == "1":
+    dist.all_reduce(total)
+    time.sleep(0.1)
+dist.all_reduce(total)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def commands(block: str) -> list[str]:
+    return [line.partition(" # ")[0].strip() for line in block.splitlines()]
+
+
+def sh(command: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    """A line as a user types it, with this kit first in the PATH."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **env},
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
+    assert commands(BLOCKS[0]) == ["make up", "make test"]  # the second is what runs this
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        ".ci",
+        "deploy",
+        "inventory",
+        "training",
+        "slurm",
+    ):
+        # What is not committed yet is tested too.
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, clone / name, dirs_exist_ok=True)
+        else:
+            shutil.copy(ROOT / name, clone / name)
+    done = sh("make up", clone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"trained to the end in \d+ s, accuracy (\d+\.\d+)%", done.stdout)
+    assert accuracy, done.stdout
+    assert float(accuracy.group(1)) >= 97
+
+
+@pytest.fixture
+def readme_lab(kit: Kit, lab: Lab) -> Kit:
+    """The lab under the names that the README uses."""
+    values = yaml.safe_load(lab.inventory.read_text())
+    hosts = dict(zip(("gpu1", "gpu2", "gpu3"), values["hosts"].values(), strict=True))
+    values.update(name="lab", hosts=hosts, job={"command": ["train.py"]})
+    (kit.folder / "lab.yaml").write_text(yaml.safe_dump(values))
+    (kit.folder / "train.py").write_text(TRAIN)
+    return kit
+
+
+def test_the_commands_for_a_cluster_run_in_their_order(readme_lab: Kit) -> None:
+    folder = readme_lab.folder
+    for command in commands(BLOCKS[1]):
+        if command == "kit up lab.yaml --new -d -- train.py":
+            (folder / "train.py").write_text(TRAIN.replace('os.environ.get("ENDLESS")', '"1"'))
+        if command == "kit up lab.yaml -- train.py":  # it attaches, until somebody says `kit down`
+            readme_lab.start(*command.split()[1:])
+            readme_lab.wait_for("attached to ")
+            continue
+        if command.startswith("kit logs -f"):  # until the run ends
+            with subprocess.Popen(
+                readme_lab.argv(*command.split()[1:]), cwd=folder, stdout=subprocess.PIPE, text=True
+            ) as following:
+                assert following.stdout is not None
+                try:
+                    assert any(line == "gpu1:0 | up 0\n" for line in following.stdout)
+                finally:
+                    following.kill()
+            continue
+        done = sh(command, folder)
+        assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+    until(lambda: all(process.poll() is not None for process in readme_lab.started), timeout_s=30)
+    assert not readme_lab.leftovers()
+
+
+def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
+    lab_folder = own_home / "mylab"
+    try:
+        for command in commands(BLOCKS[2]):
+            done = sh(command, tmp_path)
+            assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+    finally:
+        if lab_folder.exists():
+            sh(f"kit lab down --folder {lab_folder}", tmp_path)
+    assert not lab_folder.exists()
+
+
+def test_the_inventory_it_shows_is_one(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (tmp_path / "lab.yaml").write_text(block)
+    found = load_inventory(tmp_path / "lab.yaml")
+    assert [host.name for host in found.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
+
+
+def test_every_link_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
