@@ -25,6 +25,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from nodekit.deploy import hostfacts
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
+NO_WORKERS_GRACE_S = 3.0
 _POLL_S = 0.1
 _BEAT_S = 2.0
 # port -> the listening socket that keeps it ours until an agent takes it over
@@ -60,7 +61,7 @@ def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Di
     os.makedirs(node_dir, mode=0o700, exist_ok=True)
     alive = agent_alive(node_dir)
     if alive:
-        raise RuntimeError("an agent of this run is alive here already (pid %d)" % alive)
+        raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
     full = dict(os.environ)
     full.update(env)
     full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
@@ -214,14 +215,16 @@ def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
     killed = False
     if not force:
         os.kill(record["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + (0 if force else grace_s)
+    start = time.monotonic()
     while agent_alive(node_dir) is not None:
         if warm_agent is not None:
             warm_agent.poll()
-        if time.monotonic() >= deadline:
+        # Without workers nothing can be lost, and an agent that waits for its peers inside torch hears no signal.
+        has_workers = (_load(os.path.join(node_dir, "status.json")) or {}).get("workers")
+        wait_s = 0.0 if force else grace_s if has_workers else min(grace_s, NO_WORKERS_GRACE_S)
+        if not killed and time.monotonic() - start >= wait_s:
             killed = True
             _kill(record["pid"], signal.SIGKILL)
-            deadline = float("inf")
         time.sleep(0.05)
     _kill_workers(node_dir)
     return {"was": "running", "killed": killed}

@@ -24,6 +24,7 @@ from nodekit.inventory.load import load_inventory, restore
 from nodekit.inventory.schema import Inventory
 
 ATTACH_TAIL_BYTES = 4096
+LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
 def up(options: Options) -> int:
@@ -36,7 +37,7 @@ def up(options: Options) -> int:
     with contextlib.ExitStack() as stack:
         with runs.starting(inventory.path):
             run = _current(inventory, options)
-            links = _attach(stack, run, options) if run is not None and run.state == "running" else None
+            links = _attach(stack, run, options) if run is not None and run.state in LIVE else None
             if links is None:
                 # A run that was stopped or failed goes on; one that trained to its end is done.
                 resumed = run if run is not None and run.state != "succeeded" else None
@@ -68,9 +69,9 @@ def _current(inventory: Inventory, options: Options) -> Run | None:
     if run is None:
         return None
     same = (run.command or run.inventory["job"].get("command")) == _command(inventory, options)
-    if run.state in ("running", "starting") and options.new:
+    if run.state in LIVE and options.new:
         raise KitError(f"{run.run_id} of this inventory is not over; kit down {run.run_id} stops it")
-    if run.state == "running" and not same:
+    if run.state in LIVE and not same:
         raise KitError(
             f"{run.run_id} of this inventory is running another command; kit down {run.run_id} stops it; "
             "to run both, copy the inventory file"

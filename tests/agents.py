@@ -71,25 +71,7 @@ class Agents:
         if not go:
             return
         for rank, name in enumerate(names):
-            values: dict[str, Any] = {
-                "run_id": "r",
-                "generation": 0,
-                "name": name,
-                "node_rank": rank,
-                "min_nodes": num_nodes,
-                "max_nodes": num_nodes,
-                "nproc_per_node": 1,
-                "master_addr": "127.0.0.1",
-                "master_port": port,
-                "local_addr": "127.0.0.1",
-                "max_restarts": 0,
-                "argv": ("python", "-u", "job.py", *args),
-                "env": {"GLOO_SOCKET_IFNAME": "lo"},
-                "code_dir": str(self.folder / "code"),
-                "node_dir": str(self.node_dir(name)),
-                "grace_s": 5.0,
-            }
-            spec = AgentSpec(**{**values, **changes})
+            spec = self.spec(name, *args, node_rank=rank, master_port=port, num_nodes=num_nodes, **changes)
             self.links[name].call(
                 "go",
                 timeout_s=10,
@@ -97,6 +79,28 @@ class Agents:
                 spec=spec.to_dict(),
                 port=port if rank == 0 else None,
             )
+
+    def spec(self, name: str, *args: str, num_nodes: int = 1, **changes: Any) -> AgentSpec:
+        """The spec of a node that runs ``job.py``, loopback and one worker; `changes` are of its fields."""
+        values: dict[str, Any] = {
+            "run_id": "r",
+            "generation": 0,
+            "name": name,
+            "node_rank": 0,
+            "min_nodes": num_nodes,
+            "max_nodes": num_nodes,
+            "nproc_per_node": 1,
+            "master_addr": "127.0.0.1",
+            "master_port": 0,
+            "local_addr": "127.0.0.1",
+            "max_restarts": 0,
+            "argv": ("python", "-u", "job.py", *args),
+            "env": {"GLOO_SOCKET_IFNAME": "lo"},
+            "code_dir": str(self.folder / "code"),
+            "node_dir": str(self.node_dir(name)),
+            "grace_s": 5.0,
+        }
+        return AgentSpec(**{**values, **changes})
 
     def status(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.links[name].call(

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -179,3 +180,15 @@ def test_a_stop_is_heard_also_while_workers_end(agents: Agents, delay_s: float) 
     start = time.monotonic()
     agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=15.0)
     assert time.monotonic() - start < 3
+
+
+def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts, and never answers
+        agents.start(FOREVER, num_nodes=1, go=False)
+        spec = agents.spec("n0", "job.py", master_port=nobody.getsockname()[1])
+        agents.links["n0"].call("go", timeout_s=10, node_dir=spec.node_dir, spec=spec.to_dict())
+        agents.wait("n0", "rendezvous")
+        start = time.monotonic()
+        found = agents.links["n0"].call("stop", timeout_s=60, node_dir=spec.node_dir, grace_s=40.0)
+        assert found["was"] == "running"
+        assert time.monotonic() - start < 10
