@@ -28,7 +28,7 @@ model = DistributedDataParallel(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(1 + rank)  # every rank has data of its own
 loss = nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,)))
-loss.backward()
+loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
 optimizer.step()
 stepped = time.time()
 with torch.no_grad():

@@ -81,7 +81,7 @@ def main() -> int:
         wanted = args.only.split(",")
         chosen = {name: run for name, run in contestants.items() if any(word in name for word in wanted)}
         measured, broken = interleave(
-            chosen, args.rounds, shown=lambda start: f"{start.step_s:6.2f} s", between=lab.wait_quiet
+            chosen, rounds=args.rounds, shown=lambda start: f"{start.step_s:6.2f} s", between=lab.wait_quiet
         )
     print(
         f"Enter to first step on {NUM_HOSTS} hosts, seconds; {args.rounds} rounds, interleaved; {machine()}.\n"

@@ -36,21 +36,22 @@ def note(text: str) -> None:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[int], T]],
+    *groups: Mapping[str, Callable[[int], T]],
     rounds: int,
-    *,
     shown: Callable[[T], str],
     between: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
-    """Run the contestants in turn, round by round (A B C A B C …), after a warm-up that does not count.
+    """Run the contestants in turn, round by round, after a warm-up that does not count.
 
-    What disturbs this machine for a while then disturbs all of them. A contestant that breaks is left out from
+    What disturbs this machine for a while then disturbs all of them. Every other round each group goes backwards
+    (A B, B A, …): the first finds another memory than the second does. A contestant that breaks is left out from
     there on, and the second dict says why.
     """
-    measured: dict[str, list[T]] = {name: [] for name in contestants}
+    measured: dict[str, list[T]] = {name: [] for group in groups for name in group}
     broken: dict[str, str] = {}
     for number in range(rounds + 1):
-        for name, run in contestants.items():
+        turn = [each for group in groups for each in list(group.items())[:: -1 if number % 2 else 1]]
+        for name, run in turn:
             if name in broken:
                 continue
             between()

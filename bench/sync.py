@@ -180,14 +180,15 @@ def main() -> int:
         note(f"making {args.files} files, {args.megabytes} MB")
         made_tree.make(tree, num_files=args.files, size_bytes=args.megabytes * 10**6, seed=args.seed)
         syncs = Syncs(lab, tree)
-        contestants = {
-            f"rsync, {COLD}": syncs.rsync_cold,
-            f"kit, {COLD}": syncs.kit_cold,
+        cold = {f"rsync, {COLD}": syncs.rsync_cold, f"kit, {COLD}": syncs.kit_cold}
+        unchanged = {
             f"rsync, {SAME}": syncs.rsync_again,
             f"kit, {SAME}": syncs.kit_again,
             f"kit, {NEW}": syncs.kit_new_run,
         }
-        measured, broken = interleave(contestants, args.rounds, shown=lambda took: f"{took.all_s:6.2f} s")
+        measured, broken = interleave(
+            cold, unchanged, rounds=args.rounds, shown=lambda took: f"{took.all_s:6.2f} s"
+        )
     print(
         f"{args.files} files, {args.megabytes} MB to {NUM_HOSTS} hosts, seconds; {args.rounds} rounds, "
         f"interleaved; {machine()}.\n"

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 CONNECT_TIMEOUT_S = 60
-_POLL_S = 0.1
+_POLL_S = 0.05
 
 
 @dataclass(eq=True, frozen=True, repr=False)

@@ -153,13 +153,16 @@ def start(
             )
             # From here the agents import torch, which takes longer than an unchanged tree.
             check.all_or_raise(on_all(links, lambda link: _warm(link, planned, secrets)))
-            said.append(_send(reading, firsts, facts, run_id, options))
+            tree, targets = _send(reading, firsts, facts, run_id, options)
+            said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
         with phases.phase("start") as said:
             check.all_or_raise(on_all(links, lambda link: _go(link, planned, run.generation)))
             run.state = "running"
             run.save()
             _wait_started(run, links)
             said.append(f"{count(len(links), 'node')}, world size {planned.world_size}")
+        # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
+        (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException:
         # Agents that got their go are stopped; those that did not end with their link.
         on_all(links, lambda link: _stop_now(link, run))
@@ -233,7 +236,7 @@ def _send(
     facts: Mapping[str, check.Facts],
     run_id: str,
     options: Options,
-) -> str:
+) -> tuple[sync.Tree, dict[str, sync.Target]]:
     tree = reading.result()
     targets = {
         name: sync.Target(
@@ -245,7 +248,7 @@ def _send(
     }
     with sync.progress_bars(silent=options.quiet) as progress:
         check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
-    return f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB"
+    return tree, targets
 
 
 def count(number: int, noun: str) -> str:

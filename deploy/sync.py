@@ -21,7 +21,7 @@ from nodekit.deploy.transfer import Delivery, Link, SourceChanged, bring
 from nodekit.inventory.errors import HostError, KitError
 
 __all__ = [
-    "Entry", "Package", "Progress", "SyncResult", "Target", "Tree", "package", "progress_bars", "project_key",
+    "Entry", "Package", "Progress", "SyncResult", "Target", "Tree", "keep", "package", "progress_bars", "project_key",
     "send", "send_package", "settle", "take",
 ]  # fmt: skip
 
@@ -202,8 +202,18 @@ def _told(error: RemoteError, target: Target) -> HostError:
     return error
 
 
+def keep(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+    """Let each host make its cache whole again, in the background, which `send` leaves for when there is time.
+
+    Without it the next sync does that first.
+    """
+    return on_all(
+        targets, lambda target: target.link.call("tree.keep", timeout_s=timeout_s, cache=target.cache)
+    )
+
+
 def settle(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
-    """Wait until each host's cache is whole again after `send`, which leaves that copying for later."""
+    """`keep`, and wait until it is done."""
     return on_all(
         targets, lambda target: target.link.call("tree.settle", timeout_s=timeout_s, cache=target.cache)
     )

@@ -529,17 +529,25 @@ def test_deadline_is_kept(
     assert "could not be sent in time" in str(result)
 
 
+def test_nothing_is_copied_back_before_it_is_asked_for(code: Path, tmp_path: Path, open_way: Opener) -> None:
+    target = goal(open_way("rsync"), tmp_path / "host")
+    sync.send(take(code), {"gpu1": target}, timeout_s=20)
+    assert not Path(target.cache).exists()
+    sync.settle({"gpu1": target}, timeout_s=20)
+    assert content(Path(target.cache)).keys() == content(code).keys()
+
+
 def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Opener) -> None:
     links = [open_way("rsync"), open_way("sftp")]
     targets = [goal(link, tmp_path / "host", f"run{number}") for number, link in enumerate(links)]
     results: list[Any] = []
     tree = take(code)
-    threads = [
-        threading.Thread(
-            target=lambda t=target: results.append(sync.send(tree, {"gpu1": t}, timeout_s=20)["gpu1"])
-        )
-        for target in targets
-    ]
+
+    def send(target: sync.Target) -> None:
+        results.append(sync.send(tree, {"gpu1": target}, timeout_s=20)["gpu1"])
+        sync.keep({"gpu1": target}, timeout_s=20)  # until then it has its turn
+
+    threads = [threading.Thread(target=send, args=(target,)) for target in targets]
     for thread in threads:
         thread.start()
     for thread in threads:
