@@ -66,7 +66,6 @@ def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Di
     full.update(env)
     full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
     full["PYTHONUNBUFFERED"] = "1"
-    full["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = os.open(
         os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )

@@ -5,6 +5,9 @@ tests/test_rendezvous.py fails when upstream moves them. What differs from stock
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
 - the store takes over a socket that already listens, so the port found free cannot be lost in between;
+- every round has a new store for the workers, kept by the agent of rank 0: upstream keeps the first round's, with
+  a stale MASTER_ADDR and old keys in it, or (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) leaves it to the worker of
+  rank 0, for which the others then wait in growing pauses (0.4 s of a start);
 - a participant whose heartbeat expired counts as a reason to re-form (upstream looks at waiting nodes only);
 - a state that has to be asked for again is asked for after 0.1 s, not 1 s.
 """
@@ -48,6 +51,9 @@ class Rendezvous(upstream.DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See upstream."""
+        # Forgotten, it is built anew: with the address of the rank 0 of this round, and with no old round's keys.
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
         info = super().next_rendezvous()
         self._formed_size = info.world_size
         return info

@@ -33,6 +33,9 @@ def main(node_dir: str) -> None:
     argv = list(spec["argv"])
     env = dict(os.environ)
     env["NODE_RANK"] = env["GROUP_RANK"]
+    # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes that do
+    # not agree would wait for each other for ever. The round is the same on all of them.
+    env["TORCHELASTIC_RESTART_COUNT"] = attempt.partition(".")[2]
     env["NODEKIT_PROGRESS_FILE"] = os.path.join(node_dir, "progress", f"rank{rank}")
     if argv[0] == "python":
         argv[0] = os.environ["NODEKIT_PYTHON"]

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy import rendezvous
@@ -17,7 +19,6 @@ from nodekit.deploy import rendezvous
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., rendezvous.Rendezvous]:
     """Handlers of one rendezvous, by node_rank; the first one hosts the store on a socket that listens already."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(upstream, "_delay", upstream._delay)  # put back at the end
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
@@ -44,11 +45,11 @@ def join_all(handlers: list[rendezvous.Rendezvous]) -> list[Any]:
 
 
 def test_ranks_follow_the_plan_and_not_the_order_of_address_strings(connect: Any) -> None:
-    handlers = [connect(2, nodes=3, addr="10.0.0.1"), connect(0, nodes=3, addr="10.0.0.2")]
-    handlers.append(connect(1, nodes=3, addr="10.0.0.10"))
+    handlers = [connect(2, nodes=3, addr="127.0.0.1"), connect(0, nodes=3, addr="127.0.0.2")]
+    handlers.append(connect(1, nodes=3, addr="127.0.0.10"))
     infos = join_all(handlers)
     assert [info.rank for info in infos] == [2, 0, 1]
-    assert {info.bootstrap_store_info.master_addr for info in infos} == {"10.0.0.2"}
+    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.2"}
 
 
 def test_upstream_alone_would_sort_address_strings() -> None:
@@ -62,6 +63,20 @@ def test_all_nodes_agree_on_the_round(connect: Any) -> None:
     assert [handler.round for handler in handlers] == [0, 0]
     join_all(handlers)
     assert [handler.round for handler in handlers] == [1, 1]
+
+
+def test_every_round_has_a_store_of_its_own_for_the_workers(connect: Any) -> None:
+    handlers = [connect(0, nodes=2), connect(1, nodes=2)]
+    ports = []
+    for _ in range(2):
+        infos = [info.bootstrap_store_info for info in join_all(handlers)]
+        assert infos[0].master_port == infos[1].master_port
+        store = TCPStore("127.0.0.1", infos[0].master_port, is_master=False, timeout=timedelta(seconds=5))
+        assert not store.check(["old"])
+        store.set("old", "x")
+        ports.append(infos[0].master_port)
+    assert ports[0] != ports[1]
+    assert handlers[0].use_agent_store
 
 
 def test_a_participant_that_is_gone_counts_as_a_reason_to_form_anew(connect: Any) -> None:
