@@ -1,11 +1,12 @@
 # Each target does its own set-up, from a fresh clone on a machine with python3, git and make.
 
-.PHONY: help up test quick check
+.PHONY: help up test quick check bench
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
 	@echo "make test   lint, types and all tests (root: they start hosts in network namespaces)"
-	@echo "make quick  the same without the tests that start hosts: the loop while you work"
+	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
+	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx and rsync (root; about 10 minutes)"
 	@echo "make check  ruff and mypy alone"
 
 up:
@@ -17,10 +18,15 @@ test: check
 	@.venv/bin/python -m pytest
 
 quick: check
-	@.venv/bin/python -m pytest -m "not lab"
+	@.venv/bin/python -m pytest -m "not lab and not slow"
 
 check:
 	@.ci/setup dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
+
+bench:
+	@.ci/setup dev
+	@bench/launch --install-peers
+	@bench/sync

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nodekit.deploy.failures import Failure, first_cause, how_it_ended
+from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander
 from nodekit.deploy.link import Link, RemoteError, on_all
 from nodekit.deploy.runs import Run
 from nodekit.deploy.view import View, status_line
@@ -30,7 +30,6 @@ class Seen:
     """What is known of one node."""
 
     state: str = "starting"
-    alive: bool = True
     reachable: bool = True
     failures: tuple[Failure, ...] = ()
     message: str = ""
@@ -115,8 +114,6 @@ def _last(seen: Seen) -> str | None:
 
 
 def _only_echoes(failures: list[Failure]) -> bool:
-    from nodekit.deploy.failures import is_bystander
-
     return all(is_bystander(failure) for failure in failures)
 
 
@@ -169,7 +166,10 @@ class Supervisor:
             if action == "stop" and not stopped:
                 stopped = True
                 running = [name for name, seen in self._nodes.items() if seen.outcome is None]
-                self._view.say(f"stopping {', '.join(running)}: the job has failed")
+                ended = [
+                    name for name, seen in self._nodes.items() if seen.outcome not in (None, "succeeded")
+                ]
+                self._view.say(f"stopping {', '.join(running)}: the job has ended on {', '.join(ended)}")
                 threading.Thread(target=self.stop, kwargs={"force": False}, daemon=True).start()
 
     def stop(self, *, force: bool) -> dict[str, Any]:
@@ -212,7 +212,8 @@ class Supervisor:
             if self._closing.wait(RETRY_S):
                 return
             with contextlib.suppress(HostError):
-                self._links[name] = self._reopen(name)
+                lost, self._links[name] = self._links[name], self._reopen(name)
+                lost.close()
 
     def _take(self, name: str, kind: str, value: Any) -> None:
         seen = self._nodes[name]
@@ -245,7 +246,6 @@ class Supervisor:
         self._nodes[name] = dataclasses.replace(
             seen,
             state=state,
-            alive=bool(status.get("alive")),
             reachable=True,
             failures=tuple(self._failure(name, each) for each in status.get("failures", ())),
             message=message,

@@ -13,6 +13,8 @@ from agents import Agents, processes_of, until
 
 ALL_REDUCE = """
 import os, sys, torch, torch.distributed as dist
+
+pytestmark = pytest.mark.slow
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)

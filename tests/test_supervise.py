@@ -6,10 +6,10 @@ from nodekit.deploy.failures import Failure
 from nodekit.deploy.supervise import Seen, decide, verdict
 
 RUNNING = Seen(state="running")
-DONE = Seen(state="succeeded", alive=False, ended_at=100.0)
-FAILED = Seen(state="failed", alive=False, ended_at=100.0)
-STOPPED = Seen(state="stopped", alive=False, ended_at=100.0)
-GONE = Seen(state="running", alive=False, ended_at=100.0)
+DONE = Seen(state="succeeded", ended_at=100.0)
+FAILED = Seen(state="failed", ended_at=100.0)
+STOPPED = Seen(state="stopped", ended_at=100.0)
+GONE = Seen(state="running", ended_at=100.0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import torch
 from nodekit.training import Snapshots
 from nodekit.training.options import parse
 
+pytestmark = pytest.mark.slow
+
 FAULTY = '''
 import os, random, signal
 import numpy as np

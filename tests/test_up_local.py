@@ -11,6 +11,8 @@ import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
+pytestmark = pytest.mark.slow
+
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)\n"
 
 
