@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from agents import Agents, processes_of, until
 
+pytestmark = pytest.mark.slow
+
 ALL_REDUCE = """
 import os, sys, torch, torch.distributed as dist
-
-pytestmark = pytest.mark.slow
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
