@@ -9,7 +9,6 @@ import itertools
 import json
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -260,8 +259,3 @@ def _source(module: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def default_python() -> str:
-    """The interpreter of a local host: the one kit itself runs in."""
-    return sys.executable
