@@ -323,7 +323,8 @@ def test_two_runs_at_once_on_the_same_hosts_do_not_touch_each_other(kit: Kit) ->
 
 
 def test_kit_down_and_up_again_goes_on_at_the_step_after_the_snapshot(kit: Kit) -> None:
-    command = ["-m", "nodekit.training", "--epochs", "20", "--snapshot-every", "20"]
+    # No snapshot by the interval: what the run goes on from can only be the stop's own.
+    command = ["-m", "nodekit.training", "--epochs", "20", "--snapshot-every", "100000"]
     kit.inventory("whole.yaml", name="whole")
     done = kit.run("up", "whole.yaml", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -340,7 +341,6 @@ def test_kit_down_and_up_again_goes_on_at_the_step_after_the_snapshot(kit: Kit) 
     resumed = re.search(r"resumed at step (\d+)", again.stdout)
     assert resumed, again.stdout
     assert 30 <= int(resumed.group(1)) < 20 * 23, "in the middle of the run"
-    assert int(resumed.group(1)) % 20, "by the stop itself, not by the interval"
     curve = kit.metrics("node1", run_id(again.stdout))
     losses = [(line["step"], line["loss"]) for line in curve if "loss" in line]
     assert losses == [(line["step"], line["loss"]) for line in unbroken if "loss" in line]
