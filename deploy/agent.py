@@ -1,130 +1,76 @@
-"""The agent of one node: runs the command under torch's elastic agent and keeps the record of how it goes.
+"""The agent of one node: meets the others, runs the command's workers, and again when one of them is lost.
 
 ``python -m nodekit.deploy.agent NODE_DIR`` imports torch, waits on stdin for ``go`` and then reads its spec, so
 that the slowest part of a start overlaps with checks and sync; when stdin ends without ``go`` it ends too, so a
 start that was given up leaves nothing behind. Torch and the standard library only.
 
-In NODE_DIR it writes ``status.json`` (the present, replaced in one step) and ``events.jsonl`` (the past).
+A worker that crashed, a node that is lost or comes: all agents end their workers, meet again in torch's rendezvous
+(deploy/rendezvous.py) and start them anew; those go on from the newest snapshot. When the rendezvous itself is lost
+the agent keeps its process, and waits for the store to be reachable again or for the supervisor's call into another
+generation: a new ``spec.json``. The rule of deploy/quorum.py decides who may train meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import json
 import logging
 import os
 import signal
 import sys
-import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from nodekit.deploy import remote, rendezvous
-from nodekit.deploy.failures import last_traceback
+from nodekit.deploy import remote
+from nodekit.deploy.failures import is_echo, last_traceback, never_starts
+from nodekit.deploy.forkserver import ForkServer
+from nodekit.deploy.lifeline import listen
+from nodekit.deploy.quorum import Electorate, newest
+from nodekit.deploy.record import Record
+from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.spec import AgentSpec
+from nodekit.deploy.workers import Workers, WorkerStart
 
-STATUS_INTERVAL_S = 0.5
 LOG_TAIL_BYTES = 64 * 1024
-_PR_SET_CHILD_SUBREAPER = 36
-_POLL_S = 0.1
+PRELOAD = (
+    "torch._dynamo",
+    "torch.optim",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "numpy",
+)
+EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation
+DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
+ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
+ORPHANED_OFTEN_S = 600.0
+# Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
+MAX_ATTEMPTS_WITHOUT_PROGRESS = 10
+LONG_ATTEMPT_S = 120.0  # an attempt of a script that says nothing of its progress has made some after this
+_POLL_S = 0.05
 
 
-class Record:
-    """The node's status and events on disk."""
+class Superseded(Exception):
+    """The supervisor has called this node into another generation."""
 
-    def __init__(self, spec: AgentSpec) -> None:
-        self._folder = Path(spec.node_dir)
-        self._progress = self._folder / "progress"
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._spec = spec
-        self._status: dict[str, Any] = {
-            "state": "starting",
-            "generation": spec.generation,
-            "attempt": None,
-            "rank": None,
-            "world_size": None,
-            "workers": [],
-            "failures": [],
-            "progress": None,
-            "progress_time": None,
-        }
-        for name in ("logs", "progress", "snapshots", "output"):
-            (self._folder / name).mkdir(mode=0o700, exist_ok=True)
-        for stale in self._progress.iterdir():
-            stale.unlink()
-        self.event("agent-started", pid=os.getpid())
-        threading.Thread(target=self._watch_progress, daemon=True).start()
 
-    def update(self, **changes: Any) -> None:
-        """Change the status; what did not change is not written."""
-        with self._lock:
-            new = {**self._status, **changes}
-            if new != self._status or "state" in changes:
-                self._status = new
-                remote.write_private(
-                    str(self._folder / "status.json"), json.dumps({**new, "time": time.time()}).encode()
-                )
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Append one event."""
-        line = {
-            "run": self._spec.run_id,
-            "time": time.time(),
-            "node": self._spec.name,
-            "kind": kind,
-            **fields,
-        }
-        remote.append_private(str(self._folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
-
-    def failed(self, failures: list[dict[str, Any]]) -> None:
-        """Record failures of workers, and the end of the attempt."""
-        for failure in failures:
-            self.event("worker-failed", **failure)
-        self.update(failures=[*self._status["failures"], *failures])
-
-    def end(self, state: str, **changes: Any) -> None:
-        """The last status."""
-        self._ended.set()
-        self.read_progress()
-        self.event("agent-ended", state=state)
-        self.update(state=state, **changes)
-
-    def read_progress(self) -> None:
-        """Take over what the ranks say of their progress: the least advanced one speaks for the node."""
-        said = []
-        for path in self._progress.iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                text = path.read_text(encoding="utf-8", errors="replace").strip()
-                said.append((path.stat().st_mtime, text[:200]))
-        if said:
-            changed, text = min(said)
-            self.update(progress=text, progress_time=changed)
-
-    def _watch_progress(self) -> None:
-        while not self._ended.wait(STATUS_INTERVAL_S):
-            self.read_progress()
+class Fenced(Exception):
+    """This generation is over; what comes next is the supervisor's to say."""
 
 
 class Stop:
-    """SIGTERM and SIGINT: an exception in the main thread, and a flag, for upstream swallows the exception in places.
-
-    (`TailLog.stop` logs any exception and goes on, for one; the job would train on as if nothing had been said.)
-    """
+    """SIGTERM and SIGINT: an exception in the main thread, and a flag, for upstream swallows exceptions in places."""
 
     def __init__(self) -> None:
         self.requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
-        # torch would put a handler of its own in our place whenever it starts workers.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
     def _handle(self, *_: object) -> None:
         if not self.requested:
@@ -137,80 +83,373 @@ class Stop:
             raise SignalException("asked to stop", signal.SIGTERM)
 
 
-class Agent(LocalElasticAgent):
-    """torch's elastic agent, which also says what it does."""
+class Budget:
+    """How often this node's workers may still crash: counted anew whenever the job gets further than ever before."""
 
-    def __init__(self, spec: AgentSpec, handler: rendezvous.Rendezvous, record: Record, stop: Stop) -> None:
-        self._record_file = record
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._charged = 0
+        self._fruitless = 0
+        self._best_step = -1
+        self._last_error = ""
+        self.has_progressed = False
+
+    def took_steps(self, step: int | None, *, seconds: float) -> None:
+        """What an attempt has come to: the least step its ranks here reported, and how long it went."""
+        self._fruitless += 1
+        if (step is not None and step > self._best_step) or (step is None and seconds > LONG_ATTEMPT_S):
+            self._best_step = max(self._best_step, step or 0)
+            self._fruitless = self._charged = 0
+            self.has_progressed = True
+
+    def crashed(self, failure: dict[str, Any]) -> str | None:
+        """Charge a crash of this node's own making; the reason to give up, or None to go on."""
+        self._charged += 1
+        error = failure["error"]
+        last_line = (error.strip().splitlines() or [""])[-1]
+        again, self._last_error = bool(last_line) and last_line == self._last_error, last_line
+        if self._charged > self._max_restarts:
+            return f"{self._charged} crashes without progress" if self._max_restarts else "crashed"
+        if not self.has_progressed and never_starts(error, failure["exitcode"]):
+            return "the command does not start"
+        if not self.has_progressed and again:
+            return "it failed twice in the same way before its first step"
+        return None
+
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether restarts have brought nothing for too long."""
+        return self._fruitless >= MAX_ATTEMPTS_WITHOUT_PROGRESS
+
+    @property
+    def was_restarted(self) -> bool:
+        """Whether what failed had another try."""
+        return self._charged > 1
+
+
+Why = Literal["done", "failed", "again"]
+
+
+class Agent:
+    """One node's part of a run, through all its rounds and generations."""
+
+    def __init__(self, spec: AgentSpec, record: Record, stop: Stop, server: ForkServer | None) -> None:
+        self._spec = spec
+        self._record = record
         self._stop = stop
-        self._node = spec
-        self._handler = handler
-        super().__init__(
-            WorkerSpec(
-                role="worker",
-                local_world_size=spec.nproc_per_node,
-                entrypoint=sys.executable,
-                args=("-I", "-S", str(Path(__file__).with_name("worker.py")), spec.node_dir),
-                rdzv_handler=handler,
-                max_restarts=spec.max_restarts,
-                monitor_interval=_POLL_S,
-                local_addr=spec.local_addr,
-            ),
-            DefaultLogsSpecs(log_dir=os.devnull),  # the worker opens its own log
-            shutdown_timeout=int(spec.grace_s),
-        )
+        self._workers = Workers(server)
+        self._budget = Budget(spec.max_restarts)
+        self._folder = Path(spec.node_dir)
+        self._held = listen()  # for the rendezvous, should the supervisor choose this node
+        self._orphaned: list[float] = []
+        self._electorate = spec.known_electorate()
+        self._attempt = ""
+        self._failed_as = ""
+        self._rendezvous: Rendezvous | None = None
+        self._is_meeting = False
+        self._spec_changed = 0
+        self._read_electorate()
+        self._say_where()
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._record_file.update(state="rendezvous", workers=[])
-        super()._rendezvous(worker_group)
+    def run(self) -> int:
+        """To the end: 0 trained, 3 failed."""
+        following: Callable[[], int | None] = self._generation
+        while True:
+            try:
+                status = following()
+                if status is not None:
+                    return status
+                following = self._generation
+            except Superseded:
+                following = self._take_new_spec
+            except Fenced:
+                following = self._wait_fenced
+            except StoreLost as error:
+                following = functools.partial(self._wait_orphaned, str(error))
+
+    # --- generations ---
+
+    def _generation(self) -> int:
+        spec = self._spec
+        self._pause()
+        self._record.update(state="starting", generation=spec.generation, workers=[], blocked="")
+        if spec.joins:
+            self._workers.poll()  # answered once the fork server has all imports: nobody is to wait for those
+        self._record.update(state="rendezvous")
+        self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event)
+        while True:
+            self._record.update(state="rendezvous", workers=[], members=[])
+            self._is_meeting = True
+            try:
+                formed = rendezvous.form(self._own())
+            except FormAgain:
+                continue
+            except RendezvousClosedError:
+                if rendezvous.outcome == "succeeded":
+                    return self._end("succeeded", "the others had trained to the end")
+                return self._end("failed", "another node ended the job")
+            except RendezvousTimeoutError:
+                return self._end("failed", f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes")
+            finally:
+                self._is_meeting = False
+            names = [str(each["name"]) for each in formed.members]
+            self._electorate = newest(Electorate.of(each["electorate"]) for each in formed.members)
+            if not self._electorate.may_train(names):
+                self._wait_blocked(rendezvous, names)
+                continue
+            self._start(formed, names)
+            why = self._watch(rendezvous)
+            if why == "done":
+                self._wait_for_the_others(rendezvous, formed)
+                return self._end("succeeded", "")
+            if why == "failed":
+                return self._end("failed", self._failed_as)
+
+    def _take_new_spec(self) -> None:
+        self._end_workers(DYING_S)
+        self._leave()
+        spec = AgentSpec.load(self._folder)
+        if spec.is_host:
+            # The port was found free by being held: it goes over to the store, and another is held from now on.
+            spec = replace(spec, listen_fd=self._held.detach())
+            self._held = listen()
+        self._spec = spec
+        self._electorate = spec.known_electorate()
+        self._read_electorate()
+        self._say_where()
+        self._record.event("generation", generation=spec.generation, host=spec.master_addr)
+
+    def _wait_fenced(self) -> None:
+        """This generation is over: until the supervisor calls into the next one; Superseded then."""
+        self._end_workers(0)
+        self._record.update(state="fenced", workers=[], members=[], blocked="")
+        self._leave()
+        deadline = time.monotonic() + self._spec.wait_s
+        while time.monotonic() < deadline:
+            self._stop.check()
+            self._check_spec()
+            time.sleep(_POLL_S)
+        raise TimeoutError(f"nobody called this node into the next generation for {self._spec.wait_s:.0f} s")
+
+    def _wait_orphaned(self, why: str) -> None:
+        """The store is lost: until it can be reached again, or the supervisor calls."""
+        self._end_workers(DYING_S)
+        self._leave()
+        now = time.monotonic()
+        self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
+        self._record.event("store-lost", why=why)
+        if self._spec.is_host:
+            raise Fenced  # the host's own store cannot be lost; this one was given a dead spec
+        wait_s = min(ORPHANED_RETRY_S * 2.0 ** (len(self._orphaned) - 1), MAX_ORPHANED_RETRY_S)
+        self._record.update(
+            state="orphaned", workers=[], members=[], blocked=f"the rendezvous host is lost ({why})"
+        )
+        retry_at, give_up_at = now + wait_s, now + self._spec.wait_s
+        while True:
+            self._pause()
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"the rendezvous host has been lost for {self._spec.wait_s:.0f} s")
+            if time.monotonic() > retry_at:
+                if answers(self._spec.master_addr, self._spec.master_port):
+                    return
+                retry_at = time.monotonic() + ORPHANED_RETRY_S
+            time.sleep(_POLL_S)
+
+    def _pause(self) -> None:
+        """Called wherever the agent waits: what ends the wait is raised here."""
         self._stop.check()
-        attempt = f"{self._node.generation}.{self._handler.round}"
-        os.environ["NODEKIT_ATTEMPT"] = attempt
-        self._record_file.update(
-            attempt=attempt,
-            rank=worker_group.workers[0].global_rank,
-            world_size=worker_group.workers[0].world_size,
-        )
-        self._record_file.event(
-            "rendezvous",
-            attempt=attempt,
-            group_rank=worker_group.group_rank,
-            num_nodes=worker_group.group_world_size,
-            master=f"{worker_group.master_addr}:{worker_group.master_port}",
-        )
+        self._check_spec()
+        if remote.fence_of(str(self._folder)) > self._spec.generation:
+            raise Fenced
+        if self._rendezvous is not None and self._is_meeting:
+            self._record.update(blocked=self._who_is_missing(self._rendezvous.present))
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        workers = [
-            {
-                "local_rank": local_rank,
-                "rank": worker_group.workers[local_rank].global_rank,
-                "pid": pid,
-                "start_time": remote.start_time(pid),
-            }
-            for local_rank, pid in pids.items()
-        ]
-        self._record_file.update(state="running", workers=workers)
-        self._record_file.event("workers-started", attempt=os.environ["NODEKIT_ATTEMPT"], workers=workers)
-        return pids
+    def _check_spec(self) -> None:
+        """Superseded if there is a spec of a later generation."""
+        with contextlib.suppress(OSError, ValueError):
+            path = self._folder / "spec.json"
+            changed = path.stat().st_mtime_ns
+            if changed != self._spec_changed:
+                self._spec_changed = changed
+                spec = json.loads(path.read_text(encoding="utf-8"))
+                if (spec["generation"], spec["call"]) > (self._spec.generation, self._spec.call):
+                    raise Superseded
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        self._stop.check()
-        if result.state == WorkerState.FAILED:
-            self._record_file.failed(
-                [
-                    self._failure(rank, failure.local_rank, failure.exitcode)
-                    for rank, failure in result.failures.items()
-                ]
+    def _who_is_missing(self, present: list[int]) -> str:
+        names = [self._spec.name_of(number) for number in present]
+        absent = [name for name in self._spec.nodes if name not in names]
+        if len(names) >= self._spec.min_nodes or not absent:
+            return ""
+        return f"{len(names)} of at least {self._spec.min_nodes} nodes are here, without {', '.join(absent)}"
+
+    # --- electorate ---
+
+    def _read_electorate(self) -> None:
+        """Take over what the supervisor has granted since."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            granted = Electorate.of(
+                json.loads((self._folder / "electorate.json").read_text(encoding="utf-8"))
             )
-        return result
+            if granted.generation == self._spec.generation:
+                self._electorate = max(self._electorate, granted)
 
-    def _failure(self, rank: int, local_rank: int, exitcode: int) -> dict[str, Any]:
-        attempt = os.environ["NODEKIT_ATTEMPT"]
-        log = Path(self._node.node_dir, "logs", f"rank{rank}-attempt{attempt}.log")
+    def _wait_blocked(self, rendezvous: Rendezvous, names: list[str]) -> None:
+        """Wait, without workers, until others come or the supervisor shrinks the electorate."""
+        voters = ", ".join(self._electorate.nodes)
+        self._record.update(
+            members=names,
+            no_quorum=True,
+            blocked=f"{', '.join(names)} alone are no majority of {voters}; they may be training elsewhere",
+        )
+        self._record.event("no-quorum", members=names, electorate=self._electorate.to_dict())
+        before = self._electorate
+        while rendezvous.num_nodes_waiting() == 0 and self._electorate == before:
+            self._pause()
+            self._read_electorate()
+            time.sleep(_POLL_S)
+        self._record.update(no_quorum=False, blocked="")
+
+    def _own(self) -> dict[str, Any]:
+        self._read_electorate()
+        return {
+            "name": self._spec.name,
+            "nproc": self._spec.nproc_per_node,
+            "electorate": self._electorate.to_dict(),
+        }
+
+    # --- workers ---
+
+    def _start(self, formed: Formed, names: list[str]) -> None:
+        spec = self._spec
+        self._attempt = f"{spec.generation}.{formed.round}"
+        self._record.forget_progress()
+        first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
+        world_size = sum(int(each["nproc"]) for each in formed.members)
+        self._ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
+        self._record.event(
+            "rendezvous",
+            attempt=self._attempt,
+            group_rank=formed.group_rank,
+            num_nodes=len(names),
+            members=names,
+            master=f"{formed.master_addr}:{formed.master_port}",
+        )
+        self._pause()  # fenced meanwhile, it must not start any
+        pids = self._workers.start(
+            [
+                WorkerStart(
+                    local_rank=local_rank,
+                    argv=spec.argv,
+                    env=self._environment(formed, local_rank, rank, world_size),
+                    cwd=spec.code_dir,
+                    log=self._log_of(rank),
+                )
+                for local_rank, rank in self._ranks.items()
+            ]
+        )
+        self._started = time.monotonic()
+        workers = [
+            {"local_rank": key, "rank": self._ranks[key], "pid": pid, "start_time": remote.start_time(pid)}
+            for key, pid in pids.items()
+        ]
+        self._record.update(
+            state="running",
+            attempt=self._attempt,
+            rank=first,
+            world_size=world_size,
+            workers=workers,
+            members=names,
+            blocked="",
+        )
+        self._record.event("workers-started", attempt=self._attempt, workers=workers)
+
+    def _environment(self, formed: Formed, local_rank: int, rank: int, world_size: int) -> dict[str, str]:
+        """A worker's whole environment: torchrun's variables, and ours."""
+        spec = self._spec
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
+            "GROUP_RANK": str(formed.group_rank),
+            "NODE_RANK": str(formed.group_rank),
+            "GROUP_WORLD_SIZE": str(len(formed.members)),
+            "ROLE_NAME": "worker",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": formed.master_addr,
+            "MASTER_PORT": str(formed.master_port),
+            # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes
+            # that do not agree would wait for each other for ever. The round is the same on all of them.
+            "TORCHELASTIC_RESTART_COUNT": str(formed.round),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": f"{spec.run_id}.{spec.generation}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "NODEKIT_GENERATION": str(spec.generation),
+            "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
+        }
+
+    def _log_of(self, rank: int) -> str:
+        return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
+
+    def _watch(self, rendezvous: Rendezvous) -> Why:
+        """Until the workers are done, one has failed, or the members are to change; ends them but for ``done``."""
+        while True:
+            time.sleep(_POLL_S)
+            self._pause()
+            self._read_electorate()
+            exits = self._workers.poll()
+            if any(exits.values()):
+                return self._after_failure()
+            if len(exits) == len(self._ranks):
+                self._record.update(workers=[])
+                return "done"
+            if waiting := rendezvous.num_nodes_waiting():
+                lost = rendezvous.num_lost
+                self._record.event("membership", lost=lost, waiting=waiting - lost)
+                # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
+                self._end_attempt(DYING_S if lost else self._spec.grace_s)
+                return self._or_give_up("again")
+
+    def _after_failure(self) -> Why:
+        """Some worker has ended badly: take down what it said, and judge whose fault it was."""
+        deadline = time.monotonic() + DYING_S
+        while time.monotonic() < deadline and len(self._workers.poll()) < len(self._ranks):
+            time.sleep(_POLL_S)
+        exits = self._workers.poll()
+        failures = [self._failure(key, code) for key, code in exits.items() if code]
+        own = [each for each in failures if not is_echo(each["error"], each["exitcode"])]
+        own = [each for each in own if each["exitcode"] not in (EXIT_STOPPED, EXIT_FENCED)]
+        self._end_attempt(0)
+        self._record.failed(
+            [each for each in failures if each["exitcode"] not in (EXIT_STOPPED, EXIT_FENCED)]
+        )
+        if own and (reason := self._budget.crashed(min(own, key=lambda each: each["when"]))):
+            self._failed_as = reason
+            return "failed"
+        return self._or_give_up("again")
+
+    def _or_give_up(self, why: Why) -> Why:
+        if self._budget.is_fruitless:
+            self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+            return "failed"
+        return why
+
+    def _end_attempt(self, grace_s: float) -> None:
+        self._end_workers(grace_s)
+        self._record.read_progress()
+        self._budget.took_steps(self._record.step, seconds=time.monotonic() - self._started)
+
+    def _end_workers(self, grace_s: float) -> None:
+        self._workers.stop(grace_s)
+
+    def _failure(self, local_rank: int, exitcode: int) -> dict[str, Any]:
+        rank = self._ranks[local_rank]
+        log = self._log_of(rank)
         text, when = "", time.time()
-        with contextlib.suppress(OSError), log.open("rb") as file:
+        with contextlib.suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
             stat = os.fstat(file.fileno())
             if stat.st_size:
                 # The last words come before the sockets close, so their order is that of cause and effect.
@@ -218,89 +457,72 @@ class Agent(LocalElasticAgent):
                 file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
         return {
-            "attempt": attempt,
+            "attempt": self._attempt,
             "rank": rank,
             "local_rank": local_rank,
             "exitcode": exitcode,
             "when": when,
-            "log": str(log),
+            "log": log,
             "error": last_traceback(text),
         }
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        super()._stop_workers(worker_group)
-        reap_strays()
+    # --- the end ---
 
-    def _exit_barrier(self) -> None:
+    def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> None:
         """Wait for the other nodes, however long they need; upstream gives up after 300 s, in one deaf call."""
-        self._record_file.update(state="waiting")
-        nodes, store = self._worker_group.group_world_size, self._worker_group.store
-        assert store is not None
-        with contextlib.suppress(RuntimeError):  # the store's host has left: it left when all were done
+        self._record.update(state="waiting")
+        with contextlib.suppress(RuntimeError, StoreLost, Fenced, Superseded):
             for step in ("nodekit/done", "nodekit/left"):
-                store.add(step, 1)
-                while store.add(step, 0) < nodes and self._handler.num_nodes_waiting() == 0:
-                    self._stop.check()
+                formed.store.add(step, 1)
+                while formed.store.add(step, 0) < len(formed.members):
+                    self._pause()
+                    if rendezvous.num_nodes_waiting():
+                        return
                     time.sleep(_POLL_S)
 
+    def _end(self, state: str, message: str) -> int:
+        self._end_workers(0)
+        fruitless = self._budget.was_restarted or self._budget.is_fruitless
+        changes = {"message": message} if message and message != "crashed" else {}
+        self._record.end(state, workers=[], no_progress=state == "failed" and fruitless, **changes)
+        if self._rendezvous is not None:
+            self._rendezvous.close(outcome=state)
+        return 0 if state == "succeeded" else 3
 
-def reap_strays() -> None:
-    """SIGKILL to what workers left behind: as their subreaper we are the parent of all of it."""
-    for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            if os.waitpid(int(number), os.WNOHANG)[0] == 0:
-                os.kill(int(number), signal.SIGKILL)
-                os.waitpid(int(number), 0)
+    def shut_down(self) -> None:
+        """End the workers, with time for a snapshot."""
+        self._end_workers(self._spec.grace_s)
+
+    def _leave(self) -> None:
+        if self._rendezvous is not None:
+            rendezvous, self._rendezvous = self._rendezvous, None
+            rendezvous.close()
+
+    def _say_where(self) -> None:
+        """Where the rendezvous is, if it is here, or would be."""
+        port = self._spec.master_port if self._spec.is_host else self._held.getsockname()[1]
+        self._record.update(
+            port=port, held_port=self._held.getsockname()[1], electorate=self._electorate.to_dict()
+        )
 
 
-def run(node_dir: Path) -> int:
+def run(node_dir: Path, server: ForkServer | None) -> int:
     """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 143 stopped."""
     spec = AgentSpec.load(node_dir)
-    record = Record(spec)
     os.environ.update(spec.env)
-    os.environ.update(
-        NODEKIT_AGENT_PID=str(os.getpid()),
-        NODEKIT_PYTHON=sys.executable,
-        NODEKIT_GENERATION=str(spec.generation),
-    )
-    if spec.nproc_per_node > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    stop = Stop()
+    record = Record(spec)
+    agent = Agent(spec, record, Stop(), server)
     try:
-        record.update(state="rendezvous")
-        handler = rendezvous.connect(
-            run_id=f"{spec.run_id}.{spec.generation}",
-            node_rank=spec.node_rank,
-            local_addr=spec.local_addr,
-            min_nodes=spec.min_nodes,
-            max_nodes=spec.max_nodes,
-            master_addr=spec.master_addr,
-            master_port=spec.master_port,
-            listen_fd=spec.listen_fd,
-        )
-        result: RunResult | None = Agent(spec, handler, record, stop).run()
+        return agent.run()
     except SignalException:
-        reap_strays()
-        record.end("stopped", workers=[])
-        return 143
-    except RendezvousClosedError:
-        result = None
+        agent.shut_down()
+        # Who asks by way of kit says so; anything else that ends us is a loss to be made good.
+        record.end("stopped" if (node_dir / "stop").exists() else "ended", workers=[])
+        return EXIT_STOPPED
     except Exception as error:
-        reap_strays()
+        agent.shut_down()
         record.end("failed", workers=[], message=f"the agent failed: {type(error).__name__}: {error}")
-        if not isinstance(error, RendezvousError):
-            raise  # its traceback belongs in agent.log
-        return 3
-    reap_strays()
-    if result is None:  # upstream's way to say that others ended the job
-        record.end("failed", workers=[], message="another node ended the job")
-        return 3
-    if result.is_failed():
-        record.end("failed", workers=[])
-        return 3
-    record.end("succeeded", workers=[])
-    return 0
+        raise  # its traceback belongs in agent.log
 
 
 def _format_plainly() -> None:
@@ -316,9 +538,11 @@ def main() -> int:
     """Wait for the go, then run."""
     _format_plainly()
     node_dir = Path(sys.argv[1])
+    forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
+    server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread
     if sys.stdin.readline() != "go\n":
         return 0
-    return run(node_dir)
+    return run(node_dir, server)
 
 
 if __name__ == "__main__":

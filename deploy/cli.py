@@ -19,6 +19,7 @@ exit codes:
   1    bad input, or a host that cannot be reached or used
   2    wrong usage of the command line
   3    the job was started and failed
+  4    the job was restarted again and again, and made no progress
   130  stopped by Ctrl-C
 """
 
@@ -96,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
+    command = _add(commands, "supervise", _supervise, argparse.SUPPRESS)  # what `kit up -d` leaves running
+    command.add_argument("run_id")
+    _add_ssh(command)
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
     listing.add_argument("--json", action="store_true", help="for programs")
     _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
@@ -115,7 +119,7 @@ def _add(
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
-        help=help_text,
+        **({} if help_text is argparse.SUPPRESS else {"help": help_text}),
         description=description or help_text[0].upper() + help_text[1:] + ".",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -184,6 +188,15 @@ def _up(args: argparse.Namespace) -> int:
             ssh=_ssh_options(args),
         )
     )
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    from nodekit.deploy import runs
+    from nodekit.deploy.start import Options
+    from nodekit.deploy.up import supervise
+
+    run = runs.find(args.run_id)
+    return supervise(run, Options(inventory=Path(run.inventory_path), quiet=True, ssh=_ssh_options(args)))
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -17,6 +17,9 @@ _BYSTANDER = re.compile(
     r"|\[.*gloo/transport/.*\].*(?:Read error|Write error|Read timeout|Connection)",
     re.IGNORECASE,
 )
+_NEVER_STARTS = re.compile(
+    r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
+)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
 _HEADER = "Traceback (most recent call last):"
 _MAX_ERROR_LINES = 60
@@ -62,12 +65,25 @@ def last_traceback(text: str) -> str:
     return "\n".join(found)
 
 
-def is_bystander(failure: Failure) -> bool:
-    """Whether a failure is only the echo of another one: a lost peer, or our own SIGTERM after it."""
-    if failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
+def is_echo(error: str, exitcode: int) -> bool:
+    """Whether a worker that ended so only followed another one: a lost peer, or our own SIGTERM after it."""
+    if exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return True
-    last = failure.error.strip().splitlines()[-12:]
+    last = error.strip().splitlines()[-12:]
     return bool(_BYSTANDER.search("\n".join(last)))
+
+
+def is_bystander(failure: Failure) -> bool:
+    """Whether a failure is only the echo of another one."""
+    return is_echo(failure.error, failure.exitcode)
+
+
+def never_starts(error: str, exitcode: int) -> bool:
+    """Whether a command that ended so would end so again: not found, wrong usage, code that cannot be imported."""
+    if exitcode in (2, 126, 127):
+        return True
+    last_line = (error.strip().splitlines() or [""])[-1]
+    return bool(_NEVER_STARTS.match(last_line))
 
 
 def first_cause(failures: Sequence[Failure]) -> tuple[Failure, int] | None:

@@ -4,20 +4,25 @@
 repeat: it is asked for again when its effect has not been seen after a while. The story it tells:
 
 - A node without an agent gets one (`Start`); an agent of an older generation is called into the present one (`Join`).
-- The generation is *broken* when its rendezvous is gone: its host's agent has ended, or nobody that can be seen has
-  a way to go on. Then every node in sight is fenced (`Fence`), and when so many of the electorate are that the rest
-  cannot train (deploy/quorum.py), the next generation begins on the survivors.
+- The generation is *broken* when its rendezvous is gone (its host's agent has ended: a store is never opened twice
+  in one generation), or when nobody that can be seen has a way to go on. Then, if enough nodes are in sight to make
+  sure that no others go on, they are fenced (`Fence`), and when so many of the electorate are that the rest cannot
+  train (deploy/quorum.py), the next generation begins on the survivors. If the old one turns out to train after
+  all, the fencing is called off.
 - When nodes are lost for a while and the others train on, the electorate is shrunk to them (`Grant`), and grown
   again when they are back, so that the next loss is measured against who is there.
 - What cannot be seen from here is left alone: a node out of sight whose peers train with it is fine.
+
+A supervisor may die at any moment and another go on from `State.to_dict`. So whoever calls `decide` must have
+`to_dict` on disk, when it differs from what is there, *before* it carries out the actions that came with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from nodekit.deploy.quorum import Electorate
 
@@ -28,10 +33,13 @@ START_AGAIN_S = 60.0  # a start may take long: connecting, sync, imports
 BROKEN_S = 0.3  # orphaned agents: how long the others may take to find out the same
 NO_QUORUM_S = 1.0
 STUCK_S = 60.0  # agents that could meet and do not
+SLOW_START_S = 180.0  # the same, while some are being started
 GRANT_S = 5.0
 FAILURES_WINDOW_S = 600.0
 FREE_FAILURES = 2
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
+SAY_AGAIN_S = 5.0
+MAX_GAP_S = 5.0  # a longer time between two decisions is a clock that jumped, or a machine that slept
 
 Outcome = Literal["succeeded", "failed", "stopped"]
 
@@ -66,7 +74,7 @@ class Seen:
     members: tuple[str, ...] = ()
     """Who is in its round."""
     fence: int = -1
-    """Generations below this are refused there."""
+    """Generations below this are refused there; -1 where there is no run folder (never started, or lost)."""
     electorate: Electorate | None = None
     """The newest it has written down."""
     port: int = 0
@@ -91,7 +99,7 @@ class Known:
     """Whether it was in the job when last seen."""
     asked: str = ""
     asked_at: float = 0.0
-    said: str = ""
+    problem: str = ""
 
     def pause_until(self, now: float) -> float:
         """Until when it is left out: longer and longer for a node that is lost again and again."""
@@ -112,17 +120,73 @@ class State:
     electorate: Electorate
     """The one in force."""
     granted: Electorate | None = None
-    """One that is being written down."""
+    """One that is being written down: until it is in force, either may be what a group goes by."""
     next_generation: int | None = None
     """The one being fenced for."""
+    called_off: int = -1
+    """The last that was fenced for in vain. A `Start` or `Join` says it: up to here a fence holds no longer."""
+    voters: frozenset[str] = frozenset()
+    """Those that have had a run folder: without one now, what they promised is forgotten there."""
     known: Mapping[str, Known] = field(default_factory=dict)
+    met: tuple[str, ...] = ()
+    """While fencing: the nodes that had a way to each other."""
+    has_trained: bool = False
+    """Whether this generation was seen to train."""
+    elapsed_s: float = 0.0
+    """The time that decisions go by: it never goes back, and leaves out when nobody decided."""
+    clock: float | None = None
     broken_since: float | None = None
     stuck_since: float | None = None
+    fencing_since: float | None = None
     stable_since: float | None = None
     short_since: float | None = None
     ended_since: float | None = None
-    blind: bool = False
-    said: str = ""
+    said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Topic → what was said last, and when."""
+
+    @property
+    def newest(self) -> Electorate:
+        """The electorate that a `Start` or `Join` gives along."""
+        return self.granted or self.electorate
+
+    def to_dict(self) -> dict[str, Any]:
+        """What another supervisor must know to go on, for JSON; see the top of this file."""
+        return {
+            "generation": self.generation,
+            "host": self.host,
+            "port": self.port,
+            "electorate": self.electorate.to_dict(),
+            "granted": self.granted.to_dict() if self.granted else None,
+            "next_generation": self.next_generation,
+            "called_off": self.called_off,
+            "voters": sorted(self.voters),
+            "failures": {name: list(each.failures) for name, each in self.known.items() if each.failures},
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], rules: Rules) -> State:
+        """The state of a supervisor that takes over."""
+        failures = {name: tuple(fields["failures"].get(name, ())) for name in rules.nodes}
+        return cls(
+            generation=fields["generation"],
+            host=fields["host"],
+            port=fields["port"],
+            electorate=Electorate.of(fields["electorate"]),
+            granted=Electorate.of(fields["granted"]) if fields["granted"] else None,
+            next_generation=fields["next_generation"],
+            called_off=fields["called_off"],
+            voters=frozenset(fields["voters"]),
+            known={name: Known(failures=failures[name]) for name in rules.nodes},
+            elapsed_s=max((when for each in failures.values() for when in each), default=0.0),
+        )
+
+    def is_fenced_by(self, nodes: Collection[str]) -> bool:
+        """Whether, with these fenced, no group of the others may go on, by whichever electorate."""
+        return self.electorate.is_fenced_by(nodes) and self.newest.is_fenced_by(nodes)
+
+    def may_train(self, nodes: Collection[str]) -> bool:
+        """Whether a group of these might go on, by whichever electorate."""
+        return self.electorate.may_train(nodes) or self.newest.may_train(nodes)
 
 
 @dataclass(frozen=True)
@@ -130,6 +194,8 @@ class Start:
     """Start an agent on a node, for the present generation."""
 
     node: str
+    is_new: bool = False
+    """Whether it may make the run folder; where there is none although there should, the node must refuse."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +247,7 @@ Action = Start | Join | Fence | Grant | Stop | Say | Finish
 
 
 def begin(rules: Rules, *, generation: int, host: str, port: int, nodes: Iterable[str]) -> State:
-    """The state right after a generation was started on `nodes`."""
+    """The state right before a generation is started on `nodes`, of a job that no other supervisor leads."""
     return State(
         generation=generation,
         host=host,
@@ -195,298 +261,357 @@ def decide(
     state: State, seen: Mapping[str, Seen], now: float, rules: Rules
 ) -> tuple[State, tuple[Action, ...]]:
     """What to do now, and what to remember; `seen` has every node of `rules`."""
-    actions: list[Action] = []
-    state = _take_note(state, seen, now, actions)
-    ended = _ending(state, seen, now, rules)
-    if ended is not None:
-        state, more = ended
-        return state, (*actions, *more)
-    in_sight = [name for name in rules.nodes if seen[name].reachable]
-    if not in_sight:
-        if not state.blind:
-            actions.append(Say("no node can be reached from here; waiting (the job goes on without me)"))
-        return dataclasses.replace(state, blind=True, broken_since=None, stuck_since=None), tuple(actions)
-    state = dataclasses.replace(state, blind=False)
-    state = _regenerate(state, seen, now, rules, actions)
-    if state.next_generation is None:
-        state = _adjust_electorate(state, seen, now, actions)
-        state = _fill(state, seen, now, rules, actions)
-    state = _wait(state, seen, now, rules, actions)
-    return state, tuple(actions)
+    gap = 0.0 if state.clock is None else min(max(now - state.clock, 0.0), MAX_GAP_S)
+    state = dataclasses.replace(state, clock=now, elapsed_s=state.elapsed_s + gap)
+    turn = _Turn(state, seen, rules)
+    _take_note(turn)
+    if _has_ended(turn) or _is_led_by_another(turn) or _is_blind(turn):
+        turn.change(broken_since=None, stuck_since=None, short_since=None)
+    else:
+        _regenerate(turn)
+        if turn.state.next_generation is None:
+            _adjust_electorate(turn)
+            _fill(turn)
+        _wait(turn)
+    return dataclasses.replace(turn.state, known=turn.known, said=turn.said), tuple(turn.actions)
+
+
+class _Turn:
+    """One decision in the making: what it is made from, and what has come out so far."""
+
+    def __init__(self, state: State, seen: Mapping[str, Seen], rules: Rules) -> None:
+        self.state = state
+        self.seen = seen
+        self.rules = rules
+        self.now = state.elapsed_s
+        self.known = dict(state.known)
+        self.said = dict(state.said)
+        self.actions: list[Action] = []
+        self.in_sight = [name for name in rules.nodes if seen[name].reachable]
+        self.own = [n for n in self.in_sight if seen[n].alive and seen[n].generation == state.generation]
+        """Whose agents of this generation can be seen."""
+        # Most nodes name the same round: by identity first, for a thousand tuples of a thousand are long to compare.
+        rounds = {id(seen[name].members): seen[name].members for name in self.own if seen[name].trains}
+        self.rounds = {frozenset(members) for members in rounds.values()}
+        """The rounds that train, as those in sight say."""
+        unseen = {member for members in self.rounds for member in members}.difference(self.in_sight)
+        self.here = {*self.own, *(name for name in unseen if name in seen)}
+        """Who is in the job: in sight, or out of sight but training with one in sight."""
+
+    def change(self, **changes: Any) -> None:
+        self.state = dataclasses.replace(self.state, **changes)
+
+    def ask(self, name: str, what: str, again_s: float, action: Action) -> None:
+        """Ask for an action, unless the same was asked for just now."""
+        known = self.known[name]
+        if known.asked == what and self.now - known.asked_at < again_s:
+            return
+        self.actions.append(action)
+        self.known[name] = dataclasses.replace(known, asked=what, asked_at=self.now)
+
+    def is_coming(self, name: str) -> bool:
+        """Whether it was called into this generation a short while ago."""
+        known = self.known[name]
+        return known.asked in ("start", "join") and self.now - known.asked_at < START_AGAIN_S
+
+    def is_paused(self, name: str) -> bool:
+        return self.known[name].pause_until(self.now) > self.now
+
+    def say(self, topic: str, text: str) -> None:
+        """Say something once; "" takes it back, so that it may be said again."""
+        old, at = self.said.get(topic, ("", -SAY_AGAIN_S))
+        if text == old or (text and self.now - at < SAY_AGAIN_S):
+            return
+        if text:
+            self.actions.append(Say(text))
+        self.said[topic] = (text, self.now if text else at)
+
+
+def _names(names: Collection[str]) -> str:
+    """For people: a few of them."""
+    first = ", ".join(list(names)[:8])
+    return first if len(names) <= 8 else f"{first} and {len(names) - 8} more"
 
 
 # --- what happened ------------------------------------------------------------------------------------------
 
 
-def present(state: State, seen: Mapping[str, Seen]) -> set[str]:
-    """The nodes that are in the job: with a live agent of this generation, or out of sight but training with one."""
-    generation = state.generation
-    found = {
-        name
-        for name, each in seen.items()
-        if each.reachable and each.alive and each.generation == generation and each.state not in FINAL
-    }
-    for each in seen.values():
-        if each.reachable and each.trains and each.generation == generation:
-            found.update(name for name in each.members if name in seen and not seen[name].reachable)
-    return found
-
-
-def _take_note(state: State, seen: Mapping[str, Seen], now: float, actions: list[Action]) -> State:
-    """Count the losses of each node, once per loss."""
-    known = dict(state.known)
-    here = present(state, seen)
-    for name, each in seen.items():
-        old = known[name]
-        lost = old.present and name not in here and each.state not in FINAL
-        restarted = bool(old.agent and each.agent and each.agent != old.agent)
-        failed = bool(each.problem) and each.problem != old.said
-        failures = old.failures
-        if (lost and state.next_generation is None) or failed:
-            failures = (*[when for when in failures if now - when < FAILURES_WINDOW_S], now)
-            until = dataclasses.replace(old, failures=failures).pause_until(now)
-            if until > now:
-                actions.append(
-                    Say(f"{name}: lost {len(failures)} times lately; it is left out for {until - now:.0f} s")
-                )
-        known[name] = dataclasses.replace(
+def _take_note(turn: _Turn) -> None:
+    """Count the losses of each node, once per loss. Out of sight is not lost, unless its peers train without it."""
+    if turn.rounds and not turn.state.has_trained:
+        turn.change(has_trained=True)
+    had_folder = {name for name, each in turn.seen.items() if each.fence >= 0}
+    if not had_folder <= turn.state.voters:
+        turn.change(voters=turn.state.voters | had_folder)
+    for name in turn.rules.nodes:
+        old, each = turn.known[name], turn.seen[name]
+        here = name in turn.here
+        gone = not here and (each.reachable or bool(turn.rounds))
+        is_other = bool(each.agent) and each.agent != old.agent
+        lost = old.present and gone
+        stillborn = is_other and old.asked == "start" and not each.alive
+        failed = bool(each.problem) and each.problem != old.problem
+        if not (
+            lost or stillborn or failed or is_other or here != old.present or each.problem != old.problem
+        ):
+            continue
+        if (lost or stillborn or failed) and each.state not in FINAL:
+            _count_failure(turn, name)
+        old = turn.known[name]
+        turn.known[name] = dataclasses.replace(
             old,
-            failures=failures,
             agent=each.agent or old.agent,
-            present=name in here,
-            asked="" if restarted or (failed and old.asked == "start") else old.asked,
-            said=each.problem or old.said,
+            present=here or (old.present and not gone),
+            asked="" if is_other or (failed and old.asked == "start") else old.asked,
+            problem=each.problem or old.problem,
         )
-    return dataclasses.replace(state, known=known)
+
+
+def _count_failure(turn: _Turn, name: str) -> None:
+    old = turn.known[name]
+    failures = (*[when for when in old.failures if turn.now - when < FAILURES_WINDOW_S], turn.now)
+    turn.known[name] = new = dataclasses.replace(old, failures=failures)
+    if (until := new.pause_until(turn.now)) > turn.now:
+        pause_s = until - turn.now
+        turn.say(name, f"{name}: lost {len(failures)} times lately; it is left out for {pause_s:.0f} s")
+
+
+def _is_led_by_another(turn: _Turn) -> bool:
+    """Whether there is a generation that is not of this supervisor: whom it is made of is not known here."""
+    state = turn.state
+    own = max(state.generation, state.called_off, state.next_generation or 0)
+    newest = max(max(each.generation, each.fence) for each in turn.seen.values())
+    if newest > own:
+        turn.say("job", f"generation {newest} was begun by another kit up; this one leaves it alone")
+    return newest > own
+
+
+def _is_blind(turn: _Turn) -> bool:
+    text = "no node can be reached from here; waiting (the job goes on without me)"
+    turn.say("sight", "" if turn.in_sight else text)
+    return not turn.in_sight
 
 
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def _ending(
-    state: State, seen: Mapping[str, Seen], now: float, rules: Rules
-) -> tuple[State, list[Action]] | None:
+def _has_ended(turn: _Turn) -> bool:
     """When the job has ended on one node: stop the others, and finish when nobody in sight runs any more."""
-    ended = [name for name in rules.nodes if not seen[name].alive and seen[name].state in FINAL]
-    ended = [name for name in ended if seen[name].generation >= state.generation]
-    if not ended:
-        return None
-    states = {seen[name].state for name in ended}
-    running = [name for name in rules.nodes if seen[name].reachable and seen[name].alive]
-    since = now if state.ended_since is None else state.ended_since
-    state = dataclasses.replace(state, ended_since=since)
+    seen, state = turn.seen, turn.state
+    ended = [n for n in turn.rules.nodes if not seen[n].alive and seen[n].state in FINAL]
+    states = {seen[name].state for name in ended if seen[name].generation >= state.generation}
+    if not states:
+        return False
+    running = [name for name in turn.in_sight if seen[name].alive]
+    since = turn.now if state.ended_since is None else state.ended_since
+    turn.change(ended_since=since)
     if not running:
         outcome: Outcome = (
             "failed" if "failed" in states else "succeeded" if "succeeded" in states else "stopped"
         )
-        return state, [Finish(outcome)]
+        unseen = [n for n in turn.rules.nodes if seen[n].alive and not seen[n].reachable]
+        text = f"{_names(unseen)} cannot be reached; an agent may still run there" if unseen else ""
+        turn.actions.append(Finish(outcome, text))
     finishing = states == {"succeeded"} and all(
-        seen[name].state in ("running", "waiting") and seen[name].generation == state.generation
-        for name in running
+        seen[name].trains and seen[name].generation == state.generation for name in running
     )
-    actions: list[Action] = []
-    if not finishing and now - since >= LAST_WORDS_S:
+    if not finishing and turn.now - since >= LAST_WORDS_S:
         for name in running:
-            state = _ask(state, name, "stop", now, ASK_AGAIN_S * 10, Stop(name), actions)
-    return state, actions
+            turn.ask(name, "stop", ASK_AGAIN_S * 10, Stop(name))
+    return True
 
 
 # --- the next generation ------------------------------------------------------------------------------------
 
 
-def _regenerate(
-    state: State, seen: Mapping[str, Seen], now: float, rules: Rules, actions: list[Action]
-) -> State:
+def _regenerate(turn: _Turn) -> None:
     """Begin another generation where this one cannot go on, after fencing it."""
-    state = _is_broken(state, seen, now, rules, actions)
-    if state.next_generation is None:
-        return state
-    following = state.next_generation
-    in_sight = [name for name in rules.nodes if seen[name].reachable]
-    for name in in_sight:
-        if seen[name].fence < following:
-            key = f"fence{following}"
-            state = _ask(state, name, key, now, ASK_AGAIN_S, Fence(name, following), actions)
-    fenced = [name for name in rules.nodes if seen[name].fence >= following]
-    if not state.electorate.is_fenced_by(fenced):
-        return _say(
-            state,
-            f"cannot go on: {', '.join(n for n in state.electorate.nodes if n not in fenced)} cannot be reached "
-            "and may be training together; waiting for more of them",
-            actions,
-        )
-    slow = [name for name in in_sight if name not in fenced and name in state.electorate.nodes]
-    if slow and state.broken_since is not None and now - state.broken_since < NO_QUORUM_S + BROKEN_S:
-        return state
-    able = [name for name in fenced if seen[name].reachable]
-    if not able:
-        return state
+    following = turn.state.next_generation
+    if following is not None and turn.rounds:
+        turn.say("job", f"generation {turn.state.generation} trains after all: not fencing it")
+        turn.change(next_generation=None, called_off=following, met=())
+    if turn.state.next_generation is None:
+        why = _why_broken(turn)
+        able = [name for name in turn.in_sight if not turn.is_paused(name)]
+        # Those who are fenced cannot come back into this generation by themselves: not before there is a use in it.
+        if why is None or len(able) < turn.rules.min_nodes or not turn.state.is_fenced_by(turn.in_sight):
+            return
+        _begin_fencing(turn, why)
+    following = turn.state.next_generation
+    assert following is not None
+    for name in turn.in_sight:
+        if turn.seen[name].fence < following:
+            turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
+    fenced = [name for name in turn.rules.nodes if turn.seen[name].fence >= following]
+    able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
+    if not turn.state.is_fenced_by(fenced) or len(able) < turn.rules.min_nodes:
+        return
+    slow = set(turn.in_sight).difference(fenced) & set(turn.state.newest.nodes)
+    if not slow or turn.now - (turn.state.fencing_since or 0.0) >= NO_QUORUM_S:
+        _begin_generation(turn, able)
+
+
+def _why_broken(turn: _Turn) -> str | None:
+    """Why the present generation has no way to go on, once that has been so for a while."""
+    seen, state, own = turn.seen, turn.state, turn.own
+    host = seen[state.host]
+    wiped = _wiped(turn)
+    host_ended = (
+        host.reachable and not host.alive and (host.generation == state.generation or state.host in wiped)
+    )
+    host_coming = host.reachable and state.host not in own and turn.is_coming(state.host)
+    blocked = [name for name in own if seen[name].blocked]
+    orphans = [name for name in own if seen[name].state in ("orphaned", "fenced")]
+    coming = {name for name in turn.in_sight if turn.is_coming(name)}
+    is_starting = not state.has_trained and bool(blocked) and state.may_train(coming.union(own))
+    nobody_can = bool(own) and len({*blocked, *orphans}) == len(own) and not (host_coming or is_starting)
+    broken = not turn.rounds and (host_ended or nobody_can or bool(wiped))
+    stuck = not turn.rounds and not broken and (state.host not in own or len(own) >= turn.rules.min_nodes)
+    turn.change(
+        broken_since=(turn.now if state.broken_since is None else state.broken_since) if broken else None,
+        stuck_since=(turn.now if state.stuck_since is None else state.stuck_since) if stuck else None,
+    )
+    state = turn.state
+    if state.broken_since is not None:
+        if turn.now - state.broken_since < (BROKEN_S if host_ended or orphans else NO_QUORUM_S):
+            return None
+        if host_ended or (orphans and not host.reachable):
+            return f"the rendezvous host {state.host} is lost"
+        return "too few nodes are left to go on by themselves"
+    patience_s = SLOW_START_S if coming or any(seen[n].state == "starting" for n in own) else STUCK_S
+    if state.stuck_since is not None and turn.now - state.stuck_since >= patience_s:
+        return f"the nodes have not met for {patience_s:.0f} s"
+    return None
+
+
+def _wiped(turn: _Turn) -> set[str]:
+    """Nodes whose vote counts, but whose run folder is gone, and with it what they promised.
+
+    Started in this generation, such a node would vote as if it had promised nothing. So it comes in as a new node
+    only once it has no vote (the others train, and the electorate is shrunk to them), or in the next generation.
+    """
+    voting = {*turn.state.electorate.nodes, *turn.state.newest.nodes} & turn.state.voters
+    return {n for n in voting if turn.seen[n].reachable and turn.seen[n].fence < 0 and not turn.seen[n].alive}
+
+
+def _begin_fencing(turn: _Turn, why: str) -> None:
+    state = turn.state
+    orphans = [name for name in turn.own if turn.seen[name].state == "orphaned"]
+    others = [name for name in turn.own if name not in set(orphans)]
+    turn.say("job", f"{why}: fencing generation {state.generation}")
+    turn.change(
+        next_generation=max(state.generation, state.called_off) + 1,
+        fencing_since=turn.now,
+        met=tuple(orphans if len(orphans) > len(others) else others),
+    )
+
+
+def _begin_generation(turn: _Turn, able: list[str]) -> None:
+    """Begin the generation that was fenced for, on those of `able` that are up, and others if these are too few."""
+    state, seen, rules = turn.state, turn.seen, turn.rules
     alive = [name for name in able if seen[name].alive and seen[name].port]
-    fit = [name for name in alive if name != state.host] or alive or able
-    host = fit[0]
-    nodes = alive or able[: rules.max_nodes]
-    actions.append(Say(f"generation {following}: {', '.join(nodes)}; the rendezvous is on {host} now"))
-    return dataclasses.replace(
-        state,
+    together = [name for name in alive if name in set(state.met)]
+    nodes = together if len(together) >= rules.min_nodes else alive
+    nodes = [*nodes, *(name for name in able if name not in set(nodes))][: max(len(nodes), rules.min_nodes)]
+    nodes = nodes[: rules.max_nodes]
+    # Another host than before, in turn: the last one may be the one that the others cannot reach.
+    at = rules.nodes.index(state.host) + 1
+    in_turn = [name for name in (*rules.nodes[at:], *rules.nodes[:at]) if name in set(nodes)]
+    host = next((name for name in in_turn if name in set(alive)), in_turn[0])
+    following = state.next_generation
+    assert following is not None
+    turn.say("job", f"generation {following}: {_names(nodes)}; the rendezvous is on {host} now")
+    for name in rules.nodes:
+        if turn.known[name].present and name not in able:
+            _count_failure(turn, name)
+        turn.known[name] = dataclasses.replace(turn.known[name], present=False, asked="")
+    turn.change(
         generation=following,
         host=host,
         port=seen[host].port if seen[host].alive else 0,
         electorate=Electorate(following, 0, tuple(nodes)),
         granted=None,
         next_generation=None,
+        met=(),
+        has_trained=False,
         broken_since=None,
         stuck_since=None,
         stable_since=None,
-        known={
-            name: dataclasses.replace(each, present=False, asked="") for name, each in state.known.items()
-        },
     )
-
-
-def _is_broken(
-    state: State, seen: Mapping[str, Seen], now: float, rules: Rules, actions: list[Action]
-) -> State:
-    """Set `next_generation` when the present one has no way to go on."""
-    newest = max((each.generation for each in seen.values()), default=-1)
-    fence = max((each.fence for each in seen.values()), default=-1)
-    if state.next_generation is not None:
-        if fence > state.next_generation or newest >= state.next_generation:
-            return dataclasses.replace(state, next_generation=max(fence, newest) + 1)
-        return state
-    own = [
-        each
-        for each in seen.values()
-        if each.reachable and each.alive and each.generation == state.generation and each.state not in FINAL
-    ]
-    host = seen[state.host]
-    # A host that never came up: its start is asked for again until it is given up as stuck.
-    host_ended = host.reachable and not host.alive and host.generation == state.generation
-    adrift = [each for each in own if each.state in ("orphaned", "fenced") or each.blocked]
-    orphans = [each for each in own if each.state in ("orphaned", "fenced")]
-    nobody_can = bool(adrift) and len(adrift) == len(own)
-    broken = (host_ended and bool(orphans or not own)) or nobody_can or fence > state.generation
-    trains = any(each.trains for each in own)
-    stuck = not trains and not broken and (len(own) >= rules.min_nodes or not host.reachable)
-    state = dataclasses.replace(
-        state,
-        broken_since=(now if state.broken_since is None else state.broken_since) if broken else None,
-        stuck_since=(now if state.stuck_since is None else state.stuck_since) if stuck else None,
-    )
-    wait_s = BROKEN_S if orphans or host_ended else NO_QUORUM_S
-    is_over = state.broken_since is not None and now - state.broken_since >= wait_s
-    is_stuck = state.stuck_since is not None and now - state.stuck_since >= STUCK_S
-    if is_over or is_stuck:
-        why = (
-            f"the rendezvous host {state.host} is lost"
-            if orphans or host_ended
-            else "too few nodes are left to go on by themselves"
-            if is_over
-            else f"the nodes have not met for {STUCK_S:.0f} s"
-        )
-        actions.append(Say(f"{why}: fencing generation {state.generation}"))
-        return dataclasses.replace(state, next_generation=max(state.generation, newest, fence - 1) + 1)
-    return state
+    turn.own, turn.rounds, turn.here = [], set(), set()
 
 
 # --- keeping the generation whole ---------------------------------------------------------------------------
 
 
-def _adjust_electorate(state: State, seen: Mapping[str, Seen], now: float, actions: list[Action]) -> State:
+def _adjust_electorate(turn: _Turn) -> None:
     """Shrink the electorate to those who train on, or grow it with those who came."""
-    rounds = {
-        frozenset(each.members)
-        for each in seen.values()
-        if each.reachable and each.trains and each.generation == state.generation
-    }
-    members = next(iter(rounds)) if len(rounds) == 1 else frozenset[str]()
-    wanted = tuple(sorted(members))
-    if state.granted is not None:
-        granted = state.granted
-        written = [name for name, each in seen.items() if each.electorate == granted]
+    state, granted = turn.state, turn.state.granted
+    if granted is not None:
+        written = [name for name, each in turn.seen.items() if each.electorate == granted]
         if state.electorate.is_changed_by(written):
-            return dataclasses.replace(state, electorate=granted, granted=None, stable_since=None)
-        for name in granted.nodes:
-            if seen[name].reachable and seen[name].alive and name not in written:
-                state = _ask(
-                    state, name, f"grant{granted.version}", now, ASK_AGAIN_S, Grant(name, granted), actions
-                )
-        return state
-    if not wanted or set(wanted) == set(state.electorate.nodes):
-        return dataclasses.replace(state, stable_since=None)
-    since = now if state.stable_since is None else state.stable_since
-    state = dataclasses.replace(state, stable_since=since)
-    if now - since < GRANT_S:
-        return state
-    # A version that somebody has written down already, of a supervisor that died, must not be used again.
-    version = max([state.electorate.version, *(e.electorate.version for e in seen.values() if e.electorate)])
-    return dataclasses.replace(state, granted=Electorate(state.generation, version + 1, wanted))
+            turn.change(electorate=granted, granted=None, stable_since=None)
+            return
+        for name in set(turn.own).difference(written):
+            turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
+        return
+    members = next(iter(turn.rounds)) if len(turn.rounds) == 1 else frozenset[str]()
+    if not members or members == set(state.electorate.nodes):
+        turn.change(stable_since=None)
+        return
+    since = turn.now if state.stable_since is None else state.stable_since
+    turn.change(stable_since=since)
+    if turn.now - since >= GRANT_S:
+        version = state.electorate.version + 1
+        turn.change(granted=Electorate(state.generation, version, tuple(sorted(members))))
 
 
-def _fill(state: State, seen: Mapping[str, Seen], now: float, rules: Rules, actions: list[Action]) -> State:
+def _fill(turn: _Turn) -> None:
     """Bring nodes in until there are as many as the job takes: those of the electorate first, then spares."""
-    if seen[state.host].generation == state.generation and seen[state.host].alive and seen[state.host].port:
-        state = dataclasses.replace(state, port=seen[state.host].port)
-    here = present(state, seen)
-    coming = {
-        name
-        for name, each in state.known.items()
-        if name not in here and each.asked in ("start", "join") and now - each.asked_at < START_AGAIN_S
-    }
-    order = [state.host, *state.electorate.nodes, *rules.nodes]
-    for name in dict.fromkeys(order):
+    seen, state = turn.seen, turn.state
+    if state.host in turn.own and seen[state.host].port not in (0, state.port):
+        turn.change(port=seen[state.host].port)
+    electorate, wiped = set(state.electorate.nodes), _wiped(turn)
+    out = {name for name in turn.own if seen[name].state == "fenced"}
+    if turn.rounds:  # one that has not found the others for long makes room
+        out |= {name for name in turn.own if seen[name].state == "orphaned" and name not in electorate}
+    taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
+    for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
-        if name in here or not each.reachable:
+        if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
-        if len(here | coming | {name}) > rules.max_nodes:
+        if len(taken | {name}) > turn.rules.max_nodes:
             break
-        if state.known[name].pause_until(now) > now and name != state.host:
-            continue
-        if name != state.host and not state.port:
-            continue  # the rendezvous is not there yet
-        coming.add(name)
+        if turn.is_paused(name) or name in wiped or (name != state.host and not turn.state.port):
+            continue  # or: the rendezvous is not there yet
+        taken.add(name)
         if each.alive:
-            state = _ask(state, name, "join", now, ASK_AGAIN_S, Join(name), actions)
-        else:
-            state = _ask(state, name, "start", now, START_AGAIN_S, Start(name), actions)
-    return state
+            turn.ask(name, "join", ASK_AGAIN_S, Join(name))
+        elif not (turn.known[name].asked == "start" and turn.is_coming(name)):
+            if turn.known[name].asked == "start":
+                _count_failure(turn, name)  # nothing came of it
+            turn.ask(name, "start", START_AGAIN_S, Start(name, is_new=each.fence < 0))
 
 
-def _wait(state: State, seen: Mapping[str, Seen], now: float, rules: Rules, actions: list[Action]) -> State:
+def _wait(turn: _Turn) -> None:
     """Say when the job waits for nodes, and give up after a long while."""
-    here = present(state, seen)
-    trains = any(each.trains and each.reachable for each in seen.values())
-    if trains or (len(here) >= rules.min_nodes and state.next_generation is None):
-        return dataclasses.replace(state, short_since=None, said="" if trains else state.said)
-    since = now if state.short_since is None else state.short_since
-    state = dataclasses.replace(state, short_since=since)
-    if now - since > rules.wait_s:
-        actions.append(Finish("failed", f"waited {rules.wait_s:.0f} s for enough nodes"))
-    elif now - since > LAST_WORDS_S and state.next_generation is None:
-        absent = [name for name in rules.nodes if name not in here]
-        state = _say(
-            state,
-            f"{len(here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
-            f"for {', '.join(absent)}",
-            actions,
+    state, rules = turn.state, turn.rules
+    fenced_for = state.next_generation or max(state.generation, state.called_off) + 1
+    unseen = [n for n in rules.nodes if not turn.seen[n].reachable and turn.seen[n].fence < fenced_for]
+    is_short = len(turn.here) < rules.min_nodes or state.next_generation is not None
+    if turn.rounds or not is_short or state.may_train(unseen):
+        text = f"{_names(unseen)} cannot be reached and may be training together; waiting for them"
+        turn.say("wait", "" if turn.rounds or not state.may_train(unseen) else text)
+        turn.change(short_since=None)
+        return
+    since = turn.now if state.short_since is None else state.short_since
+    turn.change(short_since=since)
+    if turn.now - since > rules.wait_s:
+        turn.actions.append(Finish("failed", f"waited {rules.wait_s:.0f} s for enough nodes"))
+    elif turn.now - since > LAST_WORDS_S:
+        absent = [name for name in rules.nodes if name not in turn.here]
+        turn.say(
+            "wait",
+            f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
+            f"for {_names(absent)}",
         )
-    return state
-
-
-def _ask(
-    state: State, name: str, what: str, now: float, again_s: float, action: Action, actions: list[Action]
-) -> State:
-    """Ask for an action, unless the same was asked for just now."""
-    known = state.known[name]
-    if known.asked == what and now - known.asked_at < again_s:
-        return state
-    actions.append(action)
-    changed = dataclasses.replace(known, asked=what, asked_at=now)
-    return dataclasses.replace(state, known={**state.known, name: changed})
-
-
-def _say(state: State, text: str, actions: list[Action]) -> State:
-    """Say something once."""
-    if state.said == text:
-        return state
-    actions.append(Say(text))
-    return dataclasses.replace(state, said=text)

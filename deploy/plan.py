@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.check import Facts, choose_interface
+from nodekit.deploy.quorum import Electorate
+from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -59,11 +61,15 @@ class Plan:
 
     def to_text(self) -> str:
         """The plan for people: a block per node."""
-        blocks = [f"run {self.run_id}: {len(self.nodes)} node(s), world size {self.world_size}"]
+        spares = len(self.nodes) - len(self.active)
+        blocks = [
+            f"run {self.run_id}: {len(self.active)} node(s), world size {self.world_size}"
+            + (f", {spares} spare(s)" if spares else "")
+        ]
         for node in self.nodes:
             env = "\n".join(f"              {key}={shlex.quote(value)}" for key, value in node.env.items())
             blocks.append(
-                f"{node.name}\n"
+                f"{node.name}{'' if node in self.active else ' (spare)'}\n"
                 f"  node_rank   {node.node_rank} of {node.max_nodes}"
                 + (f" (goes on with {node.min_nodes})" if node.min_nodes < node.max_nodes else "")
                 + f"\n  workers     {node.nproc_per_node} on {_devices(node)}\n"
@@ -78,9 +84,14 @@ class Plan:
         return "\n\n".join(blocks)
 
     @property
+    def active(self) -> tuple[NodePlan, ...]:
+        """The nodes that the job starts on; the others are spares."""
+        return self.nodes[: self.nodes[0].max_nodes]
+
+    @property
     def world_size(self) -> int:
         """The number of workers when all nodes are there."""
-        return sum(node.nproc_per_node for node in self.nodes)
+        return sum(node.nproc_per_node for node in self.active)
 
 
 def _devices(node: NodePlan) -> str:
@@ -97,41 +108,44 @@ def build(
     kit_digest: str,
     command: Sequence[str] | None = None,
 ) -> Plan:
-    """Put together what each node runs.
+    """Put together what each node runs; hosts that no facts are of are left out, and keep their node_rank.
 
     Args:
         peers: host → addresses of the others, as `facts` has routes to them.
-        master_port: found free on the first host.
+        master_port: found free on the first of them.
         command: the user's, in place of the inventory's.
 
     Raises:
         KitError: with one line for each host whose interface or GPUs are not clear.
     """
+    hosts = [host for host in inventory.hosts if host.name in facts]
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
     if argv[0] == "-m" or argv[0].endswith(".py"):
         argv = (PYTHON, "-u", *argv)
-    gpus = share_gpus(inventory.hosts, facts)
+    gpus = share_gpus(hosts, facts)
     chosen: dict[str, tuple[str, str]] = {}
     problems: list[str] = []
-    for host in inventory.hosts:
+    for host in hosts:
         try:
             chosen[host.name] = choose_interface(host, facts[host.name], inventory.network, peers[host.name])
         except HostError as error:
             problems.append(str(error))
-    with_gpus = [host.name for host in inventory.hosts if gpus[host.name]]
-    if with_gpus and len(with_gpus) < len(inventory.hosts):
-        without = [host.name for host in inventory.hosts if not gpus[host.name]]
+    with_gpus = [host.name for host in hosts if gpus[host.name]]
+    if with_gpus and len(with_gpus) < len(hosts):
+        without = [host.name for host in hosts if not gpus[host.name]]
         problems.append(
             f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
             "or nowhere: leave these hosts out, or set `gpus: 0` for all"
         )
     if problems:
         raise KitError("\n".join(problems))
-    master_addr = chosen[inventory.hosts[0].name][1]
+    master_addr = chosen[hosts[0].name][1]
     num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
     for node_rank, host in enumerate(inventory.hosts):
+        if host not in hosts:
+            continue
         found = facts[host.name]
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
@@ -150,6 +164,8 @@ def build(
                 gpus=gpus[host.name],
                 max_restarts=inventory.job.max_restarts,
                 env=_environment(found, interface, gpus[host.name], run_id, node_dir)
+                | _snapshot_environment(inventory, run_id)
+                | ({"OMP_NUM_THREADS": "1"} if num_workers[host.name] > 1 else {})  # as torchrun does
                 | threads[host.name]
                 | dict(host.env)
                 | dict(inventory.job.env),
@@ -177,6 +193,83 @@ def _environment(
     if found.num_gpus and len(gpus) < found.num_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
+
+
+def _snapshot_environment(inventory: Inventory, run_id: str) -> dict[str, str]:
+    env = {
+        "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
+        "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes or hangs can then say where
+    }
+    if inventory.snapshots.shared is not None:
+        env["NODEKIT_SNAPSHOT_DIR"] = f"{inventory.snapshots.shared}/{run_id}"
+        env["NODEKIT_SNAPSHOT_SHARED"] = "1"
+    return env
+
+
+def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[str]) -> NodePlan:
+    """A node's plan when its host is back, perhaps at another address or with other names.
+
+    Raises:
+        HostError: its interface is not clear.
+    """
+    host = next(each for each in inventory.hosts if each.name == node.name)
+    interface, address = choose_interface(host, found, inventory.network, tuple(peers))
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": _nccl_name(interface, found)}
+    env = {**node.env, **names, **host.env, **inventory.job.env}
+    return dataclasses.replace(
+        node, interface=interface, local_addr=address, python=found.executable, env=env
+    )
+
+
+def spec_of(
+    node: NodePlan,
+    inventory: Inventory,
+    *,
+    run_id: str,
+    nodes: Sequence[str],
+    electorate: Electorate,
+    master_addr: str,
+    master_port: int,
+    is_host: bool,
+    token: str,
+    grace_s: float,
+    skew_s: float = 0.0,
+    joins: bool = False,
+) -> AgentSpec:
+    """What a node's agent is given for one generation; pure."""
+    timings = inventory.timings
+    return AgentSpec(
+        run_id=run_id,
+        generation=electorate.generation,
+        name=node.name,
+        node_rank=node.node_rank,
+        nodes=tuple(nodes),
+        electorate=electorate.nodes,
+        electorate_version=electorate.version,
+        min_nodes=node.min_nodes,
+        max_nodes=node.max_nodes,
+        nproc_per_node=node.nproc_per_node,
+        master_addr=master_addr,
+        master_port=master_port,
+        is_host=is_host,
+        local_addr=node.local_addr,
+        max_restarts=node.max_restarts,
+        argv=node.argv,
+        env=node.env,
+        code_dir=node.code_dir,
+        node_dir=node.node_dir,
+        grace_s=grace_s,
+        keep_alive_s=timings.keep_alive,
+        lost_after=timings.lost_after,
+        last_call_s=timings.last_call,
+        wait_s=timings.wait,
+        hang=timings.hang,
+        skew_s=skew_s,
+        copies=1 if inventory.snapshots.shared is not None else inventory.snapshots.copies,
+        token=token,
+        joins=joins,
+    )
 
 
 def _nccl_name(interface: str, found: Facts) -> str:

@@ -55,7 +55,7 @@ def hold_port() -> int:
 def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Dict[str, Any]:
     """Start this node's agent; it imports torch and then waits for `go`, or ends when we do.
 
-    `env` holds what must not be written anywhere (secrets): it reaches the agent in its environment alone.
+    `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere.
     """
     node_dir = os.path.expanduser(node_dir)
     os.makedirs(node_dir, mode=0o700, exist_ok=True)
@@ -87,13 +87,22 @@ def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Di
     return {"pid": agent.pid}
 
 
-def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None) -> Dict[str, Any]:
-    """Give the warm agent its spec (written 0600) and, on the rendezvous host, the socket that holds the port."""
+def go(
+    node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_off: int = -1
+) -> Dict[str, Any]:
+    """Give the warm agent its spec (written 0600) and, on the rendezvous host, the socket that holds the port.
+
+    Fences up to `called_off` hold no longer: the generation they were for was never begun.
+    """
     node_dir = os.path.expanduser(node_dir)
     agent = _agents[node_dir]
+    own = _load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+    if spec["is_host"] and own["generation"] == spec["generation"]:
+        raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
+    _enter(node_dir, own, spec, called_off)
     if port is not None:
         spec = dict(spec, listen_fd=_held_ports[port].fileno())
-    write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode())
+    write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
     for name in ("stop", "status.json"):
         if os.path.exists(os.path.join(node_dir, name)):
             os.unlink(os.path.join(node_dir, name))
@@ -109,13 +118,95 @@ def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None) -> Dict[
     return record
 
 
-def write_private(path: str, data: bytes) -> None:
-    """Write a 0600 file in one step: a reader sees all of it or the one before."""
-    draft = "%s.%d" % (path, os.getpid())
+def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[str, Any]:
+    """Call a live agent into the generation of another spec, which it finds in place of its own."""
+    node_dir = os.path.expanduser(node_dir)
+    own = _load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+    if agent_alive(node_dir) is None:
+        raise RuntimeError("no agent is alive here")
+    _enter(node_dir, own, spec, called_off)
+    if own["generation"] == spec["generation"]:
+        if (_load(os.path.join(node_dir, "status.json")) or {}).get("state") not in ("fenced", "orphaned"):
+            return status(node_dir)
+        spec = dict(spec, call=own.get("call", 0) + 1)
+    write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
+    return status(node_dir)
+
+
+def fence(node_dir: str, generation: int) -> Dict[str, Any]:
+    """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
+    node_dir = os.path.expanduser(node_dir)
+    if _fence_in(node_dir) < generation:
+        _set_fence(node_dir, _load(os.path.join(node_dir, "spec.json")) or {}, generation)
+    return status(node_dir)
+
+
+def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
+    snapshots = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
+    for folder in (
+        snapshots,
+        node_dir,
+    ):  # nodekit.training looks where it writes, which may be a shared folder
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
+
+
+def _enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called_off: int) -> None:
+    """Let a generation in, and fence off those before it, unless a later one has been here."""
+    fence, generation = _fence_in(node_dir), spec["generation"]
+    if own["generation"] > generation or (fence > generation and fence > called_off):
+        raise RuntimeError(
+            "generation %d is over: this node is in %d" % (generation, max(fence, own["generation"]))
+        )
+    if fence != generation:
+        _set_fence(node_dir, spec, generation)
+
+
+def fence_of(node_dir: str) -> int:
+    """The generation that this node is fenced to, -1 for none."""
+    return _fence_in(node_dir)
+
+
+def _fence_in(folder: str) -> int:
+    try:
+        with open(os.path.join(folder, "fence"), encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return -1
+
+
+def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
+    """Write down an electorate (deploy/quorum.py), unless a newer one is there."""
+    node_dir = os.path.expanduser(node_dir)
+    path = os.path.join(node_dir, "electorate.json")
+    own, old = _load(os.path.join(node_dir, "spec.json")), _load(path)
+    if not own or own["generation"] != electorate["generation"]:
+        return
+    order = ("generation", "version")
+    if not old or [old[key] for key in order] < [electorate[key] for key in order]:
+        write_private(path, json.dumps(electorate).encode(), durable=True)
+
+
+def write_private(path: str, data: bytes, durable: bool = False) -> None:
+    """Write a 0600 file in one step: a reader sees all of it or the one before; `durable`: also after a power loss."""
+    draft = "%s.%d.%d" % (path, os.getpid(), threading.get_ident())
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(handle)
+        os.replace(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise
+    if durable:
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def append_private(path: str, data: bytes) -> None:
@@ -176,7 +267,13 @@ def status(node_dir: str) -> Dict[str, Any]:
     found: Dict[str, Any] = _load(os.path.join(node_dir, "status.json")) or {}
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
+    found["fence"] = _fence_in(node_dir)
+    found["granted"] = _load(os.path.join(node_dir, "electorate.json"))
+    record = _load(os.path.join(node_dir, "agent.json"))
+    found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
+        spec = _load(os.path.join(node_dir, "spec.json")) or {}
+        found["generation"] = max(found.get("generation", -1), spec.get("generation", -1))
         found["agent_log"] = _tail(os.path.join(node_dir, "agent.log"))
     return found
 
@@ -210,8 +307,10 @@ def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
         return {"was": "not running", "killed": False}
     if agent_alive(node_dir) is None:
         _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
+        _settle_status(node_dir)
         return {"was": "not running", "killed": False}
     killed = False
+    _say_stop(node_dir)
     if not force:
         os.kill(record["pid"], signal.SIGTERM)
     start = time.monotonic()
@@ -226,7 +325,27 @@ def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
             _kill(record["pid"], signal.SIGKILL)
         time.sleep(0.05)
     _kill_workers(node_dir)
+    _settle_status(node_dir)
     return {"was": "running", "killed": killed}
+
+
+def _say_stop(node_dir: str) -> None:
+    """Leave word that it is meant: an agent that ends without is started again."""
+    try:
+        write_private(os.path.join(node_dir, "stop"), b"")
+    except OSError:
+        pass  # the disk is full: `_settle_status` tells, when there is room
+
+
+def _settle_status(node_dir: str) -> None:
+    """An agent that could not write down its own end, being killed, was stopped all the same."""
+    path = os.path.join(node_dir, "status.json")
+    found = _load(path)
+    if found and found.get("state") not in ("succeeded", "failed", "stopped"):
+        try:
+            write_private(path, json.dumps(dict(found, state="stopped", workers=[])).encode())
+        except OSError:
+            pass
 
 
 def _kill_workers(node_dir: str) -> None:
@@ -324,7 +443,8 @@ def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
 # --- the server ---------------------------------------------------------------------------------------------
 
 OPS: Dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (hold_port, warm, go, status, stop, logs, follow, read_file)
+    function.__name__: function
+    for function in (hold_port, warm, go, call_in, fence, grant, status, stop, logs, follow, read_file)
 }
 
 

@@ -8,25 +8,54 @@ tests/test_rendezvous.py fails when upstream moves them. What differs from stock
 - every round has a new store for the workers, kept by the agent of rank 0: upstream keeps the first round's, with
   a stale MASTER_ADDR and old keys in it, or (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) leaves it to the worker of
   rank 0, for which the others then wait in growing pauses (0.4 s of a start);
-- a participant whose heartbeat expired counts as a reason to re-form (upstream looks at waiting nodes only);
-- a state that has to be asked for again is asked for after 0.1 s, not 1 s.
+- a participant that is gone counts as a reason to re-form (upstream looks at waiting nodes only), and is known to
+  be gone by its lifeline (deploy/lifeline.py), seconds before its heartbeat expires;
+- a round is complete as soon as all who are connected are in it, not after the last call;
+- the loss of the store's host ends every call that waits for it;
+- a state that has to be asked for again is asked for after 0.05 s, not 1 s.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
+import socket
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is: torch's stubs leave it out
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-CONNECT_TIMEOUT_S = 60
+from nodekit.deploy.lifeline import Hub, Lifeline, cut_connections
+from nodekit.deploy.spec import AgentSpec
+
+CONNECT_TIMEOUT_S = 60.0
+FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
+FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
+# Heartbeats are the second line behind the lifelines; they compare clocks, so they have a wide margin.
+HEARTBEAT_S, HEARTBEATS = 5.0, 3
+LAST_LOOK_S = 3.0
 _POLL_S = 0.05
+_HUB = "nodekit/hub"
+
+
+class StoreLost(Exception):
+    """The rendezvous host is gone, or its agent."""
+
+
+class FormAgain(Exception):
+    """The round fell apart while its members were telling each other of themselves."""
 
 
 @dataclass(eq=True, frozen=True, repr=False)
@@ -38,74 +67,283 @@ class RankedNode(upstream._NodeDesc):
     def __lt__(self, other: RankedNode) -> bool:
         return (self.node_rank, self.pid) < (other.node_rank, other.pid)
 
-
-class Rendezvous(upstream.DynamicRendezvousHandler):
-    """Upstream's handler, which also tells a dead participant."""
-
-    _formed_size = 0
-
     @property
-    def round(self) -> int:
-        """The current round, the same number on every node of it."""
-        return int(self._state_holder.state.round)
+    def identity(self) -> str:
+        """What its lifeline calls it."""
+        return f"{self.node_rank}.{self.pid}"
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See upstream."""
-        # Forgotten, it is built anew: with the address of the rank 0 of this round, and with no old round's keys.
-        self._bootstrap_store_info = None
-        self._shared_tcp_store_server = None
-        info = super().next_rendezvous()
-        self._formed_size = info.world_size
-        return info
+
+@dataclass(frozen=True, kw_only=True)
+class Formed:
+    """A round that all its members know."""
+
+    round: int
+    group_rank: int
+    members: tuple[dict[str, Any], ...]
+    """What each of them told of itself, in the order of ranks."""
+    store: Store
+    """For what the agents of this round have to say to each other."""
+    master_addr: str
+    master_port: int
+
+
+class Rendezvous:
+    """One generation's rendezvous, as one node sees it.
+
+    `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
+    """
+
+    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Callable[..., None]) -> None:
+        """Reach the store on the rendezvous host, or be it.
+
+        Raises:
+            StoreLost: there is no rendezvous at the place the spec names.
+        """
+        self._spec = spec
+        self._pause = pause
+        self._say = say
+        self._hub: Hub | None = None
+        self._lifeline: Lifeline | None = None
+        self._formed_size = 0
+        run_id = f"{spec.run_id}.{spec.generation}"
+        self._outcome_key = f"{run_id}/nodekit/outcome"
+        if spec.listen_fd is None:
+            self._wait_for_host()  # torch would wait too, but deaf to signals
+        with self._lost_store_is_told():
+            self._store = TCPStore(
+                spec.master_addr,
+                spec.master_port,
+                is_master=spec.listen_fd is not None,
+                multi_tenant=True,
+                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+                master_listen_fd=spec.listen_fd,
+            )
+            node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
+            self._connect_lifeline(PrefixStore(run_id, self._store), node.identity)
+        settings = upstream.RendezvousSettings(
+            run_id,
+            spec.min_nodes,
+            spec.max_nodes,
+            _Timeouts(
+                join=timedelta(seconds=spec.wait_s),
+                last_call=timedelta(seconds=max(spec.last_call_s, FIRST_CALL_S)),
+                heartbeat=timedelta(seconds=60),
+            ),
+            keep_alive_interval=timedelta(seconds=HEARTBEAT_S),
+            keep_alive_max_attempt=HEARTBEATS + int(spec.skew_s / HEARTBEAT_S + 0.99),
+        )
+        self._settings = settings
+        backend = C10dRendezvousBackend(self._store, run_id)
+        self._state = _State(backend, settings, self)
+        self._handler = upstream.DynamicRendezvousHandler(
+            node, settings, backend.name, self._store, self._state
+        )
+        upstream._delay = self._delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
+
+    def _wait_for_host(self) -> None:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not answers(self._spec.master_addr, self._spec.master_port):
+            self._pause()
+            if time.monotonic() > deadline:
+                where = f"{self._spec.master_addr}:{self._spec.master_port}"
+                raise StoreLost(f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _connect_lifeline(self, store: Store, identity: str) -> None:
+        spec = self._spec
+        if spec.listen_fd is not None:
+            self._hub = Hub(spec.keep_alive_s, spec.lost_after, self._say)
+            store.set(_HUB, json.dumps([self._hub.port, self._hub.cookie]))
+            return
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not store.check([_HUB]):
+            self._pause()
+            if time.monotonic() > deadline:
+                raise StoreLost(f"{spec.master_addr}:{spec.master_port} has no rendezvous of this generation")
+            time.sleep(_POLL_S)
+        port, cookie = json.loads(store.get(_HUB))
+        try:
+            self._lifeline = Lifeline(
+                spec.master_addr,
+                port,
+                cookie,
+                identity,
+                keep_alive_s=spec.keep_alive_s,
+                lost_after=spec.lost_after,
+                on_lost=lambda: cut_connections(spec.master_addr, spec.master_port),
+            )
+        except OSError as error:
+            raise StoreLost(str(error)) from error
+
+    def form(self, own: dict[str, Any]) -> Formed:
+        """Meet the other nodes, and learn what each tells of itself; `own` is what this one tells.
+
+        Raises:
+            StoreLost: the rendezvous host is gone.
+            FormAgain: a member was lost meanwhile.
+            RendezvousClosedError: the job has ended elsewhere.
+            RendezvousTimeoutError: too few nodes came.
+        """
+        # Upstream's own store for workers is left alone: it is built for the first round only.
+        handler: Any = self._handler
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = ...
+        with self._lost_store_is_told():
+            info = handler.next_rendezvous()
+            self._formed_size = info.world_size
+            workers_store = None
+            if info.rank == 0:
+                # It is to live as long as the round; the next one takes its place.
+                workers_store = _new_store(self._spec.local_addr)
+                own = {**own, "master": [self._spec.local_addr, workers_store.port]}
+            handler._workers_store = workers_store
+            store = info.store
+            keys = [f"nodekit/member/{rank}" for rank in range(info.world_size)]
+            store.set(keys[info.rank], json.dumps(own))
+            deadline = time.monotonic() + FORM_TIMEOUT_S
+            while not store.check(keys):
+                self._pause()
+                if self.num_nodes_waiting() or time.monotonic() > deadline:
+                    raise FormAgain
+                time.sleep(_POLL_S)
+            members = tuple(json.loads(text) for text in store.multi_get(keys))
+        self._settings.timeout.to_last_call(self._spec.last_call_s)  # type: ignore[attr-defined]  # ours
+        master_addr, master_port = members[0]["master"]
+        return Formed(
+            round=int(self._state.state.round),
+            group_rank=info.rank,
+            members=members,
+            store=store,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that wait to come in, plus those this round was formed with that are gone since."""
-        waiting: int = super().num_nodes_waiting()
-        return waiting + max(0, self._formed_size - len(self._state_holder.state.participants))
+        """Nodes that wait to come in, plus those this round was formed with that are gone since.
+
+        Raises:
+            StoreLost: the rendezvous host is gone.
+        """
+        with self._lost_store_is_told():
+            waiting: int = self._handler.num_nodes_waiting()
+        return waiting + self.num_lost
+
+    @property
+    def num_lost(self) -> int:
+        """How many of the round's members are gone, as of the last look."""
+        return max(0, self._formed_size - len(self._state.state.participants))
+
+    @property
+    def present(self) -> list[int]:
+        """The node_rank of each node that takes part or waits to, as of the last look."""
+        state: Any = self._state.state
+        return sorted({node.node_rank for node in (*state.participants, *state.wait_list)})
+
+    @property
+    def outcome(self) -> str:
+        """How the job ended, once the rendezvous is closed."""
+        with contextlib.suppress(StoreLost), self._lost_store_is_told():
+            if self._store.check([self._outcome_key]):
+                return str(self._store.get(self._outcome_key).decode())
+        return "failed"
+
+    def close(self, outcome: str = "") -> None:
+        """Leave; with an outcome the rendezvous ends for every node."""
+        with contextlib.suppress(StoreLost, RendezvousError):
+            if outcome and not self.is_lost:
+                with self._lost_store_is_told():
+                    self._store.set(self._outcome_key, outcome)
+                    self._handler.set_closed()
+        if self._hub is not None:
+            deadline = time.monotonic() + (LAST_LOOK_S if outcome else 0)
+            while self._hub.connected and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # the store is here: the others still have to read it
+            self._hub.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
+            cut_connections(self._spec.master_addr, self._spec.master_port)
+        self._handler._stop_heartbeats()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rendezvous host is known to be gone."""
+        return self._lifeline is not None and self._lifeline.lost.is_set()
+
+    @contextlib.contextmanager
+    def _lost_store_is_told(self) -> Iterator[None]:
+        try:
+            yield
+            if self.is_lost:
+                raise StoreLost("its connection ended")
+        except (RendezvousConnectionError, RendezvousStateError, DistError) as error:
+            raise StoreLost(str(error).splitlines()[0]) from error
+
+    def _delay(self, seconds: float | tuple[float, float]) -> None:
+        """In place of upstream's, which lets a state wait for a second before it is asked for again."""
+        self._pause()
+        if self.is_lost:
+            raise RendezvousConnectionError("the rendezvous host is gone")
+        time.sleep(_POLL_S * random.random() if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311
+
+    # --- what only the rendezvous host knows ---
+
+    def is_gone(self, node: RankedNode) -> bool:
+        """Whether a node's lifeline has ended."""
+        return self._hub is not None and node.identity in self._hub.lost
+
+    def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
+        """Whether a round need not wait for anyone: all who are connected (at first: all of the electorate) are in."""
+        if self._hub is None or len(participants) < self._spec.min_nodes:
+            return False
+        if is_first_round:
+            names = {self._spec.name_of(node.node_rank) for node in participants}
+            return set(self._spec.electorate) <= names
+        return self._hub.connected <= {node.identity for node in participants}
 
 
-def connect(
-    *,
-    run_id: str,
-    node_rank: int,
-    local_addr: str,
-    min_nodes: int,
-    max_nodes: int,
-    master_addr: str,
-    master_port: int,
-    listen_fd: int | None,
-) -> Rendezvous:
-    """Reach the store on the rendezvous host, or be it, and build this node's handler.
+class _Timeouts(upstream.RendezvousTimeout):
+    def to_last_call(self, seconds: float) -> None:
+        """From the first round's last call to the later ones'."""
+        self._last_call = timedelta(seconds=seconds)
 
-    Args:
-        run_id: of the rendezvous: another generation of a run has another.
-        local_addr: this node's address on the job's interface; becomes MASTER_ADDR when it is rank 0.
-        listen_fd: the listening socket that holds `master_port`; given on the rendezvous host alone.
-    """
-    store = TCPStore(
-        master_addr,
-        master_port,
-        is_master=listen_fd is not None,
-        multi_tenant=True,
+
+class _State(upstream._BackendRendezvousStateHolder):
+    """Upstream's holder of the state, which knows from the lifelines who is gone and who is still to come."""
+
+    def __init__(self, backend: Any, settings: Any, rendezvous: Rendezvous) -> None:
+        super().__init__(backend, settings, cache_duration=_POLL_S)  # type: ignore[arg-type]  # it is only ever subtracted from a time
+        self._rendezvous = rendezvous
+
+    def _sanitize(self) -> None:
+        state: Any = self._state
+        for node in state.last_heartbeats:
+            if self._rendezvous.is_gone(node):
+                state.last_heartbeats[node] = datetime.min.replace(tzinfo=timezone.utc)
+        super()._sanitize()
+        if (
+            not state.complete
+            and state.deadline is not None
+            and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
+        ):
+            state.deadline = datetime.min.replace(tzinfo=timezone.utc)
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((address, port), timeout=1.0).close()
+        return True
+    return False
+
+
+def _new_store(address: str) -> Any:
+    held = socket.create_server((address, 0), backlog=1024)
+    port = held.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=False,
         timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-        master_listen_fd=listen_fd,
+        master_listen_fd=held.detach(),
     )
-    settings = upstream.RendezvousSettings(
-        run_id,
-        min_nodes,
-        max_nodes,
-        upstream.RendezvousTimeout(),
-        keep_alive_interval=timedelta(seconds=5),
-        keep_alive_max_attempt=3,
-    )
-    backend = C10dRendezvousBackend(store, run_id)
-    state = upstream._BackendRendezvousStateHolder(backend, settings, cache_duration=_POLL_S)  # type: ignore[arg-type]  # it is only ever subtracted from a time
-    node = RankedNode(local_addr, os.getpid(), 0, node_rank=node_rank)
-    handler = Rendezvous(node, settings, backend.name, store, state)
-    upstream._delay = _short_delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
-    return handler
-
-
-def _short_delay(seconds: float | tuple[float, float]) -> None:
-    """In place of upstream's, which lets a state wait for a second before it is asked for again."""
-    time.sleep(_POLL_S * random.random() if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nodekit.deploy.remote import append_private, write_private
 from nodekit.inventory.errors import KitError
@@ -40,7 +40,17 @@ class Run:
     ended: float | None = None
     verdict: str = ""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """node → its ``node_dir``, ``node_rank``, …: where to find it again."""
+    """node → its plan (deploy/plan.py): where to find it again, and how to start it again."""
+    token: str = field(default="", repr=False)
+    """What the agents of this run know each other by."""
+    code_digest: str = ""
+    """Of the code that was synced."""
+    clock_offsets: dict[str, float] = field(default_factory=dict)
+    """node → its clock minus ours, in seconds."""
+    skew_s: float = 0.0
+    """How far the nodes' clocks are apart."""
+    judgement: dict[str, Any] = field(default_factory=dict)
+    """What the supervisor has decided so far (deploy/judge.py): who takes over goes on from it."""
 
     @property
     def folder(self) -> Path:
@@ -50,7 +60,14 @@ class Run:
     def save(self) -> None:
         """Write the record in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(str(self.folder / "run.json"), json.dumps(dataclasses.asdict(self), indent=1).encode())
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        write_private(str(self.folder / "run.json"), text.encode(), durable=True)
+
+    def reload(self) -> None:
+        """Take over what another process has written."""
+        fields = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        for name, value in fields.items():
+            setattr(self, name, value)
 
     def finish(self, state: str, verdict: str) -> None:
         """Record the end."""
@@ -110,6 +127,43 @@ def latest_of(inventory_path: Path) -> Run | None:
     """The latest run of an inventory file."""
     runs = [run for run in all_runs() if run.inventory_path == str(inventory_path.resolve())]
     return runs[-1] if runs else None
+
+
+class SupervisorLock:
+    """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.folder / "supervisor.lock"
+        self._file: IO[str] | None = None
+
+    def take(self) -> bool:
+        """Be the one; False while another is."""
+        if self._file is not None:
+            return True
+        self._path.touch(mode=0o600)
+        file = self._path.open("r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+        return True
+
+    def owner(self) -> str:
+        """The pid of the one."""
+        with contextlib.suppress(OSError):
+            return self._path.read_text() or "?"
+        return "?"
+
+    def release(self) -> None:
+        """Let another take over."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @contextlib.contextmanager

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import check, cluster, plan, runs, sync
+from nodekit.deploy import check, cluster, judge, plan, runs, sync
 from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
+from nodekit.deploy.judge import FINAL, Rules, State
 from nodekit.deploy.link import Link, on_all
-from nodekit.deploy.plan import NodePlan, Plan
+from nodekit.deploy.plan import Plan
 from nodekit.deploy.runs import Run
-from nodekit.deploy.spec import AgentSpec
-from nodekit.deploy.supervise import FINAL
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
 
-GRACE_S = 30.0
-CALL_TIMEOUT_S = 30.0
-SYNC_TIMEOUT_S = 3600.0
 STARTED_TIMEOUT_S = 120.0
 
 
@@ -74,6 +72,9 @@ def gather_facts(
         KitError: with everything that is wrong, on every host.
     """
     peers = cluster.peer_addresses(inventory.hosts)
+    inventory = inventory.model_copy(
+        update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
+    )
     facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
     problems = check.examine(inventory, facts)
     if problems:
@@ -81,30 +82,15 @@ def gather_facts(
     return facts, peers
 
 
-def hold_port(links: Mapping[str, Link], inventory: Inventory) -> int:
+def hold_port(links: Mapping[str, Link]) -> int:
     """A port found free on the rendezvous host, the first, and kept for its agent."""
-    port: int = links[inventory.hosts[0].name].call("hold_port", timeout_s=CALL_TIMEOUT_S)
+    port: int = next(iter(links.values())).call("hold_port", timeout_s=CALL_TIMEOUT_S)
     return port
-
-
-def secrets_of(inventory: Inventory) -> dict[str, str]:
-    """The secrets' values, from the environment here.
-
-    Raises:
-        KitError: some are not set.
-    """
-    absent = [name for name in inventory.job.secrets if name not in os.environ]
-    if absent:
-        raise KitError(
-            f"{inventory.path}: job.secrets names {', '.join(absent)}, not set in this environment; "
-            f"export {absent[0]}=… and run again"
-        )
-    return {name: os.environ[name] for name in inventory.job.secrets}
 
 
 def start(
     stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None, options: Options
-) -> tuple[dict[str, Link], Run, dict[str, float]]:
+) -> tuple[Hands, State]:
     """Start a run, or go on with `resumed`.
 
     Args:
@@ -112,9 +98,6 @@ def start(
         inventory: what the cluster is.
         resumed: the run to go on with, None for a new one.
         options: the command line's.
-
-    Returns:
-        The links, the run, and each host's clock minus ours in seconds.
     """
     phases = Phases(silent=options.quiet)
     secrets = secrets_of(inventory)
@@ -123,7 +106,7 @@ def start(
     # The code is read while the hosts are reached: a run has what was there when it was asked for.
     reading = _Reading(inventory, options)
     with phases.phase("connect") as said:
-        links = stack.enter_context(cluster.links(inventory.hosts, options.ssh))
+        links = _connect(stack, inventory, options, phases)
         said.append(count(len(links), "host"))
     with phases.phase("check") as said:
         package = sync.package()
@@ -133,14 +116,23 @@ def start(
             facts,
             run_id=run_id,
             peers=peers,
-            master_port=hold_port(links, inventory),
+            master_port=hold_port(links),
             kit_digest=package.digest,
             command=options.command,
         )
         said.append(_checked(facts, planned))
     for warning in check.warnings(facts):
         phases.say(f"warning: {warning}")
-    run = _record(inventory, resumed, planned, options)
+    run = _record(inventory, resumed, planned, facts, options)
+    hands = Hands(run, inventory, links)
+    active = [node.name for node in planned.active]
+    state = judge.begin(
+        rules_of(inventory),
+        generation=run.generation,
+        host=active[0],
+        port=planned.nodes[0].master_port,
+        nodes=active,
+    )
     groups = cluster.one_per_folder(facts)
     firsts = {name: links[name] for name in groups}
     try:
@@ -152,25 +144,62 @@ def start(
                 timeout_s=SYNC_TIMEOUT_S,
             )
             # From here the agents import torch, which takes longer than an unchanged tree.
-            check.all_or_raise(on_all(links, lambda link: _warm(link, planned, secrets)))
+            _on_nodes(active, lambda name: hands.warm(name, secrets))
             tree, targets = _send(reading, firsts, facts, run_id, options)
+            run.code_digest = tree.digest
             said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
         with phases.phase("start") as said:
-            check.all_or_raise(on_all(links, lambda link: _go(link, planned, run.generation)))
+            # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
+            _on_nodes(list(run.nodes), lambda name: hands.fence(name, run.generation))
+            _on_nodes(active, lambda name: hands.go(name, state, state.port if name == state.host else None))
             run.state = "running"
+            run.judgement = state.to_dict()
             run.save()
-            _wait_started(run, links)
-            said.append(f"{count(len(links), 'node')}, world size {planned.world_size}")
+            _wait_started(hands, active)
+            said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
+            if len(active) < len(links):
+                said.append(count(len(links) - len(active), "spare"))
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException:
         # Agents that got their go are stopped; those that did not end with their link.
-        on_all(links, lambda link: _stop_now(link, run))
+        hands.stop_all(grace_s=5.0)
         run.finish("failed", "it did not start")
         raise
     for name, seconds in phases.done:
         run.event("phase", phase=name, seconds=round(seconds, 3))
-    return links, run, {name: found.clock_offset_s for name, found in facts.items()}
+    return hands, state
+
+
+def rules_of(inventory: Inventory) -> Rules:
+    """What the supervisor goes by."""
+    return Rules(
+        nodes=tuple(host.name for host in inventory.hosts),
+        min_nodes=inventory.nodes.min,
+        max_nodes=inventory.nodes.max,
+        wait_s=inventory.timings.wait,
+    )
+
+
+def _connect(
+    stack: contextlib.ExitStack, inventory: Inventory, options: Options, phases: Phases
+) -> dict[str, Link]:
+    """Links to all hosts; an elastic job does with those that can be reached, if they are enough."""
+    least = inventory.nodes.min
+    if least == len(inventory.hosts):
+        return stack.enter_context(cluster.links(inventory.hosts, options.ssh))
+    problems: list[str] = []
+    noting = dataclasses.replace(options.ssh, notice=problems.append)
+    links = stack.enter_context(cluster.links(inventory.hosts, noting, some=True))
+    if len(links) < least:
+        raise KitError("\n".join([*problems, f"{len(links)} of at least {least} hosts can be reached"]))
+    for problem in problems:
+        phases.say(f"warning: without {problem}")
+    return {host.name: links[host.name] for host in inventory.hosts if host.name in links}
+
+
+def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
+    check.all_or_raise(on_all({name: name for name in names}, function))
 
 
 class _Reading:
@@ -179,7 +208,9 @@ class _Reading:
     def __init__(self, inventory: Inventory, options: Options) -> None:
         self._found: dict[str, sync.Tree | Exception] = {}
         self._thread = threading.Thread(
-            target=lambda: self._found.update(on_all({"code": None}, lambda _: _take(inventory, options))),
+            target=lambda: self._found.update(
+                on_all({"code": None}, lambda _: take(inventory, options.command))
+            ),
             daemon=True,
         )
         self._thread.start()
@@ -195,21 +226,13 @@ class _Reading:
         return tree
 
 
-def _take(inventory: Inventory, options: Options) -> sync.Tree:
-    code = Path(inventory.job.code).expanduser()
-    if not code.is_dir():
-        raise KitError(f"job.code: {code.resolve()} is no folder")
-    command = options.command or inventory.job.command or ("",)
-    script = command[0]
-    if script.endswith(".py") and not Path(script).is_absolute() and not (code / script).is_file():
-        raise KitError(
-            f"no {script} in {code.resolve()}, the folder that is synced; "
-            "run kit from your code's folder, or set job.code"
-        )
-    return sync.take(code)
-
-
-def _record(inventory: Inventory, resumed: Run | None, planned: Plan, options: Options) -> Run:
+def _record(
+    inventory: Inventory,
+    resumed: Run | None,
+    planned: Plan,
+    facts: Mapping[str, check.Facts],
+    options: Options,
+) -> Run:
     run = resumed or Run(
         run_id=planned.run_id,
         name=inventory.name,
@@ -220,12 +243,13 @@ def _record(inventory: Inventory, resumed: Run | None, planned: Plan, options: O
     )
     if resumed:
         run.generation += 1
+    run.token = run.token or token_hex(16)
+    offsets = [found.clock_offset_s for found in facts.values()]
+    run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
+    run.skew_s = max(offsets) - min(offsets)
     run.inventory = dump(inventory)
     run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
-    run.nodes = {
-        node.name: {"node_dir": node.node_dir, "node_rank": node.node_rank, "code_dir": node.code_dir}
-        for node in planned.nodes
-    }
+    run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
     run.save()
     return run
 
@@ -263,47 +287,7 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _node(planned: Plan, name: str) -> NodePlan:
-    return next(node for node in planned.nodes if node.name == name)
-
-
-def _warm(link: Link, planned: Plan, secrets: Mapping[str, str]) -> Any:
-    node = _node(planned, link.host)
-    return link.call(
-        "warm",
-        timeout_s=CALL_TIMEOUT_S,
-        node_dir=node.node_dir,
-        python=node.python,
-        kit_dir=node.kit_dir,
-        env=dict(secrets),
-    )
-
-
-def _go(link: Link, planned: Plan, generation: int) -> Any:
-    node = _node(planned, link.host)
-    spec = AgentSpec(
-        run_id=planned.run_id,
-        generation=generation,
-        name=node.name,
-        node_rank=node.node_rank,
-        min_nodes=node.min_nodes,
-        max_nodes=node.max_nodes,
-        nproc_per_node=node.nproc_per_node,
-        master_addr=node.master_addr,
-        master_port=node.master_port,
-        local_addr=node.local_addr,
-        max_restarts=node.max_restarts,
-        argv=node.argv,
-        env=node.env,
-        code_dir=node.code_dir,
-        node_dir=node.node_dir,
-        grace_s=GRACE_S,
-    )
-    port = node.master_port if node.node_rank == 0 else None
-    return link.call("go", timeout_s=CALL_TIMEOUT_S, node_dir=node.node_dir, spec=spec.to_dict(), port=port)
-
-
-def _wait_started(run: Run, links: Mapping[str, Link]) -> None:
+def _wait_started(hands: Hands, names: Sequence[str]) -> None:
     """Until workers run on every node (or a node has more to say than that).
 
     Raises:
@@ -311,28 +295,21 @@ def _wait_started(run: Run, links: Mapping[str, Link]) -> None:
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
 
-    def wait(link: Link) -> None:
-        node_dir = run.nodes[link.host]["node_dir"]
+    def wait(name: str) -> None:
         while True:
-            status = link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=node_dir)
+            status = hands.status(name)
             if status.get("state") in ("running", "waiting", *FINAL):
                 return
             if not status["alive"]:
                 raise HostError(
-                    link.host, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
+                    name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )
             if time.monotonic() > deadline:
                 raise HostError(
-                    link.host,
+                    name,
                     f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: "
                     "the nodes do not reach each other; is there a firewall between them?",
                 )
             time.sleep(0.05)
 
-    check.all_or_raise(on_all(links, wait))
-
-
-def _stop_now(link: Link, run: Run) -> Any:
-    return link.call(
-        "stop", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"], grace_s=5.0, force=False
-    )
+    _on_nodes(names, wait)

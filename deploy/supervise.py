@@ -1,4 +1,4 @@
-"""Watches a run: follows every node, says what happens, and tells how it ended."""
+"""Keeps a run equal to its inventory: follows every node, does what deploy/judge.py decides, tells how it ended."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from nodekit.deploy import judge
 from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander
-from nodekit.deploy.link import Link, RemoteError, on_all
-from nodekit.deploy.runs import Run
+from nodekit.deploy.hands import Hands
+from nodekit.deploy.judge import FINAL, Action, Finish, Outcome, Rules, Seen, State
+from nodekit.deploy.link import Link, RemoteError
+from nodekit.deploy.quorum import Electorate
+from nodekit.deploy.runs import SupervisorLock
 from nodekit.deploy.view import View, status_line
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, KitError
 
-LAST_WORDS_S = 3.0  # after a node failed, how long the others may still tell of their own failure
-RETRY_S = 3.0
-STOP_MARGIN_S = 10.0
-FINAL = ("succeeded", "failed", "stopped")
-
-Outcome = Literal["succeeded", "failed", "stopped"]
+TICK_S = 0.1
+RETRY_S = 1.0
+LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
+GONE_S = 3.0  # without an agent this long, a node is shown as gone and not as about to be started
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of one node."""
+class Told:
+    """What one node has told, for the verdict."""
 
     state: str = "starting"
-    reachable: bool = True
     failures: tuple[Failure, ...] = ()
     message: str = ""
-    ended_at: float | None = None
-    """When the agent was seen to be gone (monotonic)."""
+    no_progress: bool = False
+    """It was restarted, and that brought nothing."""
 
     @property
-    def outcome(self) -> str | None:
-        """How the node ended, ``gone`` for an agent that ended without a word; None while it runs."""
-        if self.ended_at is None:
-            return None
+    def outcome(self) -> str:
+        """How the node ended, ``gone`` for an agent that ended without a word."""
         return self.state if self.state in FINAL else "gone"
 
 
@@ -50,50 +49,38 @@ class Verdict:
 
     outcome: Outcome
     text: str
+    no_progress: bool = False
 
 
-def decide(nodes: Mapping[str, Seen], *, min_nodes: int, now: float) -> Literal["watch", "stop", "done"]:
-    """What to do next; pure.
-
-    ``done``: every node has ended. ``stop``: a node failed or is gone and the others cannot go on without it;
-    they have had time for their last words. ``watch`` otherwise.
-    """
-    ended = {name: seen for name, seen in nodes.items() if seen.outcome is not None}
-    if len(ended) == len(nodes):
-        return "done"
-    bad = [seen for seen in ended.values() if seen.outcome != "succeeded"]
-    if not bad:
-        return "watch"
-    only_gone = all(seen.outcome == "gone" for seen in bad)
-    if only_gone and len(nodes) - len(bad) >= min_nodes:
-        return "watch"  # an elastic job goes on without them
-    first = min(seen.ended_at for seen in bad if seen.ended_at is not None)
-    return "stop" if now - first >= LAST_WORDS_S else "watch"
-
-
-def verdict(nodes: Mapping[str, Seen], *, max_restarts: int) -> Verdict:
-    """How it ended, by what all nodes said; pure."""
-    outcomes = {name: seen.outcome for name, seen in nodes.items()}
-    if all(outcome == "succeeded" for outcome in outcomes.values()):
-        return Verdict("succeeded", "trained to the end")
+def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> Verdict:
+    """How it ended, by what all nodes said; pure. `also` is the supervisor's own reason."""
+    outcomes = {name: told.outcome for name, told in nodes.items()}
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
-    last_attempts = [
-        failure for seen in nodes.values() for failure in seen.failures if failure.attempt == _last(seen)
-    ]
+    if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
+        without = [name for name, outcome in outcomes.items() if outcome != "succeeded"]
+        return Verdict(
+            "succeeded", "trained to the end" + (f" without {', '.join(without)}" if without else "")
+        )
+    no_progress = any(told.no_progress for told in nodes.values())
+    failures = [failure for told in nodes.values() for failure in told.failures]
+    last = max((_order(failure.attempt) for failure in failures), default=(0, 0))
+    last_attempts = [failure for failure in failures if _order(failure.attempt) == last]
     cause = first_cause(last_attempts)
-    survivors = [name for name, outcome in outcomes.items() if outcome == "succeeded"]
-    if survivors and len(survivors) + len(gone) == len(nodes):
-        return Verdict("succeeded", f"trained to the end without {', '.join(gone)}")
-    if gone and (cause is None or _only_echoes(last_attempts)):
+    said = [
+        f"{name}: {told.message}" for name, told in nodes.items() if told.message and told.outcome != "gone"
+    ]
+    if "failed" not in outcomes.values():
+        if also:
+            return Verdict("failed", "\n".join([also, *said]), no_progress)
+        if "stopped" in outcomes.values():
+            return Verdict("stopped", "stopped")
+    if gone and (cause is None or all(is_bystander(failure) for failure in last_attempts)):
         words = "\n".join(f"  {nodes[name].message}" for name in gone if nodes[name].message)
         return Verdict("failed", f"the agent on {', '.join(gone)} is gone without a word\n{words}".rstrip())
     if cause is None:
-        if any(outcome == "stopped" for outcome in outcomes.values()):
-            return Verdict("stopped", "stopped")
-        said = [f"{name}: {seen.message}" for name, seen in nodes.items() if seen.message]
-        return Verdict("failed", "\n".join(said) or "every node failed without a word")
+        return Verdict("failed", "\n".join(said) or "every node failed without a word", no_progress)
     failure, num_others = cause
-    attempts = {each.attempt for seen in nodes.values() for each in seen.failures}
+    attempts = {each.attempt for each in failures}
     text = [
         f"rank {failure.rank} on {failure.node} failed first ({how_it_ended(failure.exitcode)})"
         + (f", in the last of {len(attempts)} attempts" if len(attempts) > 1 else ""),
@@ -106,85 +93,147 @@ def verdict(nodes: Mapping[str, Seen], *, max_restarts: int) -> Verdict:
     text.append(f"  full log: {failure.node}:{failure.log}")
     if len(attempts) == 1 and max_restarts == 0:
         text.append("  (job.max_restarts is 0: a failed rank ends the job)")
-    return Verdict("failed", "\n".join(text))
+    text += [f"  {line}" for line in dict.fromkeys(said) if "another node ended" not in line]
+    return Verdict("failed", "\n".join(text), no_progress)
 
 
-def _last(seen: Seen) -> str | None:
-    return seen.failures[-1].attempt if seen.failures else None
-
-
-def _only_echoes(failures: list[Failure]) -> bool:
-    return all(is_bystander(failure) for failure in failures)
+def _order(attempt: str) -> tuple[int, int]:
+    generation, _, number = attempt.partition(".")
+    return int(generation or 0), int(number or 0)
 
 
 class Supervisor:
-    """Follows the nodes of one run until it ends or is stopped."""
+    """Follows the nodes of one run until it ends, and acts for it unless another supervisor does."""
 
     def __init__(
         self,
-        run: Run,
-        links: dict[str, Link],
+        hands: Hands,
         view: View,
+        lock: SupervisorLock,
         *,
+        rules: Rules,
         reopen: Callable[[str], Link],
-        min_nodes: int,
-        max_restarts: int,
-        grace_s: float,
-        clock_offsets: Mapping[str, float],
         tail_bytes: int | None = None,
     ) -> None:
-        self._run = run
-        self._links = links
+        """Nothing happens before `watch`.
+
+        Args:
+            hands: what acts on the nodes.
+            view: what the user sees.
+            lock: held by the one who acts.
+            rules: the inventory's.
+            reopen: a new link to a host; HostError where it cannot be reached.
+            tail_bytes: of each log that is there already, show only this much.
+        """
+        self._hands = hands
+        self._run = hands.run
+        self._links = hands.links
         self._view = view
+        self._lock = lock
+        self._state = State.from_dict(hands.run.judgement, rules)
+        self._rules = rules
+        self._acts = lock.take()
         self._reopen = reopen
-        self._min_nodes = min_nodes
-        self._max_restarts = max_restarts
-        self._grace_s = grace_s
-        self._clock_offsets = clock_offsets
         self._tail_bytes = tail_bytes
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
-        self._nodes = {name: Seen() for name in run.nodes}
-        self._lines: dict[str, str] = dict.fromkeys(run.nodes, "connecting")
+        self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
+        self._heard: set[str] = set()
+        self._told = {name: Told() for name in rules.nodes}
+        self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
+        self._busy: dict[str, str] = {}
         self._first_step = False
 
     def watch(self) -> Verdict:
         """Follow every node to the end; KeyboardInterrupt passes through, with everything still running."""
-        for name in self._nodes:
+        for name in self._rules.nodes:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
-        stopped = False
         while True:
             with contextlib.suppress(queue.Empty):
-                self._take(*self._queue.get(timeout=0.2))
+                self._take(*self._queue.get(timeout=TICK_S))
                 while True:
                     self._take(*self._queue.get_nowait())
             self._view.status(self._lines)
-            action = decide(self._nodes, min_nodes=self._min_nodes, now=time.monotonic())
-            if action == "done":
+            if len(self._heard) < len(self._rules.nodes):
+                continue  # what has not been looked at yet must not be taken for gone
+            if (finish := self._decide()) is not None:
                 self._closing.set()
-                return verdict(self._nodes, max_restarts=self._max_restarts)
-            if action == "stop" and not stopped:
-                stopped = True
-                running = [name for name, seen in self._nodes.items() if seen.outcome is None]
-                ended = [
-                    name for name, seen in self._nodes.items() if seen.outcome not in (None, "succeeded")
-                ]
-                self._view.say(f"stopping {', '.join(running)}: the job has ended on {', '.join(ended)}")
-                threading.Thread(target=self.stop, kwargs={"force": False}, daemon=True).start()
+                return self._end(finish)
+
+    def _decide(self) -> Finish | None:
+        if not self._acts and self._lock.take():
+            self._acts = True
+            self._run.reload()
+            self._state = State.from_dict(self._run.judgement, self._rules)
+            self._view.say("supervising now: the one before is gone")
+        state, actions = judge.decide(self._state, self._seen, time.monotonic(), self._rules)
+        finish = next((action for action in actions if isinstance(action, Finish)), None)
+        if not self._acts:
+            self._state = dataclasses.replace(
+                self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
+            )
+            return finish  # only the end is ours to see; the rest is the other's
+        self._state = state
+        if (judgement := state.to_dict()) != self._run.judgement:
+            # Written down before anything is done, so that who takes over cannot repeat a generation's number.
+            self._run.generation, self._run.judgement = state.generation, judgement
+            self._run.save()
+        for action in actions:
+            self._do(action, state)
+        return finish
+
+    def _do(self, action: Action, state: State) -> None:
+        if isinstance(action, judge.Say):
+            self._view.say(action.text)
+            self._run.event("said", text=action.text)
+            return
+        if isinstance(action, Finish):
+            return
+        name = action.node
+        self._run.event(type(action).__name__.lower(), about=name, generation=state.generation)
+        work: dict[type, Callable[[], Any]] = {
+            judge.Join: lambda: self._hands.call_in(name, state),
+            judge.Stop: lambda: self._hands.stop(name),
+        }
+        if isinstance(action, judge.Start):
+            is_new = action.is_new
+            work[judge.Start] = lambda: self._start(name, state, is_new)
+        if isinstance(action, judge.Fence):
+            generation = action.generation
+            work[judge.Fence] = lambda: self._hands.fence(name, generation)
+        if isinstance(action, judge.Grant):
+            electorate = action.electorate
+            work[judge.Grant] = lambda: self._hands.grant(name, electorate)
+        threading.Thread(
+            target=self._attempt, args=(name, type(action), work[type(action)]), daemon=True
+        ).start()
+
+    def _attempt(self, name: str, kind: type, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except KitError as error:
+            problem = error.problem if isinstance(error, HostError) else str(error)
+            self._queue.put((name, "problem" if kind is judge.Start else "refused", problem))
+
+    def _start(self, name: str, state: State, is_new: bool) -> None:
+        self._queue.put((name, "busy", "starting its agent"))
+        try:
+            self._hands.start(name, state, is_new=is_new)
+        finally:
+            self._queue.put((name, "busy", ""))
+
+    def _end(self, finish: Finish) -> Verdict:
+        running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
+        if running and self._acts:
+            self._hands.stop_all()
+        return verdict(self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text)
 
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node: host → what was found there, or the exception."""
+        self._closing.set()
+        return self._hands.stop_all(force=force)
 
-        def stop_one(link: Link) -> Any:
-            return link.call(
-                "stop",
-                timeout_s=self._grace_s + STOP_MARGIN_S + 5,
-                node_dir=self._run.nodes[link.host]["node_dir"],
-                grace_s=self._grace_s + STOP_MARGIN_S,
-                force=force,
-            )
-
-        return on_all(self._links, stop_one)
+    # --- what the nodes say ---
 
     def _follow(self, name: str) -> None:
         offsets: dict[str, int] | None = None
@@ -195,64 +244,103 @@ class Supervisor:
             self._queue.put((name, "part", part))
 
         while not self._closing.is_set():
+            pause_s = LOOK_AGAIN_S
             try:
-                final = self._links[name].stream(
-                    "follow",
-                    take,
-                    node_dir=self._run.nodes[name]["node_dir"],
-                    offsets=offsets,
-                    tail_bytes=self._tail_bytes if offsets is None else None,
-                )
-                self._queue.put((name, "ended", final))
-                return
+                if name not in self._links:
+                    self._links[name] = self._reopen(name)
+                if (
+                    name not in self._run.nodes
+                ):  # not there when the run began: the first start makes its plan
+                    self._queue.put((name, "unknown", None))
+                else:
+                    final = self._links[name].stream(
+                        "follow",
+                        take,
+                        node_dir=self._run.nodes[name]["node_dir"],
+                        offsets=offsets,
+                        tail_bytes=self._tail_bytes if offsets is None else None,
+                    )
+                    self._queue.put((name, "ended", final))
             except RemoteError as error:
                 self._queue.put((name, "lost", str(error)))
+                pause_s = RETRY_S
             except HostError as error:
                 self._queue.put((name, "lost", error.problem))
-            if self._closing.wait(RETRY_S):
+                if (lost := self._links.pop(name, None)) is not None:
+                    threading.Thread(target=lost.close, daemon=True).start()
+                    pause_s = 0.0
+                else:
+                    pause_s = RETRY_S
+            if self._closing.wait(pause_s):
                 return
-            with contextlib.suppress(HostError):
-                lost, self._links[name] = self._links[name], self._reopen(name)
-                lost.close()
 
     def _take(self, name: str, kind: str, value: Any) -> None:
-        seen = self._nodes[name]
+        seen = self._seen[name]
+        if kind in ("busy", "problem", "refused"):
+            self._busy[name] = value if kind == "busy" else ""
+            if kind == "problem":
+                self._view.say(f"{name}: not started: {value}")
+                self._seen[name] = dataclasses.replace(seen, problem=value)
+            if kind != "busy":
+                self._run.event(kind, about=name, why=value)
+            return
         if kind == "lost":
-            if seen.reachable:
+            if seen.reachable or name not in self._heard:
                 self._view.say(f"{name}: cannot be reached from here ({value}); trying again")
                 self._run.event("unreachable", about=name, why=value)
-            self._nodes[name] = dataclasses.replace(seen, reachable=False)
+            self._heard.add(name)
+            self._seen[name] = dataclasses.replace(seen, reachable=False)
             self._lines[name] = "unreachable  trying again"
             return
-        if not seen.reachable:
+        if not seen.reachable and name in self._heard:
             self._view.say(f"{name}: reached again")
+        self._heard.add(name)
+        if kind == "unknown":
+            self._seen[name] = Seen(problem=seen.problem)
+            self._lines[name] = "spare"
+            return
         status = value["status"] if kind == "part" else value
         if kind == "part":
             for file, text in value["logs"]:
                 self._log(name, file, text)
-        for failure in status.get("failures", ())[len(seen.failures) :]:
-            self._tell_failure(name, failure)
-        message = str(status.get("message") or "")
-        ended_at = seen.ended_at
-        if kind == "ended":
-            ended_at = time.monotonic()
-            if status.get("state") not in FINAL:
-                message = str(status.get("agent_log", "")).strip()[-2000:]
-        if (state := str(status.get("state", "starting"))) != seen.state:
-            self._run.event("node-state", about=name, state=state, attempt=status.get("attempt"))
+        self._tell(name, status)
+        new = seen_of(status, problem=seen.problem if not status["alive"] else "")
+        if new.state != seen.state:
+            self._run.event("node-state", about=name, state=new.state, attempt=status.get("attempt"))
         if status.get("progress") and not self._first_step:
             self._first_step = True
             self._run.event("first-progress", about=name, progress=status["progress"])
-        self._nodes[name] = dataclasses.replace(
-            seen,
+        self._seen[name] = new
+        self._lines[name] = self._line(name, status)
+
+    def _line(self, name: str, status: Mapping[str, Any]) -> str:
+        if not status["alive"] and status.get("state") not in FINAL:
+            busy = self._busy.get(name)
+            spare = not status.get("agent")
+            return busy or ("spare" if spare else "gone")
+        now = time.time() + self._run.clock_offsets.get(name, 0.0)
+        return status_line(status, now=now)
+
+    def _tell(self, name: str, status: Mapping[str, Any]) -> None:
+        """Say what failed on a node, and remember it for the verdict."""
+        told = self._told[name]
+        failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
+        for failure in failures:
+            if failure not in told.failures:
+                last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
+                how = how_it_ended(failure.exitcode)
+                self._view.say(f"{name}: rank {failure.rank} ended with {how}: {last_line}")
+        state = str(status.get("state", "starting"))
+        message = str(status.get("message") or "")
+        if not status["alive"] and state not in FINAL:
+            message = str(status.get("agent_log", "")).strip()[-2000:]
+        self._told[name] = Told(
             state=state,
-            reachable=True,
-            failures=tuple(self._failure(name, each) for each in status.get("failures", ())),
+            # A restarted agent begins a new list; what it said before its restart still counts.
+            failures=(*(each for each in told.failures if each not in failures), *failures),
             message=message,
-            ended_at=ended_at,
+            no_progress=bool(status.get("no_progress")),
         )
-        shown = dict(status, state="gone") if kind == "ended" and state not in FINAL else status
-        self._lines[name] = status_line(shown, now=time.time() + self._clock_offsets.get(name, 0.0))
 
     def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
         return Failure(
@@ -260,15 +348,10 @@ class Supervisor:
             rank=failure["rank"],
             attempt=failure["attempt"],
             exitcode=failure["exitcode"],
-            when=failure["when"] - self._clock_offsets.get(node, 0.0),
+            when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
             log=failure["log"],
             error=failure["error"],
         )
-
-    def _tell_failure(self, node: str, failure: Mapping[str, Any]) -> None:
-        last_line = (failure["error"].strip().splitlines() or ["it wrote nothing"])[-1]
-        how = how_it_ended(failure["exitcode"])
-        self._view.say(f"{node}: rank {failure['rank']} ended with {how}: {last_line}")
 
     def _log(self, node: str, file: str, text: str) -> None:
         rank = file.removeprefix("rank").partition("-")[0]
@@ -276,3 +359,25 @@ class Supervisor:
         for line in text.split("\n")[:-1]:
             lines.append(line.rstrip("\r").rpartition("\r")[2])  # a progress bar's last state is its line
         self._view.log(node, rank, lines)
+
+
+def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
+    """What the judge is to know of a node's status."""
+    generation = int(status.get("generation", -1))
+    alive = bool(status.get("alive"))
+    electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
+    fence = int(status.get("fence", -1))
+    is_clear = not alive or generation >= fence or not status.get("workers")
+    return Seen(
+        alive=alive,
+        agent=str(status.get("agent", "")),
+        generation=generation,
+        state=str(status.get("state", "")),
+        blocked=bool(status.get("no_quorum")),
+        members=tuple(status.get("members", ())),
+        # Workers of the old generation may still be ending: only then is it over there.
+        fence=fence if is_clear else min(fence, generation),
+        electorate=max((each for each in electorates if each.generation == generation), default=None),
+        port=int(status.get("port") or 0),
+        problem=problem,
+    )

@@ -7,6 +7,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,9 +16,10 @@ from typing import Any
 
 from nodekit.deploy import cluster, plan, runs, start, sync
 from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.runs import Run
-from nodekit.deploy.start import CALL_TIMEOUT_S, GRACE_S, Options, count
+from nodekit.deploy.start import Options, count
 from nodekit.deploy.supervise import Supervisor, Verdict
 from nodekit.deploy.view import View
 from nodekit.inventory.errors import JobFailed, KitError
@@ -24,6 +27,7 @@ from nodekit.inventory.load import load_inventory, restore
 from nodekit.inventory.schema import Inventory
 
 ATTACH_TAIL_BYTES = 4096
+NO_PROGRESS_EXIT = 4
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
@@ -37,30 +41,54 @@ def up(options: Options) -> int:
     with contextlib.ExitStack() as stack:
         with runs.starting(inventory.path):
             run = _current(inventory, options)
-            links = _attach(stack, run, options) if run is not None and run.state in LIVE else None
-            if links is None:
+            hands = _attach(stack, run, options) if run is not None and run.state in LIVE else None
+            attached = hands is not None
+            if hands is None:
                 # A run that was stopped or failed goes on; one that trained to its end is done.
                 resumed = run if run is not None and run.state != "succeeded" else None
-                links, run, offsets = start.start(stack, inventory, resumed, options)
-                tail_bytes = None
-            else:
-                offsets, tail_bytes = {}, ATTACH_TAIL_BYTES
-        assert run is not None
-        shown = shlex.quote(_shown(str(options.inventory)))
+                hands, _ = start.start(stack, inventory, resumed, options)
         if options.detach:
-            print(f"{run.run_id} is running: kit up {shown} attaches to it, kit down stops it", flush=True)
+            _leave_a_supervisor(hands.run)
+            shown = shlex.quote(_shown(str(options.inventory)))
+            print(
+                f"{hands.run.run_id} is running: kit up {shown} attaches to it, kit down stops it", flush=True
+            )
             return 0
-        return watch(run, inventory_of(run), links, offsets, options, tail_bytes=tail_bytes)
+        return watch(hands, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
 
 
-def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> dict[str, Link] | None:
-    """Links to a run on record as running; None when none of its agents is alive any more."""
-    links = stack.enter_context(cluster.links(inventory_of(run).hosts, options.ssh, some=True))
-    if any(status["alive"] for status in statuses(run, links).values()):
+def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | None:
+    """The hands of a run on record as running; None when none of its agents is alive any more."""
+    inventory = inventory_of(run)
+    links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
+    lock = runs.SupervisorLock(run)
+    is_led = not lock.take()
+    lock.release()
+    if is_led or any(status["alive"] for status in statuses(run, links).values()):
         print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
-        return links
+        return Hands(run, inventory, links)
     _settle(run, links)
     return None
+
+
+def _leave_a_supervisor(run: Run) -> None:
+    """Start a process that goes on supervising a run when this one is gone."""
+    with (run.folder / "supervisor.log").open("a") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "nodekit.deploy.cli", "supervise", run.run_id],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def supervise(run: Run, options: Options) -> int:
+    """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
+    with contextlib.ExitStack() as stack:
+        inventory = inventory_of(run)
+        links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
+        return watch(Hands(run, inventory, links), options)
 
 
 def _current(inventory: Inventory, options: Options) -> Run | None:
@@ -87,7 +115,7 @@ def _command(inventory: Inventory, options: Options) -> list[str] | None:
 def statuses(run: Run, links: Mapping[str, Link]) -> dict[str, dict[str, Any]]:
     """Each reachable node's status."""
     results = on_all(
-        links,
+        {name: link for name, link in links.items() if name in run.nodes},
         lambda link: link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"]),
     )
     return {name: result for name, result in results.items() if not isinstance(result, Exception)}
@@ -109,7 +137,7 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
 def dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     package = sync.package()
-    start.secrets_of(inventory)
+    secrets_of(inventory)
     with cluster.links(inventory.hosts, options.ssh) as links:
         facts, peers = start.gather_facts(links, inventory, package.digest)
         planned = plan.build(
@@ -117,7 +145,7 @@ def dry_run(inventory: Inventory, options: Options) -> int:
             facts,
             run_id=runs.new_id(inventory.name),
             peers=peers,
-            master_port=start.hold_port(links, inventory),
+            master_port=start.hold_port(links),
             kit_digest=package.digest,
             command=options.command,
         )
@@ -125,35 +153,31 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     return 0
 
 
-def watch(
-    run: Run,
-    inventory: Inventory,
-    links: dict[str, Link],
-    offsets: Mapping[str, float],
-    options: Options,
-    *,
-    tail_bytes: int | None = None,
-) -> int:
-    """Watch the run to its end; Ctrl-C stops it everywhere. The exit status."""
+def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> int:
+    """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status."""
+    run, inventory = hands.run, hands.inventory
     hosts = {host.name: host for host in inventory.hosts}
-    with View(list(run.nodes), logs=not options.quiet) as view, _sigterm_interrupts():
+    rules = start.rules_of(inventory)
+    lock = runs.SupervisorLock(run)
+    with View(list(rules.nodes), logs=not options.quiet) as view, _sigterm_interrupts():
+        if not lock.take():
+            view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         supervisor = Supervisor(
-            run,
-            links,
+            hands,
             view,
+            lock,
+            rules=rules,
             reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
-            min_nodes=inventory.nodes.min,
-            max_restarts=inventory.job.max_restarts,
-            grace_s=GRACE_S,
-            clock_offsets=offsets,
             tail_bytes=tail_bytes,
         )
         try:
             verdict = supervisor.watch()
         except KeyboardInterrupt:
             return _stop_everywhere(run, supervisor, view)
+        finally:
+            lock.release()
     run.finish(verdict.outcome, verdict.text.partition("\n")[0])
-    return conclude(run, links, verdict)
+    return conclude(run, hands.links, verdict)
 
 
 @contextlib.contextmanager
@@ -222,7 +246,9 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     print(f"  logs       {first}:{node_dir}/logs   (kit logs {run.run_id})")
     print(f"  snapshots  {first}:{node_dir}/snapshots")
     print(f"  curves     {first}:{node_dir}/output   (tensorboard --logdir …/output)")
-    return 0 if verdict.outcome == "succeeded" else JobFailed.exit_code
+    if verdict.outcome == "succeeded":
+        return 0
+    return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
 
 
 def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
@@ -251,22 +277,14 @@ def inventory_of(run: Run) -> Inventory:
 
 def down(run: Run, options: SshOptions, *, force: bool) -> int:
     """Stop a run everywhere; the exit status is 1 when a node could not be asked."""
-    hosts = inventory_of(run).hosts
-    with cluster.links(hosts, options, some=True) as links:
-        results = on_all(
-            links,
-            lambda link: link.call(
-                "stop",
-                timeout_s=GRACE_S + 15,
-                node_dir=run.nodes[link.host]["node_dir"],
-                grace_s=GRACE_S + 10,
-                force=force,
-            ),
-        )
+    inventory = inventory_of(run)
+    with cluster.links(inventory.hosts, options, some=True) as links:
+        results = Hands(run, inventory, links).stop_all(force=force)
+        unheard = [name for name in run.nodes if name not in links]
     was_running = any(
         not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
     )
-    clean = len(links) == len(run.nodes) and not any(isinstance(each, Exception) for each in results.values())
+    clean = not unheard and not any(isinstance(each, Exception) for each in results.values())
     if run.state not in runs.ENDED and clean:
         run.finish("stopped", "stopped by kit down")
     if not was_running and clean:

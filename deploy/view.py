@@ -104,7 +104,7 @@ def _state_style(state: str) -> str:
 
 def status_line(seen: Mapping[str, Any], *, now: float) -> str:
     """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
-    parts = [str(seen.get("state", "?"))]
+    parts = [str(seen.get("state", "starting"))]
     if seen.get("rank") is not None:
         last = seen["rank"] + max(0, len(seen.get("workers", ())) - 1)
         ranks = str(seen["rank"]) if last == seen["rank"] else f"{seen['rank']}-{last}"

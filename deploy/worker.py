@@ -1,13 +1,10 @@
-"""Turns itself into one worker: opens its log, ties its life to the agent's, and executes the user's command.
+"""Turns a process into a worker: ties its life to its parent's, opens its log, and executes the user's command.
 
-torch's launcher starts it as ``python -I -S worker.py NODE_DIR`` once per local rank. Standing between the two
-it does what upstream has no place for: the argv comes from the spec, byte for byte (upstream substitutes
-``${local_rank}`` and ``$$`` in arguments); stdout and stderr go to one file per rank and attempt, in order; and
-the worker dies with its agent, also when that is killed with SIGKILL.
+A program of its own, ``python -I -S worker.py PARENT_PID LOG CWD ARGV...``, because what stands between fork and
+exec must not be python code in an agent that has threads. The fork server's children call the same two steps.
 """
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -15,11 +12,43 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def die_with(parent: int | None) -> None:
+    """Be killed when the parent ends, however it ends; None: no longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0)
+    if parent and os.getppid() != parent:
+        os._exit(1)  # it was gone before the line above took hold
+
+
+def settle(parent: int, log: str) -> None:
+    """Die with `parent`, in a session of our own, with `log` (appended, 0600) as stdout and stderr."""
+    die_with(parent)
+    os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the agent was handed sockets to inherit
+    nothing = os.open(os.devnull, os.O_RDWR)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for handle, number in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(handle, number)
+    os.closerange(3, 5)
+
+
+def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
+    """Become the command; never returns. "python" is this interpreter."""
+    program = sys.executable if argv[0] == "python" else argv[0]
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them, and exec would hand that on
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.chdir(cwd)
+        os.execvpe(program, [program, *argv[1:]], env)
+    except OSError as error:
+        os.write(2, os.fsencode(f"kit: cannot run {program!r} in {cwd}: {error.strerror}\n"))
+        os._exit(127)
+
+
 def main(node_dir: str) -> None:
-    """Become the command of the spec in `node_dir`; never returns."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["NODEKIT_AGENT_PID"]):
-        sys.exit(1)  # the agent was gone before the line above took hold
+    """What torch's launcher starts, until the agent has its own loop: everything comes from the spec."""
+    import json
+
+    die_with(int(os.environ["NODEKIT_AGENT_PID"]))
     rank, attempt = os.environ["RANK"], os.environ["NODEKIT_ATTEMPT"]
     log = os.open(
         os.path.join(node_dir, "logs", f"rank{rank}-attempt{attempt}.log"),
@@ -30,21 +59,17 @@ def main(node_dir: str) -> None:
     os.dup2(log, 2)
     with open(os.path.join(node_dir, "spec.json"), encoding="utf-8") as file:
         spec = json.load(file)
-    argv = list(spec["argv"])
     env = dict(os.environ)
     env["NODE_RANK"] = env["GROUP_RANK"]
     # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes that do
     # not agree would wait for each other for ever. The round is the same on all of them.
     env["TORCHELASTIC_RESTART_COUNT"] = attempt.partition(".")[2]
     env["NODEKIT_PROGRESS_FILE"] = os.path.join(node_dir, "progress", f"rank{rank}")
-    if argv[0] == "python":
-        argv[0] = os.environ["NODEKIT_PYTHON"]
-    try:
-        os.chdir(spec["code_dir"])
-        os.execvpe(argv[0], argv, env)
-    except OSError as error:
-        print(f"kit: cannot run {argv[0]!r} in {spec['code_dir']}: {error.strerror}", file=sys.stderr)
-        sys.exit(127)
+    execute(spec["argv"], env, spec["code_dir"])
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        main(sys.argv[1])
+    settle(int(sys.argv[1]), sys.argv[2])
+    execute(sys.argv[4:], dict(os.environ), sys.argv[3])

@@ -49,6 +49,15 @@ AnyText = Annotated[str, _wanted("text", quote=True)]
 Count = Annotated[int, Strict(), Field(ge=0), _wanted("a whole number, 0 or more")]
 PositiveCount = Annotated[int, Strict(), Field(ge=1), _wanted("a whole number, 1 or more")]
 Port = Annotated[int, Strict(), Field(ge=1, le=65535), _wanted("a port from 1 to 65535")]
+Seconds = Annotated[float, Strict(), Field(gt=0), _wanted("seconds, a number above 0")]
+AutoSeconds = Annotated[
+    Literal["auto"] | Annotated[float, Strict(), Field(gt=0)], _wanted("auto, or seconds, a number above 0")
+]
+HangSeconds = Annotated[
+    Literal["auto", "never"] | Annotated[float, Strict(), Field(gt=0)],
+    _wanted("auto, never, or seconds, a number above 0"),
+]
+StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
 MemoryGb = Annotated[float, Strict(), Field(gt=0), _wanted("a number of GB above 0")]
 Connection = Annotated[Literal["ssh", "local"], _wanted("ssh or local")]
 User = Annotated[

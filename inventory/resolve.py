@@ -55,6 +55,8 @@ def resolve(
         slurm=file.slurm,
         defaults=defaults,
         job=file.job,
+        snapshots=file.snapshots,
+        timings=file.timings,
     )
     return inventory, []
 

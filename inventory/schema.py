@@ -13,10 +13,12 @@ from pydantic_core import CoreSchema
 from nodekit.inventory.fields import (
     AnyText,
     ArraySpec,
+    AutoSeconds,
     Connection,
     Count,
     EnvName,
     Gpus,
+    HangSeconds,
     Hostlist,
     Interface,
     InventoryName,
@@ -28,7 +30,9 @@ from nodekit.inventory.fields import (
     PositiveCount,
     RunTime,
     Scalar,
+    Seconds,
     SecretName,
+    StartMethod,
     Text,
     User,
     run_time_minutes,
@@ -135,7 +139,37 @@ class Job(_Model):
     nproc_per_node: PositiveCount | None = None
     """Processes per node. Default: one per GPU, or 1 on a host without GPUs."""
     max_restarts: Count = 3
-    """How often a node's processes may crash and be started again before the job has failed."""
+    """How often in a row a node's processes may crash, with no progress in between, before the job has failed. A lost node is not counted."""  # noqa: E501
+    start: StartMethod = "forkserver"
+    """How processes start: forkserver forks them from one that has torch imported already, which saves seconds at every restart; spawn starts each from nothing."""  # noqa: E501
+
+
+class SnapshotSettings(_Model):
+    """What is done about snapshots."""
+
+    shared: Text | None = None
+    """A folder that all hosts share: one copy is kept there. Default: every node keeps its own."""
+    copies: PositiveCount = 2
+    """On how many nodes a file is kept that your own script writes to $NODEKIT_SNAPSHOT_DIR."""
+    every: AutoSeconds = "auto"
+    """Seconds from one snapshot of kit's training module to the next. Default: what costs least time, at most 1 % of it."""  # noqa: E501
+
+
+class Timings(_Model):
+    """How long things may take."""
+
+    keep_alive: Seconds = 1.0
+    """Seconds from one sign of life of a node to the next."""
+    lost_after: PositiveCount = 3
+    """How many signs of life may be missed before a node counts as lost."""
+    last_call: Seconds = 1.0
+    """Seconds that nodes that meet again wait for one more."""
+    wait: Seconds = 1800.0
+    """Seconds the job waits for the fewest nodes it needs."""
+    collective: Seconds = 600.0
+    """Seconds a rank of kit's training module waits for the slowest one."""
+    hang: HangSeconds = "auto"
+    """Seconds without progress after which the job hangs and is restarted. Default: learnt from its own steps."""
 
 
 class SlurmSettings(_Model):
@@ -201,6 +235,10 @@ class InventoryFile(HostSettings):
     """In place of hosts: what to ask of Slurm."""
     job: Job = Job()
     """What runs on the hosts. Default: kit's training module."""
+    snapshots: SnapshotSettings = SnapshotSettings()
+    """Where snapshots are kept, and how often they are taken."""
+    timings: Timings = Timings()
+    """When a node counts as lost, and how long is waited for what."""
 
 
 class Inventory(_Model):
@@ -222,6 +260,10 @@ class Inventory(_Model):
     """The host settings at the top of the file: already part of `hosts`; Slurm's nodes have only these."""
     job: Job
     """What runs on them."""
+    snapshots: SnapshotSettings = SnapshotSettings()
+    """Where snapshots are kept, and how often they are taken."""
+    timings: Timings = Timings()
+    """When a node counts as lost, and how long is waited for what."""
 
 
 class _Generator(GenerateJsonSchema):

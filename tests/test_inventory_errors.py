@@ -16,12 +16,12 @@ from nodekit.inventory.load import dump, example_path, load_inventory, restore
 
 TOP_KEYS = (
     "connection, env, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, port, "
-    "python, slurm, user, workdir"
+    "python, slurm, snapshots, timings, user, workdir"
 )
 HOST_KEYS = (
     "address, connection, env, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
 )
-JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets"
+JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets, start"
 SLURM_KEYS = (
     "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, mem_gb, nodes, partition, "
     "qos, setup, shared_dir, time"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nodekit.training.options import parse
 pytestmark = pytest.mark.slow
 
 FAULTY = '''
-import os, random, signal
+import os, random, signal, threading
 import numpy as np
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ class Faulty(Digits):
     def loss(self, model, batch):
         self.calls += 1
         if self.calls == int(os.environ.get("KILL_AT", 0)):
+            for thread in threading.enumerate():  # the tests count on the snapshot of the step before
+                if thread.name == "nodekit-snapshot":
+                    thread.join()
             os.kill(os.getpid(), signal.SIGKILL)
         with open(f"{os.environ['SEEN']}.{os.environ.get('RANK', 0)}", "a") as file:
             file.writelines(f"{index}\\n" for index in batch[2].tolist())
@@ -228,7 +231,7 @@ def test_each_sample_is_used_once_and_the_curve_stays_when_ranks_come_and_go(
 ) -> None:
     arguments = ["--task", task, "--batch-size", 16, "--epochs", 1, "--snapshot-every", 1]
     whole, changing = tmp_path / "whole", tmp_path / "changing"
-    for output, world_size, kill_at in ((whole, 2, 0), (changing, 2, 5), (changing, 1, 5), (changing, 3, 0)):
+    for output, world_size, kill_at in ((whole, 3, 0), (changing, 3, 5), (changing, 2, 5), (changing, 3, 0)):
         with ranks(
             world_size, MODULE, *arguments, "--output", output, one_node=True,
             SEEN=tmp_path / f"seen {output.name}", KILL_AT=kill_at, PLAIN=1,
@@ -242,11 +245,14 @@ def test_each_sample_is_used_once_and_the_curve_stays_when_ranks_come_and_go(
     assert result(changing)["accuracy"] == pytest.approx(result(whole)["accuracy"], abs=1 / 360)
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_edge_with_a_snapshot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_all_at_the_same_edge_with_a_snapshot(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     arguments = ["--epochs", 500, "--output", tmp_path]
     with ranks(2, MODULE, *arguments, one_node=True) as processes:
         wait_for_line(processes[0], "first step")
-        processes[1].send_signal(signal.SIGTERM)
+        processes[1].send_signal(number)
         said = finish(processes[0], 143)
         finish(processes[1], 143)
     num_steps = len(losses(tmp_path))
@@ -274,6 +280,61 @@ def test_a_rank_whose_peer_died_fails_and_says_why(tmp_path: Path) -> None:
         processes[1].kill()
         assert "this rank failed" in finish(processes[0], 1)
     assert "Traceback" in errors.read_text()
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 30
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within 30 s"
+        time.sleep(0.02)
+    return value
+
+
+def test_a_fence_ends_an_old_generation_and_its_snapshots_stay(tmp_path: Path) -> None:
+    folders = [tmp_path / "node 0", tmp_path / "node 1"]
+    extra = {"NODEKIT_SNAPSHOT_DIR": folders, "NODEKIT_GENERATION": 1}
+    arguments = ["--epochs", 500, "--output", tmp_path / "output"]
+    with ranks(2, MODULE, *arguments, **extra) as processes:
+        # By default the first snapshot comes some seconds in, on both nodes.
+        until(lambda: all(Snapshots(folder).manifests() for folder in folders), "a first snapshot")
+        assert (folders[0] / "fence").read_text() == "1\n"
+        before = [Snapshots(folder).load() for folder in folders]
+        (folders[1] / "fence").write_text("2\n")
+        said = [finish(process, 144) for process in processes]
+    assert "generation 1 is over: the snapshot folder of another node is fenced for generation 2" in said[0]
+    assert f"generation 1 is over: {folders[1]} is fenced for generation 2" in said[1]
+    for folder, found in zip(folders, before, strict=True):
+        kept = Snapshots(folder).load()
+        assert found
+        assert kept
+        assert kept.manifest == found.manifest
+    with ranks(2, MODULE, *arguments, **extra) as processes:  # nor does it start again
+        said = [finish(process, 144) for process in processes]
+    assert "fenced for generation 2" in said[0]
+
+
+def test_a_node_whose_disk_fails_trains_on_and_rank_0_says_so(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.write_text("not mounted")
+    progress = tmp_path / "progress"
+    with ranks(
+        2, MODULE, "--epochs", 500, "--snapshot-every", 3, "--output", tmp_path / "output",
+        NODEKIT_SNAPSHOT_DIR=[tmp_path / "good", disk / "snapshots"],
+        NODEKIT_PROGRESS_FILE=[progress, tmp_path / "other"],
+    ) as processes:  # fmt: skip
+        said = wait_for_line(processes[0], "*** NO SNAPSHOT FOR")
+        assert "on node 1 (" in said.splitlines()[-1]
+        disk.unlink()
+        wait_for_line(processes[0], "saved on all nodes again")
+        before = progress.read_text()
+        assert before.endswith("\n")
+        until(lambda: progress.read_text() != before, "progress")
+        processes[0].send_signal(signal.SIGTERM)
+        finish(processes[0], 143)
+        said = finish(processes[1], 143)
+    assert "no snapshot of step 3 in" in said
+    manifests = [Snapshots(folder).manifests()[0] for folder in (tmp_path / "good", disk / "snapshots")]
+    assert manifests[0].age == manifests[1].age
 
 
 EXCHANGE = """
@@ -373,6 +434,7 @@ def test_a_node_with_a_new_disk_goes_on_with_the_others_snapshot(tmp_path: Path,
         (["--clip", "-1"], "'-1' is not a number above 0"),
         (["--keep", "1"], "'1' is not a whole number from 2"),
         (["--snapshot-every", "3", "--snapshot-seconds", "3"], "not allowed with"),
+        (["--snapshot-seconds", "often"], "'often' is not a number above 0, nor auto"),
     ],
 )
 def test_bad_options_are_refused_with_the_good_ones(
@@ -384,6 +446,19 @@ def test_bad_options_are_refused_with_the_good_ones(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_kit_gives_defaults_that_the_command_line_outranks(capsys: pytest.CaptureFixture[str]) -> None:
+    kits = {"NODEKIT_SNAPSHOT_EVERY": "7.5", "NODEKIT_COLLECTIVE_TIMEOUT_S": "60"}
+    assert (parse([], {}).snapshot_seconds, parse([], {}).timeout) == (None, 600)
+    assert (parse([], kits).snapshot_seconds, parse([], kits).timeout) == (7.5, 60)
+    assert parse([], {"NODEKIT_SNAPSHOT_EVERY": "auto"}).snapshot_seconds is None
+    given = parse(["--snapshot-seconds", "auto", "--timeout", "5"], kits)
+    assert (given.snapshot_seconds, given.timeout) == (None, 5)
+    assert parse(["--snapshot-every", "3"], kits).snapshot_every == 3
+    with pytest.raises(SystemExit):
+        parse([], {"NODEKIT_SNAPSHOT_EVERY": "5m"})
+    assert "NODEKIT_SNAPSHOT_EVERY: '5m' is not a number above 0, nor auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

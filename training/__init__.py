@@ -8,15 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nodekit.training.exchange import newest_of_all
+    from nodekit.training.exchange import newest_of_all, writes_snapshots
+    from nodekit.training.fence import Fenced
+    from nodekit.training.manifest import Loaded, Manifest
     from nodekit.training.sampler import ElasticSampler, Micro
-    from nodekit.training.snapshot import Loaded, Manifest, Snapshots
+    from nodekit.training.snapshot import Snapshots
     from nodekit.training.stop import Stop
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
 __all__ = [
     "ElasticSampler",
+    "Fenced",
     "Loaded",
     "Manifest",
     "Micro",
@@ -25,18 +28,21 @@ __all__ = [
     "Task",
     "World",
     "newest_of_all",
+    "writes_snapshots",
 ]
 
 _HOMES = {
     "ElasticSampler": "sampler",
-    "Loaded": "snapshot",
-    "Manifest": "snapshot",
+    "Fenced": "fence",
+    "Loaded": "manifest",
+    "Manifest": "manifest",
     "Micro": "sampler",
     "Snapshots": "snapshot",
     "Stop": "stop",
     "Task": "tasks",
     "World": "world",
     "newest_of_all": "exchange",
+    "writes_snapshots": "exchange",
 }
 
 

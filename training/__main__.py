@@ -18,11 +18,16 @@ _NAME = "python -m nodekit.training"
 
 
 def main() -> int:
-    """Train; 0 is trained to the end, 1 failed, 2 bad options, 143 stopped by SIGTERM, 130 by Ctrl-C."""
+    """Train; gives the exit status.
+
+    0 trained to the end, 1 failed, 2 bad options, 130 stopped by Ctrl-C, 143 stopped by SIGTERM or SIGUSR2, with a
+    snapshot, 144 fenced: a newer generation has taken over.
+    """
     options = parse()
     # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
     gc.disable()
     # Torch is the slow one: not for --help, nor for a mistyped option.
+    from nodekit.training.fence import EXIT_FENCED, Fenced
     from nodekit.training.loop import Loop
     from nodekit.training.stop import Stop
     from nodekit.training.tasks import load_task
@@ -40,9 +45,16 @@ def main() -> int:
     gc.freeze()
     gc.enable()
     with world, Stop(options.grace) as stop:
+        loop = None
         try:
-            result = Loop(options, world, task, _output_folder(options, world), stop).run()
+            loop = Loop(options, world, task, _output_folder(options, world), stop)
+            result = loop.run()
             world.close()  # here, where it cannot take longer than the grace if a signal comes
+        except Fenced as error:
+            stop.end_within_grace(EXIT_FENCED)
+            print(f"nodekit: {error}", file=sys.stderr)
+            world.close()
+            return EXIT_FENCED
         except Exception as error:
             code = stop.exit_code if stop.requested else 1
             stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
@@ -50,6 +62,8 @@ def main() -> int:
                 print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
             else:
                 _record(error)
+            if loop is not None:
+                loop.saver.settle()  # a snapshot on its way to the disk is work saved
             world.close()
             return code
         return stop.exit_code if result is None else 0

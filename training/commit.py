@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -25,11 +25,19 @@ def written_beside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
         temporary.unlink(missing_ok=True)
 
 
-def place(temporary: Path, file: BinaryIO, name: str) -> None:
-    """Make it ``name``, in the same folder, on the disk and not only in memory."""
+def place(
+    temporary: Path, file: BinaryIO, name: str, *, last_word: Callable[[], None] = lambda: None
+) -> None:
+    """Make it ``name``, in the same folder, on the disk and not only in memory.
+
+    ``last_word`` is called when only the renaming is left to do, and may raise to prevent it.
+    """
     file.flush()
     os.fsync(file.fileno())
+    last_word()
     temporary.replace(temporary.with_name(name))
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, where a folder cannot be opened
+        return
     folder_fd = os.open(temporary.parent, os.O_RDONLY)
     try:
         os.fsync(folder_fd)
@@ -43,10 +51,11 @@ class HashingFile:
     It keeps the first OSError until ``finish``, since torch's C++ side would raise one of its own instead.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, error: OSError | None = None) -> None:
+        """``error`` is what ``finish`` shall raise: then nothing is written."""
         self._file = file
         self._digest = hashlib.sha256()
-        self._error: OSError | None = None
+        self._error = error
         self.size_bytes = 0
         self.sha256 = ""
 

@@ -2,22 +2,39 @@
 
 import hashlib
 import io
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
 
-from nodekit.training.snapshot import Loaded, Manifest, Snapshots, load_payload, log
+from nodekit.training.fence import Fenced, fence_or_zero
+from nodekit.training.manifest import Loaded, Manifest, load_payload
+from nodekit.training.snapshot import Snapshots, log
 from nodekit.training.world import World
 
 _CHUNK_BYTES = 32 << 20
 
 
-def newest_of_all(snapshots: Snapshots, world: World) -> Loaded | None:
+def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = None) -> Loaded | None:
     """The newest snapshot that any node holds whole, loaded on every rank; None if nobody has one.
 
     Every rank calls it, with its node's folder. The greatest (generation, step) that verifies wins;
-    ranks whose node lacks it get it by broadcast, and their node keeps a copy.
+    nodes that lack it get it by broadcast and keep a copy.
+
+    Args:
+        snapshots: of this rank's node; without a generation, it goes on with the newest of all nodes'.
+        world: its process group must exist.
+        writes: whether this rank is the one to write to the folder; None: every node's first rank is.
+
+    Raises:
+        Fenced: on all ranks, if any of the folders is fenced for a newer generation.
     """
+    fence = max(world.gather(fence_or_zero(snapshots.folder)))
+    if snapshots.generation is not None and snapshots.generation < fence:
+        raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
+    writes = world.is_first_on_node if writes is None else writes
     unreadable: set[tuple[int, int]] = set()
     while True:
         own = snapshots.load(but=unreadable) if world.is_first_on_node else None
@@ -26,36 +43,87 @@ def newest_of_all(snapshots: Snapshots, world: World) -> Loaded | None:
         if not held:
             return None
         age, negative_rank, manifest = max(held, key=lambda entry: entry[:2])
-        loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank)
+        if snapshots.generation is None:
+            snapshots.generation = max(fence, manifest.generation)
+        loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
         if loaded:
-            if snapshots.generation is None:
-                snapshots.generation = manifest.generation
             return loaded
         unreadable.add(age)  # its holder cannot read it a second time: to the next older one
 
 
+def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
+    """Whether this rank is the one to write to ``snapshots.folder``; every rank calls it.
+
+    Where each node has a folder of its own, that is its first rank. If the folder is said to be shared by all
+    nodes (``world.snapshot_is_shared``), only rank 0 is, after a look: the first rank of each node leaves a file
+    there, and of those that see each other's, the lowest writes.
+    """
+    if not world.snapshot_is_shared:
+        return world.is_first_on_node
+    own = snapshots.folder / f".seen-{secrets.token_hex(8)}"
+    if world.is_first_on_node:
+        try:
+            snapshots.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own.touch(mode=0o600)
+        except OSError as error:
+            log.warning("cannot write to %s: %s", snapshots.folder, error)
+    names = world.gather(own.name if world.is_first_on_node else None)
+    seen = [rank for rank, name in enumerate(names) if name and (snapshots.folder / name).exists()]
+    blind = [rank for rank, lowest in enumerate(world.gather(min(seen, default=None))) if lowest != 0]
+    with suppress(OSError):
+        own.unlink(missing_ok=True)  # all have looked
+    if blind and world.is_main:
+        log.warning(
+            "%s was said to be one folder for all nodes, but what rank 0 writes there is not seen by rank %s: "
+            "they keep snapshots of their own",
+            snapshots.folder,
+            ", ".join(map(str, blind)),
+        )
+    return world.is_first_on_node and min(seen, default=world.rank) == world.rank
+
+
 def _everywhere(
-    snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest, source: int
+    snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest, *, source: int, writes: bool
 ) -> Loaded | None:
     """The snapshot on every rank, or None on every rank."""
     loaded = own if own and own.manifest.age == manifest.age else snapshots.read_age(manifest.age)
     if all(world.gather(loaded is not None)):
         return loaded
-    data = _receive(snapshots, world, manifest, source, keeps_it=loaded is None)
-    if loaded is None and hashlib.sha256(data).hexdigest() == manifest.sha256[manifest.payload]:
-        where = f"what rank {source} sent ({manifest.payload})"
-        loaded = Loaded(load_payload(io.BytesIO(data)), manifest, where)
-        if world.is_first_on_node:
-            snapshots.adopt(manifest, data)
+    # To the disks first. A state may be as large as a node's memory; only the rank that reads it pays for it.
+    with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
+        _broadcast(snapshots, world, manifest, source, file.write if file else None)
+    world.gather(None)  # now it is there for the ranks that did not write it
+    loaded = loaded or _from_rank(source, snapshots.read_age(manifest.age))
+    if all(world.gather(loaded is not None)):
+        return loaded
+    # Again, for those whose disk cannot take it.
+    data = io.BytesIO()
+    _broadcast(snapshots, world, manifest, source, None if loaded else data.write)
+    if loaded is None and hashlib.sha256(data.getbuffer()).hexdigest() == manifest.sha256[manifest.payload]:
+        data.seek(0)
+        loaded = _from_rank(source, Loaded(load_payload(data), manifest, manifest.payload))
     return loaded if all(world.gather(loaded is not None)) else None
 
 
-def _receive(
-    snapshots: Snapshots, world: World, manifest: Manifest, source: int, *, keeps_it: bool
-) -> bytearray:
-    """The payload, as rank ``source`` reads it from its disk, in chunks; empty where it is not kept."""
+def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
+    return loaded and Loaded(
+        loaded.state, loaded.manifest, f"what rank {source} sent ({loaded.manifest.payload})"
+    )
+
+
+def _broadcast(
+    snapshots: Snapshots,
+    world: World,
+    manifest: Manifest,
+    source: int,
+    receive: Callable[[memoryview], object] | None,
+) -> None:
+    """Send the payload to all ranks, as rank ``source`` reads it from its disk, in chunks.
+
+    All take part all the time, also those who have it: who waited for the whole transfer would run into the
+    process group's timeout.
+    """
     size_bytes = manifest.size_bytes[manifest.payload]
-    data = bytearray(size_bytes if keeps_it else 0)
     chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
     path = snapshots.folder / manifest.payload
     for start in range(0, size_bytes, _CHUNK_BYTES):
@@ -69,6 +137,5 @@ def _receive(
                 log.warning("cannot read %s: %s", path, error)
         sent = part.to(world.device)
         dist.broadcast(sent, src=source)
-        if keeps_it:
-            data[start : start + len(part)] = sent.cpu().numpy().data
-    return data
+        if receive:
+            receive(sent.cpu().numpy().data)

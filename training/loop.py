@@ -12,10 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from nodekit.training import rng
-from nodekit.training.exchange import newest_of_all
+from nodekit.training.exchange import newest_of_all, writes_snapshots
+from nodekit.training.manifest import Loaded
 from nodekit.training.options import Options
 from nodekit.training.report import Report
 from nodekit.training.sampler import ElasticSampler
+from nodekit.training.saver import Saver
 from nodekit.training.snapshot import Snapshots
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task
@@ -58,10 +60,12 @@ class Loop:
         self.test_data = task.test_data()
         self.step = 0
         rng.seed_all(options.seed, rank=1 + world.rank)
-        self.snapshots = Snapshots(
+        snapshots = Snapshots(
             world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation
         )
-        self.resumed_from = self._resume()
+        writes = writes_snapshots(snapshots, world)
+        self.trained_s = 0.0
+        self.resumed_from = self._resume(newest_of_all(snapshots, world, writes=writes))
         self.total_steps = (
             self.step
             + self.sampler.steps_left
@@ -75,7 +79,10 @@ class Loop:
         self.report = Report(
             world, folder, step=self.step, total_steps=self.total_steps, samples_done=self.sampler.offset
         )
-        self.last_snapshot_s = time.monotonic()
+        self.saver = Saver(
+            snapshots, world, self.report, writes=writes, every=options.snapshot_every,
+            seconds=options.snapshot_seconds, trained_s=self.trained_s,
+        )  # fmt: skip
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and give the result; None if stopped, with a snapshot of the last step."""
@@ -94,6 +101,8 @@ class Loop:
                 means = self._evaluate()
                 self.report.evaluation(self.step, epoch=self.sampler.epoch + 1, means=means)
                 self.sampler.next_epoch()
+                self.saver.paused()
+            self.saver.wait()
             result = {
                 **means,
                 "steps": self.step,
@@ -146,8 +155,12 @@ class Loop:
         offset = self.sampler.offset
         self.sampler.advance()
         self.step += 1
-        flags = torch.tensor([self.stop.requested, self._is_snapshot_due()], dtype=torch.float64)
-        loss, stop, is_due = self.world.sum(torch.cat([loss_sum.view(1), flags.to(self.world.device)]))
+        flags = [
+            self.stop.requested,
+            *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
+        ]
+        own = torch.tensor(flags, dtype=torch.float64).to(self.world.device)
+        loss, stop, *said = self.world.sum(torch.cat([loss_sum.view(1), own]))
         self.report.step(
             self.step,
             epoch=self.sampler.epoch + 1,
@@ -155,39 +168,31 @@ class Loop:
             lr=lr,
             num_samples=self.sampler.offset - offset,
         )
-        if stop or is_due:
+        if self.saver.agree(said) or stop:
             self._save()
+        if stop:
+            self.saver.wait()
         return bool(stop)
-
-    def _is_snapshot_due(self) -> bool:
-        """Rank 0's judgement: clocks differ."""
-        if not self.world.is_main:
-            return False
-        if self.step == self.total_steps:
-            return True
-        if self.options.snapshot_every:
-            return self.step % self.options.snapshot_every == 0
-        return time.monotonic() - self.last_snapshot_s >= self.options.snapshot_seconds
 
     def _save(self) -> None:
         """A snapshot of this step on every node; not of the learning rate, which follows from it."""
-        self._same_buffers()
-        generators = self.world.gather(rng.capture(self.world.device))
-        if self.world.is_first_on_node:
-            state = {
-                "model": self.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "sampler": self.sampler.state_dict(),
-                "step": self.step,
-                "rng": generators,
-            }
-            self.snapshots.save(state, step=self.step, world_size=self.world.world_size)
-        self.last_snapshot_s = time.monotonic()
+        with self.saver.measured():
+            self._same_buffers()
+            generators = self.world.gather(rng.capture(self.world.device))
+            if self.saver.writes:
+                state = {
+                    "model": self.module.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "scaler": self.scaler.state_dict(),
+                    "sampler": self.sampler.state_dict(),
+                    "step": self.step,
+                    "rng": generators,
+                    "trained_s": self.saver.trained_s,
+                }
+                self.saver.save(state, step=self.step)
 
-    def _resume(self) -> str | None:
+    def _resume(self, found: Loaded | None) -> str | None:
         """Go to the newest snapshot of all nodes; says where it is from, None if there is none."""
-        found = newest_of_all(self.snapshots, self.world)
         if found is None:
             return None
         state = found.state
@@ -204,7 +209,7 @@ class Loop:
                 f"{found.source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
                 f"{self.options.epochs}: give more epochs, or another folder"
             )
-        self.step = state["step"]
+        self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
         if self.world.rank < len(state["rng"]):  # ranks that are new keep their fresh seeds
             rng.restore(state["rng"][self.world.rank], self.world.device)
         return found.source
@@ -230,12 +235,15 @@ class Loop:
     def _evaluate(self) -> dict[str, float]:
         """Means over the test samples, each counted once, on whichever rank."""
         self.module.eval()
+        if self.options.num_workers:
+            self.report.settle()
         num, rank, world_size = len(self.test_data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
         sums: dict[str, float] = {}
         for batch in (
             DataLoader(Subset(self.test_data, own), batch_size=_TEST_BATCH, **self._loading()) if own else ()
         ):
+            self.report.alive()
             with self._autocast():
                 measured = self.task.measure(self.module, _to(batch, self.world.device))
             for name, value in measured.items():

@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,7 +30,8 @@ class Options:
     sync_bn: bool
     seed: int
     snapshot_every: int | None
-    snapshot_seconds: float
+    snapshot_seconds: float | None
+    """None: as often as pays, by what a snapshot costs."""
     keep: int
     num_workers: int
     output: Path | None
@@ -69,8 +71,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line (default: this process's); ends the process with 2 where it is not right."""
+def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
+    """Read the command line (default: this process's); ends the process with 2 where it is not right.
+
+    Defaults that kit gives in ``environ`` (default: this process's): ``NODEKIT_SNAPSHOT_EVERY``, as
+    ``--snapshot-seconds``, and ``NODEKIT_COLLECTIVE_TIMEOUT_S``, as ``--timeout``.
+    """
+    env = os.environ if environ is None else environ
     parser = _Parser(
         prog="python -m nodekit.training",
         description="Train a task on all ranks, by kit, torchrun or alone, from its newest snapshot on.",
@@ -163,10 +170,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     every.add_argument(
         "--snapshot-seconds",
-        type=_positive,
-        default=30.0,
+        type=_auto_or_positive,
+        default=_default(parser, env, "NODEKIT_SNAPSHOT_EVERY", _auto_or_positive, None),
         metavar="T",
-        help="or seconds from one to the next (default: %(default)s)",
+        help="or seconds from one to the next; auto: as often as pays, by what they cost "
+        "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
     )
     keep.add_argument(
         "--keep",
@@ -179,16 +187,16 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     limits.add_argument(
         "--timeout",
         type=_positive,
-        default=600.0,
+        default=_default(parser, env, "NODEKIT_COLLECTIVE_TIMEOUT_S", _positive, 600.0),
         metavar="S",
-        help="seconds to wait for the slowest rank (default: %(default)s)",
+        help="seconds to wait for the slowest rank (default: $NODEKIT_COLLECTIVE_TIMEOUT_S, else 600)",
     )
     limits.add_argument(
         "--grace",
         type=_positive,
         default=20.0,
         metavar="S",
-        help="seconds from SIGTERM to the end, snapshot or not (default: %(default)s)",
+        help="seconds from SIGTERM or SIGUSR2 to the end, snapshot or not (default: %(default)s)",
     )
     return Options(**vars(parser.parse_args(arguments)))
 
@@ -200,6 +208,26 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole
+
+
+def _default(
+    parser: _Parser,
+    env: Mapping[str, str],
+    name: str,
+    read: Callable[[str], float | None],
+    without: float | None,
+) -> float | None:
+    try:
+        return read(env[name]) if env.get(name) else without
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{name}: {error}")
+
+
+def _auto_or_positive(text: str) -> float | None:
+    try:
+        return None if text == "auto" else _positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
 def _positive(text: str) -> float:

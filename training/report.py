@@ -7,17 +7,16 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
+from nodekit.training.curves import Curves
 from nodekit.training.world import World
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("nodekit.training")
 
 _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
+_PROGRESS_BYTES = 80
 
 
 class Report:
@@ -35,17 +34,22 @@ class Report:
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step; None if unknown."""
         self._metrics = None
-        self._draws = world.is_main
-        self._tensorboard: SummaryWriter | None = None
+        self._curves: Curves | None = None
         self._bar: Any = None
-        self._progress_fd: int | None = None
+        self._progress: BinaryIO | None = None
+        self._progress_text = ""
         if world.is_first_on_node:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "metrics.jsonl"
             _take_back(path, step, is_epoch_evaluated=samples_done == 0)
             self._metrics = path.open("a", encoding="utf-8")
         if world.progress_file:
-            self._progress_fd = os.open(world.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)
+            self._progress = open(  # closed with the block  # noqa: SIM115
+                world.progress_file,
+                "wb",
+                buffering=0,
+                opener=lambda path, _: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600),
+            )
         if world.is_main and sys.stderr.isatty():
             from tqdm import tqdm  # only where there is someone to look at it
 
@@ -59,12 +63,12 @@ class Report:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._curves is not None:
+            self._curves.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._progress_fd is not None:
-            os.close(self._progress_fd)
+        if self._progress is not None:
+            self._progress.close()
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0."""
@@ -87,9 +91,8 @@ class Report:
         if self._metrics is not None:
             self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": time.time()})
         text = f"epoch {epoch} loss {loss:.4f}"
-        if now - self._last_progress >= _PROGRESS_EVERY_S or step == self._total_steps:
-            self._last_progress = now
-            self._tell_kit(text)
+        self._progress_text = text
+        self.alive(at_once=step == self._total_steps)
         rate = self._num_samples / max(now - self._started, 1e-9)
         if self._bar is not None:
             self._bar.update()
@@ -98,6 +101,27 @@ class Report:
             self._last_line = now
             self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
         self._draw(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": rate})
+
+    def alive(self, *, at_once: bool = False) -> None:
+        """Tell kit the step, and by that that this rank is at work; at most twice a second."""
+        now = time.monotonic()
+        if self._progress is None or not (at_once or now - self._last_progress >= _PROGRESS_EVERY_S):
+            return
+        self._last_progress = now
+        # One write over the whole line: who reads meanwhile finds the old one or the new one.
+        line = f"{self._step}/{self._total_steps} {self._progress_text}".ljust(_PROGRESS_BYTES - 1) + "\n"
+        try:
+            self._progress.seek(0)
+            self._progress.write(line.encode())
+        except OSError as error:
+            log.warning("%s is no longer written: %s", self._world.progress_file, error)
+            self._progress.close()
+            self._progress = None
+
+    def settle(self) -> None:
+        """Wait for what is done behind the loop's back, before processes are forked."""
+        if self._curves is not None:
+            self._curves.settle()
 
     def evaluation(self, step: int, *, epoch: int, means: dict[str, float]) -> None:
         """The means over all test samples after ``epoch``."""
@@ -123,29 +147,12 @@ class Report:
             log.warning("%s is no longer written: %s", self._metrics.name, error)
             self._metrics = None
 
-    def _tell_kit(self, text: str) -> None:
-        if self._progress_fd is not None:
-            line = f"{self._step}/{self._total_steps} {text}\n".encode()
-            try:
-                os.ftruncate(self._progress_fd, os.pwrite(self._progress_fd, line, 0))
-            except OSError as error:
-                log.warning("%s is no longer written: %s", self._world.progress_file, error)
-                os.close(self._progress_fd)
-                self._progress_fd = None
-
     def _draw(self, step: int, scalars: dict[str, float]) -> None:
-        if not self._draws:
+        if not self._world.is_main:
             return
-        if self._tensorboard is None:
-            try:  # here, after the first step, since the import is slow
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                log.warning("no TensorBoard curves: %s", error)
-                self._draws = False
-                return
-            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step)
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
+        if self._curves is None:  # here, after the first step, since the import is slow
+            self._curves = Curves(self._folder / "tensorboard", first_step=step)
+        self._curves.add(step, scalars)
 
 
 def _take_back(path: Path, step: int, *, is_epoch_evaluated: bool) -> None:

@@ -17,12 +17,13 @@ def seed_all(seed: int, rank: int) -> None:
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
+    version, words, gauss_next = random.getstate()  # 625 numbers: as a tensor, a copy of it is one copy
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     keys, pos = numpy_state["state"]["key"], numpy_state["state"]["pos"]
     has_gauss, gauss = numpy_state["has_gauss"], numpy_state["gauss"]
     return {
-        "python": random.getstate(),
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss_next),
         "numpy": (
             torch.tensor(keys.tolist(), dtype=torch.int64),
             int(pos),
@@ -36,7 +37,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Go on where ``capture`` was called."""
-    random.setstate(state["python"])
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss_next))
     keys, pos, has_gauss, gauss = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
     torch.set_rng_state(state["torch"])

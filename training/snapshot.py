@@ -6,84 +6,47 @@ names does not exist.
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from nodekit.training.background import Background
 from nodekit.training.commit import TEMPORARY, HashingFile, place, written_beside
+from nodekit.training.fence import Fence
+from nodekit.training.hostcopy import HostCopy
+from nodekit.training.manifest import MANIFEST, PAYLOAD, Loaded, Manifest, load_payload
 
 log = logging.getLogger("nodekit.training")
 
-_MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
-_PAYLOAD = re.compile(r"g\d{4,}-s\d{9,}-[0-9a-f]{16}\.pt", re.ASCII)
 _BLOCK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a committed snapshot is and consists of."""
-
-    generation: int
-    """How often the job had been started anew."""
-    step: int
-    """Optimizer steps done."""
-    world_size: int
-    """How many ranks there were."""
-    sha256: dict[str, str]
-    """File name → SHA-256, in hex."""
-    size_bytes: dict[str, int]
-    """File name → size."""
-    saved_at: str
-    """When, ISO 8601, UTC; for people, nothing is decided by it."""
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """(generation, step): the greater is the newer."""
-        return self.generation, self.step
-
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return f"g{self.generation:04d}-s{self.step:09d}.json"
-
-    @property
-    def payload(self) -> str:
-        """The name of the file with the state."""
-        (name,) = self.sha256
-        return name
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A snapshot's state, and where it is from."""
-
-    state: Any
-    manifest: Manifest
-    source: str
-    """For people: the file, or which rank sent it."""
-
-
 class Snapshots:
-    """The snapshots in one folder, which belongs to one node: only its first local rank may save there.
+    """The snapshots in one folder, which one rank may save to (see ``writes_snapshots``).
 
     ::
 
         snapshots = Snapshots(world.snapshot_dir, generation=world.generation)
-        if found := newest_of_all(snapshots, world):
+        writes = writes_snapshots(snapshots, world)
+        if found := newest_of_all(snapshots, world, writes=writes):
             model.load_state_dict(found.state["model"])
         ...
-        if world.is_first_on_node:
-            snapshots.save({"model": model.state_dict()}, step=step, world_size=world.world_size)
+        if writes:
+            snapshots.save_async({"model": model.state_dict()}, step=step, world_size=world.world_size)
+        ...
+        snapshots.wait()
     """
 
     def __init__(
@@ -94,7 +57,7 @@ class Snapshots:
         Args:
             folder: made when first saved to.
             keep: how many to keep, 2 or more: the last one may turn out damaged.
-            generation: how often the job was started anew; None: that of the newest snapshot here, or 0.
+            generation: how often the job was started anew; None: that of the newest snapshot or fence here, or 0.
         """
         if keep < 2:
             raise ValueError(
@@ -103,54 +66,86 @@ class Snapshots:
         self.folder = Path(folder)
         self.keep = keep
         self.generation = generation
+        self.fence = Fence(self.folder)
+        self.num_failed = 0
+        """How many saves have failed since the last one that did not."""
+        self.saved_s = time.monotonic()
+        """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
         self._damaged: set[str] = set()  # names of manifests that do not hold what they say
         self._is_known_loadable = False
+        self._host_copy = HostCopy()
+        self._writer = Background("nodekit-snapshot")
 
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
 
-        None if the folder cannot be written (full, read-only): that is logged as a warning, and what was
-        there is kept.
+        None if the folder cannot be written (full, read-only): that is logged as a warning, counted in
+        ``num_failed``, and what was there is kept.
 
         Raises:
             ValueError: ``state`` holds what could not be loaded safely.
+            Fenced: a newer generation has taken over; nothing was changed.
         """
-        if self.generation is None:
-            self.generation = max((manifest.generation for manifest in self.manifests()), default=0)
-        generation = self.generation
-        with self._or_warn(f"step {step}"):
-            return self._commit(
-                lambda file: torch.save(state, cast(IO[bytes], file)),
-                generation=generation,
-                step=step,
-                world_size=world_size,
-            )
-        return None
+        self.wait()
+        return self._save(state, step=step, world_size=world_size)
 
-    def adopt(self, manifest: Manifest, data: bytes | bytearray) -> bool:
-        """Commit another node's snapshot, whose payload is ``data``; False, with a warning, if that fails."""
-        with self._or_warn(f"step {manifest.step}, sent by another node"):
-            step, world_size = manifest.step, manifest.world_size
-            self._commit(
-                lambda file: file.write(data),
-                generation=manifest.generation,
-                step=step,
-                world_size=world_size,
-            )
-            return True
-        return False
+    def save_async(self, state: Any, *, step: int, world_size: int = 1) -> None:
+        """Copy ``state`` to host memory now, and do the rest of ``save`` in a thread.
+
+        ``state`` may be changed as soon as this returns. One save is under way at a time: this waits for the
+        one before (see ``is_saving``). What a save raises is raised by the next call of ``check``, ``wait``,
+        ``save`` or this, in that thread's stead.
+        """
+        self.wait()
+        copied = self._host_copy.take(state)
+        self._writer.start(partial(self._save, copied, step=step, world_size=world_size))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a ``save_async`` is under way."""
+        return self._writer.is_busy
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save under way, if any; False if that takes longer. Raises what it raised, as ``save``."""
+        return self._writer.wait(timeout_s)
+
+    def check(self) -> None:
+        """Raise what a ``save_async`` that has ended raised, without waiting for one that has not."""
+        self._writer.check()
+
+    @contextmanager
+    def receiving(self, manifest: Manifest) -> Iterator[HashingFile]:
+        """A file to write another node's payload to, committed at the block's end if it is what it should be.
+
+        Else that is logged as a warning. Writing to it never raises, so that a disk that is full on one node
+        does not keep it from what all nodes do together.
+        """
+        with ExitStack() as stack:
+            try:
+                self.fence.check(self._own_generation())
+                self._make_folder()
+                temporary, file = stack.enter_context(written_beside(self.folder))
+                payload = HashingFile(file)
+            except OSError as error:
+                payload = HashingFile(io.BytesIO(), error)
+            yield payload
+            with self._or_warn(f"step {manifest.step}, sent by another node"):
+                payload.finish()
+                if payload.sha256 != manifest.sha256[manifest.payload]:
+                    raise OSError("what was sent has another SHA-256 than its manifest says")
+                self._place(manifest, temporary, file)
 
     def manifests(self) -> list[Manifest]:
         """What is committed here, newest first, without a look at the payloads."""
         try:
-            names = [entry.name for entry in self.folder.iterdir() if _MANIFEST.fullmatch(entry.name)]
+            names = [entry.name for entry in self.folder.iterdir() if MANIFEST.fullmatch(entry.name)]
         except OSError:  # not there yet, or not readable: nothing to go on from
             return []
         found = []
         for name in names:
             try:
                 manifest = Manifest(**json.loads((self.folder / name).read_text()))
-                if manifest.name != name or not _PAYLOAD.fullmatch(manifest.payload):
+                if manifest.name != name or not PAYLOAD.fullmatch(manifest.payload):
                     raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
                 found.append(manifest)
             except (ValueError, TypeError, AttributeError) as error:
@@ -212,34 +207,62 @@ class Snapshots:
         except OSError as error:
             log.warning("no snapshot of %s in %s, and going on without: %s", what, self.folder, error)
 
-    def _commit(
-        self, write: Callable[[HashingFile], object], *, generation: int, step: int, world_size: int
-    ) -> Manifest:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove_leftovers()
-        stem = f"g{generation:04d}-s{step:09d}"
+    def _own_generation(self) -> int:
+        if self.generation is None:
+            found = [manifest.generation for manifest in self.manifests()]
+            self.generation = max([self.fence.read(), *found])
+        return self.generation
+
+    def _save(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
+        with self._or_warn(f"step {step}"):
+            self.num_failed += 1
+            manifest = self._commit(state, step=step, world_size=world_size)
+            if self.num_failed > 1:
+                log.warning(
+                    "snapshots are saved in %s again: step %d, after %d that failed",
+                    self.folder,
+                    step,
+                    self.num_failed - 1,
+                )
+            self.num_failed, self.saved_s = 0, time.monotonic()
+            return manifest
+        return None
+
+    def _commit(self, state: Any, *, step: int, world_size: int) -> Manifest:
+        generation = self._own_generation()
+        self.fence.check(generation)
+        self._make_folder()
         with written_beside(self.folder) as (temporary, file):
             payload = HashingFile(file)
-            write(payload)
+            torch.save(state, cast(IO[bytes], payload))
             payload.finish()
             self._refuse_what_cannot_be_loaded(temporary)
-            # A name for each content: saving a step again must not damage the first one on the way.
-            name = f"{stem}-{payload.sha256[:16]}.pt"
-            place(temporary, file, name)
-        manifest = Manifest(
-            generation=generation,
-            step=step,
-            world_size=world_size,
-            sha256={name: payload.sha256},
-            size_bytes={name: payload.size_bytes},
-            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        )
-        with written_beside(self.folder) as (temporary, file):
-            file.write(json.dumps(asdict(manifest), indent=1).encode())
-            place(temporary, file, manifest.name)
+            name = f"g{generation:04d}-s{step:09d}-{payload.sha256[:16]}.pt"
+            manifest = Manifest(
+                generation=generation,
+                step=step,
+                world_size=world_size,
+                sha256={name: payload.sha256},
+                size_bytes={name: payload.size_bytes},
+                saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            )
+            self._place(manifest, temporary, file)
+        return manifest
+
+    def _place(self, manifest: Manifest, payload: Path, file: BinaryIO) -> None:
+        """Make a whole payload a snapshot, if this generation still may, and remove what is too old."""
+        generation = self._own_generation()
+        place(payload, file, manifest.payload)
+        self.fence.raise_to(generation)
+        with written_beside(self.folder) as (temporary, beside):
+            beside.write(json.dumps(asdict(manifest), indent=1).encode())
+            place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
         self._damaged.discard(manifest.name)
         self._prune(manifest)
-        return manifest
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remove_leftovers()
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Once: what only an unsafe pickle could bring back must fail now, not when it is needed."""
@@ -256,17 +279,16 @@ class Snapshots:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save left: temporary files, and payloads that no manifest names."""
+        """Remove what a killed save left: temporary files, and payloads that no manifest names.
+
+        Not those of newer generations: between payload and manifest of their saves there is a moment too.
+        """
         try:
             named = {manifest.payload for manifest in self.manifests()}
             for entry in list(self.folder.iterdir()):
-                payload_of_none = _PAYLOAD.fullmatch(entry.name) and entry.name not in named
-                if payload_of_none or TEMPORARY.fullmatch(entry.name):
+                payload = PAYLOAD.fullmatch(entry.name)
+                is_left = payload and entry.name not in named and int(payload[1]) <= self._own_generation()
+                if is_left or TEMPORARY.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
         except OSError as error:
             log.warning("cannot clear up %s: %s", self.folder, error)
-
-
-def load_payload(file: BinaryIO) -> Any:
-    """What ``Snapshots.save`` was given; never runs what a pickle might hold."""
-    return torch.load(file, map_location="cpu", weights_only=True)

@@ -9,9 +9,16 @@ from types import FrameType, TracebackType
 EXIT_STOPPED = 128 + signal.SIGTERM
 """143, by which kit knows that a rank ended because it was told to."""
 
+_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    # Slurm's, before it takes the nodes away; Windows has none.
+    *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else []),
+)
+
 
 class Stop:
-    """Takes SIGTERM and SIGINT: ``requested`` is then True, and ``grace_s`` later the process ends anyhow.
+    """Takes SIGTERM, SIGUSR2 and SIGINT: ``requested`` is then True, and ``grace_s`` later the process ends anyhow.
 
     The main thread may be deep in a collective with a peer that is gone, where no Python handler runs. So the
     interpreter's wake-up descriptor tells a thread, which needs nobody's help to end the process.
@@ -33,9 +40,7 @@ class Stop:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._old_handlers = {
-            number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in _SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
         return self
@@ -60,12 +65,12 @@ class Stop:
 
     def _watch(self) -> None:
         while number := os.read(self._read_fd, 1):
-            if number[0] not in (signal.SIGTERM, signal.SIGINT):
+            if number[0] not in _SIGNALS:
                 continue
             if number[0] == signal.SIGINT and self.requested:  # Ctrl-C again: at once
                 os._exit(128 + signal.SIGINT)
             if not self.requested:
-                self.exit_code = 128 + number[0]
+                self.exit_code = 128 + signal.SIGINT if number[0] == signal.SIGINT else EXIT_STOPPED
                 self._requested.set()
                 self.end_within_grace(self.exit_code)
 

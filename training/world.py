@@ -48,6 +48,10 @@ class World:
     """kit's count of how often the job was started anew; None when not told (counts as 0)."""
     snapshot_dir: Path | None
     """This node's folder for snapshots, which survives restarts."""
+    snapshot_is_shared: bool = False
+    """Whether that folder is said to be one and the same on all nodes."""
+    num_restarts: int = 0
+    """How often the job has been started again, as far as this rank was told."""
     output_dir: Path | None
     """This node's folder for TensorBoard, metrics and the result."""
     progress_file: Path | None
@@ -79,6 +83,7 @@ class World:
                 )
             device = torch.device("cuda", local_rank)
         rank = _number(env, "RANK", 0)
+        generation = _number(env, "NODEKIT_GENERATION", 0) if env.get("NODEKIT_GENERATION") else None
         run_id = env.get("NODEKIT_RUN_ID") or env.get("TORCHELASTIC_RUN_ID")
         return cls(
             rank=rank,
@@ -91,8 +96,10 @@ class World:
             timeout_s=timeout_s,
             launched=launched,
             run_id=run_id if run_id != "none" else None,
-            generation=_number(env, "NODEKIT_GENERATION", -1) if env.get("NODEKIT_GENERATION") else None,
+            generation=generation,
             snapshot_dir=_path(env, "NODEKIT_SNAPSHOT_DIR"),
+            snapshot_is_shared=env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0"),
+            num_restarts=(generation or 0) + _number(env, "TORCHELASTIC_RESTART_COUNT", 0),
             output_dir=_path(env, "NODEKIT_OUTPUT_DIR"),
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
         )

@@ -1,0 +1,216 @@
+"""Does to the nodes of one run what start and the supervisor decide: start, call in, fence, grant, stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy import check, cluster, plan, sync
+from nodekit.deploy.judge import State
+from nodekit.deploy.link import Link, on_all
+from nodekit.deploy.plan import NodePlan
+from nodekit.deploy.quorum import Electorate
+from nodekit.deploy.runs import Run
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Inventory
+
+GRACE_S = 30.0
+CALL_TIMEOUT_S = 30.0
+SYNC_TIMEOUT_S = 3600.0
+STOP_MARGIN_S = 10.0
+
+
+class Hands:
+    """The run's nodes, each behind a link that `links` has at the moment."""
+
+    def __init__(self, run: Run, inventory: Inventory, links: dict[str, Link]) -> None:
+        self.run = run
+        self.inventory = inventory
+        self.links = links
+        self._peers = cluster.peer_addresses(inventory.hosts)
+        self._package: sync.Package | None = None
+
+    def node(self, name: str) -> NodePlan:
+        """What a node runs, as it is on record."""
+        fields = self.run.nodes[name]
+        tuples = {key: tuple(fields[key]) for key in ("gpus", "secrets", "argv")}
+        return NodePlan(**{**fields, **tuples})
+
+    def warm(self, name: str, secrets: Mapping[str, str]) -> None:
+        """Have a node's agent import torch, until it gets its go."""
+        node = self.node(name)
+        self._call(
+            name,
+            "warm",
+            node_dir=node.node_dir,
+            python=node.python,
+            kit_dir=node.kit_dir,
+            env={**node.env, "NODEKIT_START": self.inventory.job.start, **secrets},
+        )
+
+    def go(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
+        """Give a warm agent its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
+        node = self.node(name)
+        self._call(
+            name,
+            "go",
+            node_dir=node.node_dir,
+            spec=self._spec(name, state, joins=joins),
+            port=port,
+            called_off=state.called_off,
+        )
+
+    def start(self, name: str, state: State, *, is_new: bool) -> int:
+        """Start the agent on a node that has none, after looking at its host anew; the port, on the rendezvous host.
+
+        `is_new`: it may lack the run's folder, and gets one.
+
+        Raises:
+            HostError: the host is not fit, or cannot be reached.
+        """
+        host = next(each for each in self.inventory.hosts if each.name == name)
+        link = self.links[name]
+        if self._package is None:
+            self._package = sync.package()
+        alone = self.inventory.model_copy(update={"hosts": (host,)})
+        facts = check.gather({name: link}, alone, kit_digest=self._package.digest, peers=self._peers)
+        if problems := check.examine(alone, facts):
+            raise HostError(name, "; ".join(problem.problem for problem in problems))
+        self._look_again(name, facts[name])
+        if not is_new and self.status(name)["fence"] < 0:
+            raise HostError(
+                name, "its folder of this run is gone; it comes in anew when the others have let it go"
+            )
+        workdirs = {name: facts[name].workdir}
+        if not facts[name].has_kit:
+            sync.send_package(self._package, {name: link}, workdirs, timeout_s=SYNC_TIMEOUT_S)
+        port = int(self._call(name, "hold_port")) if name == state.host else None
+        self.warm(name, secrets_of(self.inventory))
+        if self._call(name, "read_file", path=f"{self.node(name).node_dir}/spec.json", limit_bytes=1) is None:
+            self._send_code(name, facts[name])  # its disk is new
+        self.go(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+        return port or 0
+
+    def call_in(self, name: str, state: State) -> None:
+        """Call a live agent into the present generation."""
+        self._call(
+            name,
+            "call_in",
+            node_dir=self.node(name).node_dir,
+            spec=self._spec(name, state),
+            called_off=state.called_off,
+        )
+
+    def fence(self, name: str, generation: int) -> None:
+        """Refuse older generations on a node."""
+        self._call(name, "fence", node_dir=self.node(name).node_dir, generation=generation)
+
+    def grant(self, name: str, electorate: Electorate) -> None:
+        """Have a node write down another electorate."""
+        self._call(name, "grant", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
+
+    def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False) -> Any:
+        """Stop a node's agent; what was found there."""
+        return self.links[name].call(
+            "stop",
+            timeout_s=grace_s + STOP_MARGIN_S + 5,
+            node_dir=self.node(name).node_dir,
+            grace_s=grace_s + STOP_MARGIN_S,
+            force=force,
+        )
+
+    def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
+        """Stop the run on every node that there is a link to: host → what was found there, or the exception."""
+        there = {name: link for name, link in self.links.items() if name in self.run.nodes}
+        return on_all(there, lambda link: self.stop(link.host, grace_s=grace_s, force=force))
+
+    def status(self, name: str) -> dict[str, Any]:
+        """A node's status."""
+        found: dict[str, Any] = self._call(name, "status", node_dir=self.node(name).node_dir)
+        return found
+
+    def _spec(self, name: str, state: State, *, joins: bool = False) -> dict[str, Any]:
+        return plan.spec_of(
+            self.node(name),
+            self.inventory,
+            run_id=self.run.run_id,
+            nodes=[host.name for host in self.inventory.hosts],
+            electorate=state.newest,
+            master_addr=self.node(state.host).local_addr,
+            master_port=state.port,
+            is_host=name == state.host,
+            token=self.run.token,
+            grace_s=GRACE_S,
+            skew_s=self.run.skew_s,
+            joins=joins,
+        ).to_dict()
+
+    def _look_again(self, name: str, found: check.Facts) -> None:
+        if name in self.run.nodes:
+            node = plan.moved(self.node(name), self.inventory, found, self._peers[name])
+        else:
+            assert self._package is not None
+            (node,) = plan.build(
+                self.inventory,
+                {name: found},
+                run_id=self.run.run_id,
+                peers=self._peers,
+                master_port=0,
+                kit_digest=self._package.digest,
+                command=self.run.command,
+            ).nodes
+        self.run.nodes[name] = dataclasses.asdict(node)
+        self.run.save()
+
+    def _send_code(self, name: str, found: check.Facts) -> None:
+        tree = take(self.inventory, self.run.command)
+        if self.run.code_digest and tree.digest != self.run.code_digest:
+            raise HostError(
+                name, "it has no copy of this run's code, and the code here has changed since the run began"
+            )
+        target = sync.Target(
+            self.links[name],
+            dest=self.node(name).code_dir,
+            cache=f"{found.workdir}/code/{sync.project_key(tree.root)}",
+        )
+        check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
+        check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
+
+    def _call(self, name: str, op: str, **args: Any) -> Any:
+        return self.links[name].call(op, timeout_s=CALL_TIMEOUT_S, **args)
+
+
+def secrets_of(inventory: Inventory) -> dict[str, str]:
+    """The secrets' values, from the environment here.
+
+    Raises:
+        KitError: some are not set.
+    """
+    absent = [name for name in inventory.job.secrets if name not in os.environ]
+    if absent:
+        raise KitError(
+            f"{inventory.path}: job.secrets names {', '.join(absent)}, not set in this environment; "
+            f"export {absent[0]}=… and run again"
+        )
+    return {name: os.environ[name] for name in inventory.job.secrets}
+
+
+def take(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> sync.Tree:
+    """The code as it is now.
+
+    Raises:
+        KitError: it, or the script, is not there.
+    """
+    code = Path(inventory.job.code).expanduser()
+    if not code.is_dir():
+        raise KitError(f"job.code: {code.resolve()} is no folder")
+    script = (command or inventory.job.command or ("",))[0]
+    if script.endswith(".py") and not Path(script).is_absolute() and not (code / script).is_file():
+        raise KitError(
+            f"no {script} in {code.resolve()}, the folder that is synced; "
+            "run kit from your code's folder, or set job.code"
+        )
+    return sync.take(code)

@@ -1,0 +1,244 @@
+"""Reads what the ranks of this node do: their Python stacks and what the kernel says. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import linecache
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MAX_PROCESSES = 12  # of one rank: it, and its data loader's
+_MAX_LOG_BYTES = 256 * 1024
+_FAULT_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Frame(NamedTuple):
+    """One Python frame."""
+
+    function: str
+    file: str
+    line: int
+    code: str = ""
+    """The text of the line, where the file could be read."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What one rank does."""
+
+    rank: int
+    pid: int
+    state: str
+    """By the kernel: R runs, S sleeps, D waits for a disk or NFS, T is stopped, Z or empty is gone."""
+    how: str
+    """py-spy, faulthandler or none."""
+    frames: tuple[Frame, ...] = ()
+    """Of the main thread, innermost first."""
+    text: str = ""
+    """All threads, those of child processes too; or why there are none."""
+
+    @classmethod
+    def load(cls, fields: Mapping[str, Any]) -> Stack:
+        """Back from what JSON made of `dataclasses.asdict`."""
+        return cls(**{**fields, "frames": tuple(Frame(*frame) for frame in fields["frames"])})
+
+
+def stacks(
+    pids: Mapping[int, int], *, python: str, timeout_s: float, logs: Mapping[int, Path] | None = None
+) -> dict[int, Stack]:
+    """The stacks of this node's ranks, never later than `timeout_s`, whatever state they are in.
+
+    By py-spy, which leaves them as they are. Where it is absent or not allowed, and a rank's log is given, a rank
+    that has faulthandler enabled is made to write its stack there by SIGABRT, **which ends it**.
+    """
+    found = {rank: Stack(rank, pid, _state(pid), "none") for rank, pid in pids.items()}
+    spy = _find_spy(python)
+    if spy is None:
+        found = {rank: replace(stack, text="no stack: there is no py-spy") for rank, stack in found.items()}
+    else:
+        found = _of_each(found, lambda stack: _spy_on(stack, spy, timeout_s * 0.4), timeout_s / 2)
+    missing = {rank: stack for rank, stack in found.items() if not stack.frames and rank in (logs or {})}
+    if logs and missing:
+        found |= _abort(missing, logs, timeout_s / 2)
+    return found
+
+
+def _of_each(
+    stacks: Mapping[int, Stack], read: Callable[[Stack], Iterator[Stack]], timeout_s: float
+) -> dict[int, Stack]:
+    """The last that `read` yields for each until then."""
+    results = dict(stacks)
+
+    def run(stack: Stack) -> None:
+        for known in read(stack):
+            results[stack.rank] = known
+
+    # Daemons: a hung file system must not keep us too.
+    threads = [threading.Thread(target=run, args=(stack,), daemon=True) for stack in stacks.values()]
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(results)
+
+
+def _find_spy(python: str) -> str | None:
+    """A program without a module: beside the interpreter, on PATH, or where pip --user puts it."""
+    folders = (
+        Path(python).expanduser().parent,
+        os.environ.get("PATH", ""),
+        Path("~/.local/bin").expanduser(),
+    )
+    return shutil.which("py-spy", path=os.pathsep.join(map(str, folders)))
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:  # it vanished
+        return ""
+
+
+def _state(pid: int) -> str:
+    return _proc(pid, "stat").rpartition(")")[2][1:2]
+
+
+def _family(pid: int) -> list[int]:
+    """The process and its descendants: a shell may stand before the interpreter, a data loader behind it."""
+    found = [pid]
+    for each in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, _proc(each, f"task/{task.name}/children").split())
+    return found[:_MAX_PROCESSES]
+
+
+def _spy_on(stack: Stack, spy: str, timeout_s: float) -> Iterator[Stack]:
+    """What is known so far, then with the rest."""
+    deadline = time.monotonic() + timeout_s
+    text = []
+    for pid in _family(stack.pid):
+        state, wchan = _state(pid), _proc(pid, "wchan").strip("0")
+        threads, error = _dump(spy, pid, state, deadline)
+        text += [f"process {pid} ({', '.join(filter(None, (state or 'gone', wchan)))}) {error}".rstrip()]
+        for thread in threads:
+            frames = tuple(Frame(each["name"], each["filename"], each["line"]) for each in thread["frames"])
+            text += [f"  thread {thread['thread_name'] or thread['os_thread_id']}"]
+            text += [f"    {each.function} ({each.file}:{each.line})" for each in frames]
+            if stack.how == "none" and thread["os_thread_id"] in (
+                pid,
+                None,
+            ):  # the main thread's id is the pid
+                stack = replace(stack, how="py-spy", state=state, frames=frames)
+        stack = replace(stack, text="\n".join(text))
+        yield stack
+    yield _with_code(stack)
+
+
+def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[str, Any]], str]:
+    """The threads of one process, or why not.
+
+    py-spy stops what it reads by ptrace. That fails on a process that is stopped already and waits without end for
+    one in state D; they and a sleeping one do not move anyway, so that only a running one needs it.
+    """
+    error = ""
+    for flags in ([], ["--nonblocking"]) if state == "R" else (["--nonblocking"],):
+        try:
+            done = subprocess.run(
+                [spy, "dump", "--json", *flags, "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=max(0.1, deadline - time.monotonic()),
+                check=False,
+            )
+            if done.returncode == 0:
+                return json.loads(done.stdout), ""
+            said = done.stderr.decode(errors="replace").partition("Stack backtrace:")[0].split()
+            error = "py-spy: " + " ".join(said).removeprefix("Error: ")[:300]
+        except (OSError, ValueError, subprocess.TimeoutExpired) as failed:
+            error = f"py-spy: {failed}"
+    return [], error
+
+
+def _with_code(stack: Stack) -> Stack:
+    """With the lines themselves, read last: they may lie where the rank waits for them."""
+    cwd, frames = "", []
+    with contextlib.suppress(OSError):
+        cwd = str(Path(f"/proc/{stack.pid}/cwd").readlink())
+    for frame in stack.frames:
+        file = str(Path(cwd, frame.file))
+        linecache.checkcache(file)
+        frames.append(frame._replace(code=linecache.getline(file, frame.line).strip()))
+    return replace(stack, frames=tuple(frames))
+
+
+def _abort(stacks: Mapping[int, Stack], logs: Mapping[int, Path], timeout_s: float) -> dict[int, Stack]:
+    """Have faulthandler write to the logs."""
+    targets, starts = {}, {}
+    for rank, stack in stacks.items():
+        for pid in filter(_catches_abort, reversed(_family(stack.pid))):
+            with contextlib.suppress(OSError):
+                starts[rank] = logs[rank].stat().st_size
+                targets[rank] = pid
+    for pid in targets.values():
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # gigabytes that nobody asked for
+    # All at once, for the first to end wakes the others with an error: SIGABRT comes before their next instruction.
+    for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+        for pid in targets.values():
+            with contextlib.suppress(OSError):
+                _kill_main_thread(pid) if number == signal.SIGABRT else os.kill(pid, number)
+    deadline = time.monotonic() + timeout_s * 0.8
+    while any(_state(pid) not in ("", "Z", "X") for pid in targets.values()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return _of_each(
+        {rank: stacks[rank] for rank in targets},
+        lambda stack: _from_log(stack, logs[stack.rank], starts[stack.rank]),
+        timeout_s * 0.2,
+    )
+
+
+def _kill_main_thread(pid: int) -> None:
+    """SIGABRT to the thread that it is about: while another one took it, the first could go on."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # glibc has it since 2.30
+        libc.tgkill(pid, pid, signal.SIGABRT)
+    else:
+        os.kill(pid, signal.SIGABRT)
+
+
+def _catches_abort(pid: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _proc(pid, "status"), re.MULTILINE)
+    return bool(caught and int(caught[1], 16) >> (signal.SIGABRT - 1) & 1)
+
+
+def _from_log(stack: Stack, log: Path, start: int) -> Iterator[Stack]:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        text = file.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
+        if frames := parse_faulthandler(text):
+            shown = text.partition("\nExtension modules")[0].strip()
+            stack = replace(stack, how="faulthandler", frames=frames, text=shown)
+            yield stack
+            yield _with_code(stack)
+
+
+def parse_faulthandler(text: str) -> tuple[Frame, ...]:
+    """The frames of the main thread: the last of all, since the newest comes first, whichever took the signal."""
+    dump = text.partition("Fatal Python error: Aborted\n")[2].partition("\nFatal Python error: ")[0]
+    threads = re.findall(r"^(?:Current thread|Thread) 0x.*\n((?:  .*\n?)*)", dump, re.MULTILINE)
+    found = _FAULT_FRAME.findall(threads[-1]) if threads else []
+    return tuple(Frame(function, file, int(line)) for file, line, function in found)

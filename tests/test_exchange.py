@@ -1,0 +1,131 @@
+"""Snapshots go from node to node at the start: into files, read by all of a node's ranks; one copy where shared."""
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import finish, free_port, started
+
+from nodekit.training import Snapshots
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import json, logging, sys
+from dataclasses import replace
+from pathlib import Path
+from nodekit.training import Fenced, Snapshots, World, exchange
+exchange._CHUNK_BYTES = 1000
+broadcast, passes = exchange._broadcast, []
+def counted(*arguments):
+    passes.append(getattr(getattr(arguments[-1], "__self__", None), "__class__", None).__name__)
+    broadcast(*arguments)
+exchange._broadcast = counted
+logging.basicConfig()
+with World.from_env() as world:
+    for scenario in sorted(Path(sys.argv[1]).iterdir()):
+        passes.clear()
+        own = "node0" if (scenario / "is one folder").exists() else f"node{world.node_rank}"
+        here = replace(world, snapshot_is_shared=(scenario / "is said to be shared").exists())
+        snapshots = Snapshots(scenario / own / "snapshots", generation=1)
+        said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
+        try:
+            found = exchange.newest_of_all(snapshots, here, writes=said["writes"])
+            said["step"] = found and found.state["step"]
+            said["source"] = found and found.source
+        except Fenced as error:
+            said["fenced"] = str(error)
+        print(json.dumps({**said, "passes": passes}), flush=True)
+"""
+
+
+def hold(folder: Path, step: int) -> None:
+    assert Snapshots(folder, generation=0).save({"step": step, "weights": torch.randn(2000)}, step=step)
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, list[dict[str, Any]]], list[str]]:
+    """Two nodes of two ranks go through all scenarios: the folder, what each rank found by scenario, all output."""
+    folder = tmp_path_factory.mktemp("exchange") / "it's; $HOME"
+    for name in ("joins", "cannot write", "shared", "said to be shared", "fenced"):
+        for node in ("node0", "node1"):
+            (folder / name / node).mkdir(parents=True)
+        hold(folder / name / "node1" / "snapshots", 6)
+    (folder / "cannot write" / "node0" / "snapshots").write_text("a file")
+    hold(folder / "joins" / "node0" / "snapshots", 4)
+    for name in ("shared", "said to be shared"):
+        (folder / name / "is said to be shared").touch()
+    (folder / "shared" / "is one folder").touch()
+    hold(folder / "shared" / "node0" / "snapshots", 7)
+    (folder / "fenced" / "node1" / "snapshots" / "fence").write_text("3\n")
+    port = free_port()
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                started(
+                    [sys.executable, "-c", PROGRAM, str(folder)],
+                    RANK=rank, WORLD_SIZE=4, LOCAL_RANK=rank % 2, LOCAL_WORLD_SIZE=2, GROUP_RANK=rank // 2,
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                )
+            )
+            for rank in range(4)
+        ]  # fmt: skip
+        outputs = [finish(process) for process in processes]
+    said: dict[str, list[dict[str, Any]]] = {}
+    for output in outputs:
+        for line in output.splitlines():
+            if line.startswith("{"):
+                values = json.loads(line)
+                said.setdefault(values["scenario"], []).append(values)
+    assert {name: len(ranks) for name, ranks in said.items()} == {path.name: 4 for path in folder.iterdir()}
+    return folder, said, outputs
+
+
+Outcome = tuple[Path, dict[str, list[dict[str, Any]]], list[str]]
+
+
+def test_a_joining_node_writes_it_to_its_disk_and_its_other_ranks_read_it_there(outcome: Outcome) -> None:
+    folder, said, _ = outcome
+    ranks = said["joins"]
+    assert [rank["step"] for rank in ranks] == [6] * 4
+    assert [rank["passes"] for rank in ranks] == [["HashingFile"], ["NoneType"], ["NoneType"], ["NoneType"]]
+    assert ["what rank 2 sent" in rank["source"] for rank in ranks] == [True, True, False, False]
+    ages = [Snapshots(folder / "joins" / node / "snapshots").manifests() for node in ("node0", "node1")]
+    assert [each.age for each in ages[0]] == [(0, 6), (0, 4)]
+    assert ages[0][0] == ages[1][0], "the manifest, too, is as it was"
+    assert not list((folder / "joins").glob("*/snapshots/.tmp-*"))
+
+
+def test_a_node_that_cannot_write_it_keeps_it_in_memory(outcome: Outcome) -> None:
+    _, said, outputs = outcome
+    ranks = said["cannot write"]
+    assert [rank["step"] for rank in ranks] == [6] * 4
+    assert [rank["passes"][1] for rank in ranks] == ["BytesIO", "BytesIO", "NoneType", "NoneType"]
+    assert "no snapshot of step 6, sent by another node" in outputs[0]
+
+
+def test_in_a_shared_folder_one_rank_writes_and_nothing_is_sent(outcome: Outcome) -> None:
+    folder, said, _ = outcome
+    ranks = said["shared"]
+    assert [rank["writes"] for rank in ranks] == [True, False, False, False]
+    assert [(rank["step"], rank["passes"]) for rank in ranks] == [(7, [])] * 4
+    assert not list((folder / "shared").glob("*/snapshots/.seen-*"))
+
+
+def test_a_folder_that_is_only_said_to_be_shared_is_found_out(outcome: Outcome) -> None:
+    _, said, outputs = outcome
+    ranks = said["said to be shared"]
+    assert [rank["writes"] for rank in ranks] == [True, False, True, False]
+    assert [rank["step"] for rank in ranks] == [6] * 4
+    assert "what rank 0 writes there is not seen by rank 2, 3: they keep snapshots of their own" in outputs[0]
+
+
+def test_a_fenced_generation_starts_on_no_rank(outcome: Outcome) -> None:
+    _, said, _ = outcome
+    assert ["generation 1 is over" in rank["fenced"] for rank in said["fenced"]] == [True] * 4

@@ -1,0 +1,585 @@
+"""Workers as forks and as fresh processes: real ones, of a process that stands in for the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import processes_of, until
+
+from nodekit.deploy.forkserver import ForkServer
+
+# The stand-in: one JSON call per line on stdin, its result on stdout.
+DRIVER = """
+import json, os, sys
+preload = json.loads(sys.argv[1])
+if "torch" in (preload or []):
+    import torch
+from nodekit.deploy.forkserver import ForkServer
+server = ForkServer.start(preload) if preload is not None else None
+from nodekit.deploy.workers import Workers, WorkerStart
+workers = Workers(server)
+print(json.dumps(server and server.pid), flush=True)
+for line in sys.stdin:
+    name, args = json.loads(line)
+    if name == "start":
+        result = workers.start([WorkerStart(**{**start, "argv": tuple(start["argv"])}) for start in args])
+    else:
+        result = getattr(workers, name)
+        result = result(*args) if callable(result) else result
+    print(json.dumps(result), flush=True)
+"""
+TORCH = ["torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data", "no.such.module"]
+
+
+class Driver:
+    """A process that has Workers, and what its workers wrote."""
+
+    def __init__(self, folder: Path, preload: Sequence[str] | None) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.code = folder.parent / "code 'x\" $HOME;"  # the same for all drivers of a test
+        self.code.mkdir(exist_ok=True)
+        self.marker = f"NODEKIT_TEST_DRIVER={folder}"
+        self.env = {**os.environ, "NODEKIT_TEST_DRIVER": str(folder), "PYTHONUNBUFFERED": "1"}
+        program = folder / "driver.py"
+        program.write_text(DRIVER)
+        log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT)
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), json.dumps(preload)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=self.env,
+            text=True,
+            start_new_session=True,
+        )
+        os.close(log)
+        self._count = 0
+        self.logs: dict[int, Path] = {}
+        self.server: int | None = self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, (self.folder / "driver.log").read_text()
+        return json.loads(line)
+
+    def call(self, name: str, *args: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([name, args]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def script(self, text: str, name: str = "job.py") -> tuple[str, str]:
+        (self.code / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.code / name).write_text(text)
+        return ("python", name)
+
+    def start(
+        self, *argvs: Sequence[str], env: dict[str, str | None] | None = None, log: Path | None = None
+    ) -> dict[int, int]:
+        """Start one worker per argv; `env` are changes of the environment."""
+        self._count += 1
+        starts = []
+        for local_rank, argv in enumerate(argvs):
+            changed = {**self.env, "LOCAL_RANK": str(local_rank), **(env or {})}
+            self.logs[local_rank] = log or self.folder / f"log{self._count}.{local_rank}"
+            starts.append(
+                {
+                    "local_rank": local_rank,
+                    "argv": list(argv),
+                    "env": {name: value for name, value in changed.items() if value is not None},
+                    "cwd": str(self.code),
+                    "log": str(self.logs[local_rank]),
+                }
+            )
+        return {int(rank): pid for rank, pid in self.call("start", *starts).items()}
+
+    def log(self, local_rank: int = 0) -> str:
+        path = self.logs[local_rank]
+        return path.read_text(errors="surrogateescape") if path.exists() else ""
+
+    def said(self, text: str, local_rank: int = 0) -> None:
+        until(lambda: text in self.log(local_rank), what=f"{text!r} in {self.log(local_rank)!r}")
+
+    def end(self) -> list[int]:
+        """Wait for all workers to end; their exit codes."""
+        count = len(self.call("pids"))
+        codes = until(lambda: len(found := self.call("poll")) == count and found, what="their end")
+        self.call("stop", 0)
+        return [codes[str(rank)] for rank in range(count)]
+
+    def run(self, *argvs: Sequence[str], **changes: Any) -> list[tuple[int, str]]:
+        """Workers from start to end: exit code and log of each."""
+        self.start(*argvs, **changes)
+        return [(code, self.log(local_rank)) for local_rank, code in enumerate(self.end())]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        with contextlib.suppress(AssertionError):
+            until(lambda: not processes_of(self.marker), timeout_s=5)
+        left = processes_of(self.marker)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, left
+
+
+Drivers = Callable[[Sequence[str] | None], Driver]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Drivers]:
+    started: list[Driver] = []
+
+    def start(preload: Sequence[str] | None) -> Driver:
+        started.append(Driver(tmp_path / f"driver{len(started)}", preload))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture(params=["fork", "fresh"])
+def light(request: pytest.FixtureRequest, driver: Drivers) -> Driver:
+    """Workers of both kinds, without torch."""
+    return driver([] if request.param == "fork" else None)
+
+
+PROBE = """
+'''The docstring.'''
+first = list(globals())
+import atexit, ctypes, faulthandler, fcntl, gc, json, logging, multiprocessing, os, resource, signal, sys, tempfile
+import threading, time, warnings
+import numpy, torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.optim, torch.utils.data
+
+def text(value):
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+
+def prctl(option):
+    value = ctypes.c_int()
+    libc.prctl(option, ctypes.byref(value))
+    return value.value
+
+import re
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+streams = (sys.stdin, sys.stdout, sys.stderr)
+found = {
+    "main": {name: text(globals()[name]) for name in first},
+    "main is main": sys.modules["__main__"].__dict__ is globals(),
+    "sys": [sys.argv, sys.orig_argv, sys.path, sys.executable, repr(sys.flags), sys.warnoptions, sys._xoptions],
+    "limits": [sys.getrecursionlimit(), sys.getswitchinterval(), gc.isenabled(), gc.get_threshold()],
+    "last exception": [sys.excepthook is sys.__excepthook__, hasattr(sys, "last_type"), sys.exc_info()],
+    "ours": [name for name in sys.modules if name.startswith("nodekit")],
+    "cwd": os.getcwd(),
+    "environ": [f"{name}={value}" for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"],
+    "getenv": [repr(libc.getenv(name)) for name in (b"LOCAL_RANK", b"HOME", b"DUMP", b"NODEKIT_DRIVERS_OWN")],
+    "command line": open("/proc/self/cmdline").read(),
+    "command name": open("/proc/self/comm").read(),
+    "initial environment": sorted(open("/proc/self/environ").read().split("\\0")),
+    "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+    "signal mask": [str(signal.pthread_sigmask(signal.SIG_BLOCK, [])), signal.set_wakeup_fd(-1)],
+    "leads session": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
+    "subreaper, death signal": [prctl(37), prctl(2)],
+    "files": [os.readlink(f"/proc/self/fd/{number}") for number in range(3)],
+    "more files": [number for number in range(3, 60) if os.path.exists(f"/proc/self/fd/{number}")],
+    "modes": [fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_APPEND | os.O_ACCMODE) for number in (1, 2)],
+    "inheritable": [os.get_inheritable(number) for number in range(3)],
+    "streams": [[s.name, s.encoding, s.errors, s.line_buffering, s.write_through, type(s.buffer).__name__]
+                for s in streams],
+    "streams are": [sys.stdin.read(), sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
+    "umask": [os.umask(0o77), os.nice(0), sorted(os.sched_getaffinity(0))],
+    "rlimits": [resource.getrlimit(number) for number in range(16)],
+    "faulthandler": faulthandler.is_enabled(),
+    "logging": [logging.root.level, text(logging.root.handlers)],
+    "loggers": {name: [one.level, one.propagate, [f"{text(h)} {text(h.formatter)}" for h in one.handlers]]
+                for name, one in sorted(logging.root.manager.loggerDict.items())
+                if isinstance(one, logging.Logger) and "nodekit" not in name},
+    "warnings": sorted(map(str, warnings.filters)),
+    "threads": [threading.active_count(), type(threading.main_thread()).__name__, threading.current_thread().name,
+                threading.current_thread() is threading.main_thread(),
+                threading.main_thread().native_id == threading.get_native_id() == os.getpid(),
+                threading.main_thread().ident == threading.get_ident()],
+    "tempdir": tempfile.gettempdir(),
+    "multiprocessing": [multiprocessing.process.ORIGINAL_DIR, str(multiprocessing.current_process()),
+                        multiprocessing.active_children(), multiprocessing.get_start_method(allow_none=True)],
+    "time zone": time.tzname,
+    "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads(), libc.omp_get_max_threads()],
+    "torch defaults": [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.cuda.is_initialized(),
+                       torch.get_deterministic_debug_mode(), torch.cuda._is_in_bad_fork()],
+    "products": [float((torch.ones(600, 600) @ torch.ones(600, 600)).sum()),
+                 float((numpy.ones((600, 600)) @ numpy.ones((600, 600))).sum())],
+}
+def last():
+    found["main at exit"] = {name: text(value) for name, value in globals().items()
+                             if name.startswith("__") and name != "__warningregistry__"}
+    found["main is main at exit"] = sys.modules["__main__"].__dict__ is globals()
+    with open(os.environ["DUMP"], "w") as file:
+        json.dump(found, file)
+atexit.register(last)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "env"),
+    [
+        (("-u", "package/probe.py"), {}),
+        (("package/../link.py",), {"OMP_NUM_THREADS": "1"}),
+        (("-m", "package.probe"), {"NODEKIT_DRIVERS_OWN": None}),
+    ],
+)
+def test_a_fork_is_to_a_script_what_a_fresh_interpreter_is(
+    driver: Drivers, tmp_path: Path, target: tuple[str, ...], env: dict[str, str | None], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("NODEKIT_DRIVERS_OWN", "only in its own environment")
+    dump, dumps = tmp_path / "dump", []
+    for preload in (TORCH, None):
+        one = driver(preload)
+        one.script(PROBE, "package/probe.py")
+        with contextlib.suppress(FileExistsError):
+            (one.code / "link.py").symlink_to("package/probe.py")
+        one.env["NODEKIT_TEST_DRIVER"] = "any"
+        (one.folder.parent / "log").unlink(missing_ok=True)
+        command = ("python", *target, "a b", "", "$HOME", "x" * 3000)
+        ((code, said),) = one.run(command, env={**env, "DUMP": str(dump)}, log=tmp_path / "log")
+        assert (code, said) == (0, "")
+        assert one.call("fresh") == ({} if preload else {"0": "there is no fork server"})
+        dumps.append(json.loads(dump.read_text()))
+    fork, fresh = dumps
+    assert fork.keys() == fresh.keys()
+    assert {name: fork[name] for name in fork} == {name: fresh[name] for name in fresh}
+    assert fork["command line"].split("\0")[1:-1] == list(command[1:])
+
+
+ENDS = {
+    "nothing": ("print('said')", 0),
+    "number": ("import sys; sys.exit(7)", 7),
+    "none": ("import sys; sys.exit(None)", 0),
+    "large": ("import sys; sys.exit(256 + 9)", 9),
+    "words": ("import sys; sys.exit('in words')", 1),
+    "exception": ("def inner():\n    raise ValueError('boom')\n\ninner()", 1),
+    "chain": ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x y') from error", 1),
+    "group": ("raise SystemError('a\\nb')", 1),
+    "syntax": ("x = 1\ndef broken(:\n    pass", 1),
+    "encoding": ("# coding: latin-1\nraise ValueError('caf\u00e9')", 1),
+    "import": ("import no_such_module", 1),
+    "recursion": ("def deep(): deep()\ntry: deep()\nexcept RecursionError: print('deep')", 0),
+    "interrupt": ("import atexit\natexit.register(print, 'at exit')\nraise KeyboardInterrupt", -signal.SIGINT),
+    "interrupted": ("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)", -signal.SIGINT),
+    "kill": ("import os; print('x', flush=True); os.kill(os.getpid(), 9)", -signal.SIGKILL),
+    "term": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "abort": ("import os; os.abort()", -signal.SIGABRT),
+    "hook": ("import sys\nsys.excepthook = lambda *_: sys.exit(5)\nraise ValueError", 5),
+    "at exit": ("import atexit\n@atexit.register\ndef last(): print(__name__, '__file__' in globals())", 0),
+    "unbuffered": ("import os; print('out'); os.write(2, b'raw\\n'); print('end'); os._exit(4)", 4),
+    "thread": (
+        "import threading, time\ndef late():\n    time.sleep(0.2)\n    print('late')\n"
+        "threading.Thread(target=late).start()\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        0,
+    ),
+    "del": ("class Last:\n    def __del__(self): print('gone')\nkept = Last()", 0),
+    "warning": ("import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)", 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_workers_end_as_python_ends(driver: Drivers) -> None:
+    found = []
+    for preload in ([], None):
+        one = driver(preload)
+        commands: list[tuple[str, ...]] = [one.script(text, f"{name}.py") for name, (text, _) in ENDS.items()]
+        commands += [("python", "-m", f"{name}") for name in ENDS] + [
+            ("python", "-m", "no.such.module"),
+            ("python", "nowhere.py"),
+        ]
+        found.append(dict(zip([command[1:] for command in commands], one.run(*commands), strict=True)))
+        assert preload is None or one.call("fresh") == {str(len(commands) - 1): "there is no nowhere.py"}
+    assert found[0] == found[1]
+    for name, (_, code) in ENDS.items():
+        assert found[0][f"{name}.py",][0] == code, name
+    assert found[0]["words.py",][1] == "in words\n"
+    assert "forkserver" not in "".join(said for _, said in found[0].values())
+
+
+MULTIPROCESSING = """
+import multiprocessing, os, pickle, random, sys
+import torch
+from torch.utils.data import DataLoader
+
+class Thing:
+    def __init__(self, value): self.value = value
+    def __getitem__(self, index): return torch.tensor([index, os.getpid() != int(os.environ["MAIN"])])
+    def __len__(self): return 4
+
+def double(thing): return Thing(thing.value * 2), os.getpid()
+
+if __name__ == "__main__":
+    os.environ["MAIN"] = str(os.getpid())
+    print(pickle.loads(pickle.dumps(Thing(3))).value, pickle.dumps(double))
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            thing, pid = pool.apply(double, (Thing(4),))
+            print(method, thing.value, pid != os.getpid())
+        loader = DataLoader(Thing(0), num_workers=1, multiprocessing_context=method)
+        print(torch.cat(list(loader)).tolist())
+    queue = multiprocessing.Queue()
+    child = multiprocessing.Process(target=queue.put, args=([1],))
+    child.start(); print(queue.get()); child.join(); print(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_multiprocessing_and_pickle_know_what_main_defines(driver: Drivers) -> None:
+    found = []
+    for preload in (TORCH, None):
+        one = driver(preload)
+        script = one.script(MULTIPROCESSING, "package/job.py")
+        found.append(one.run(script, ("python", "-m", "package.job")))
+    assert found[0] == found[1]
+    assert [code for code, _ in found[0]] == [0, 0]
+    assert "forkserver 8 True\n" in found[0][0][1]
+
+
+@pytest.mark.slow
+def test_workers_of_one_server_draw_different_numbers(driver: Drivers) -> None:
+    one = driver(["random", "numpy", "torch"])
+    script = one.script(
+        "import multiprocessing, random, numpy, torch\nprint(random.random(), numpy.random.random(), "
+        "torch.rand(1).item(), multiprocessing.current_process().authkey.hex())"
+    )
+    first, second = (said.split() for _, said in one.run(script, script))
+    assert one.call("fresh") == {}
+    assert len(first) == 4
+    assert not set(first) & set(second)
+
+
+HARD_ARGS = [
+    "a b",
+    "'",
+    '"',
+    "$HOME",
+    "$$",
+    "${local_rank}",
+    ";",
+    "new\nline",
+    "ünï ✓",
+    "",
+    "-x",
+    "-m",
+    "\\n",
+    "\udcff",
+]
+
+
+def test_arguments_and_variables_arrive_byte_for_byte(light: Driver) -> None:
+    script = light.script(
+        "import os, sys; print([os.fsencode(a) for a in sys.argv[1:]], os.environb[b'HARD'])"
+    )
+    value = "a b\n'\"$HOME ✓\udcfe="
+    program = ("sh", "-c", 'printf "%s|" "$@" "$HARD"', "x", *HARD_ARGS)
+    forked, other = light.run((*script, *HARD_ARGS), program, env={"HARD": value})
+    assert forked == (0, f"{[os.fsencode(word) for word in HARD_ARGS]} {os.fsencode(value)}\n")
+    assert other == (0, "".join(f"{word}|" for word in [*HARD_ARGS, value]))
+
+
+def test_the_log_is_private_and_appended_to(light: Driver) -> None:
+    script = light.script("print('new')")
+    log = light.folder / "log"
+    assert light.run(script, log=log) == [(0, "new\n")]
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert light.run(script, log=log) == [(0, "new\nnew\n")]
+
+
+def test_a_command_that_cannot_run_is_named_in_the_log(light: Driver) -> None:
+    ((code, said),) = light.run(("./no such", "x"))
+    assert (code, said) == (127, f"kit: cannot run './no such' in {light.code}: No such file or directory\n")
+
+
+REFUSED = [
+    (("python", "-O", "job.py"), {}, "only python"),
+    (("python", "-c", "print('said')"), {}, "only python"),
+    (("python",), {}, "only python"),
+    ((sys.executable, "job.py"), {}, "only python"),
+    (("python", "job.py"), {"PYTHONHASHSEED": "7"}, "differs in PYTHONHASHSEED"),
+    (("python", "job.py"), {"PYTHONUNBUFFERED": None}, "differs in PYTHONUNBUFFERED"),
+    (
+        ("python", "job.py"),
+        {"LD_LIBRARY_PATH": "/x", "MKL_NUM_THREADS": "1"},
+        "LD_LIBRARY_PATH, MKL_NUM_THREADS",
+    ),
+    (("python", "job.py"), {"TORCH_LOGS": "dynamo"}, "TORCH_LOGS"),
+    (("python", "job.py"), {"OMP_NUM_THREADS": "2,1"}, "OMP_NUM_THREADS"),
+    (("python", "hides/job.py"), {}, "shlex.py hides"),
+]
+FORKED = [
+    (("python", "-u", "job.py"), {}),
+    (("python", "-m", "job"), {"PYTHONUNBUFFERED": "1"}),
+    (("python", "./job.py"), {"RANK": "3", "TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_X": "1", "NCCL_X": "1"}),
+    (("python", "job.py"), {"OMP_NUM_THREADS": "1"}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_a_fork_would_get_wrong_starts_afresh(driver: Drivers) -> None:
+    one = driver(["shlex"])
+    one.script("import shlex; print('said', len(shlex.__file__) > 0)")
+    one.script("import shlex; print('said', shlex.mine)", "hides/job.py")
+    one.script("mine = True", "hides/shlex.py")
+    for argv, env, why in REFUSED:
+        assert one.run(argv, env=env)[0] in [(0, "said True\n"), (0, "said\n"), (0, "")], argv
+        assert why in one.call("fresh").get("0", "forked"), (argv, env)
+    for argv, env in FORKED:
+        assert one.run(argv, env=env) == [(0, "said True\n")], argv
+        assert one.call("fresh") == {}, (argv, env)
+
+
+UP = "import sys, time\nprint('up', *sys.argv[1:], flush=True)\ntime.sleep(600)\n"
+
+
+def test_poll_tells_who_has_ended_and_stop_ends_the_rest(light: Driver) -> None:
+    up, ends = light.script(UP), light.script("raise SystemExit(3)", "ends.py")
+    pids = light.start(up, ends)
+    light.said("up")
+    until(lambda: light.call("poll") == {"1": 3})
+    assert light.call("pids") == {str(rank): pid for rank, pid in pids.items()}
+    assert light.call("stop", 10) is False
+    assert light.call("pids") == {}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert light.run(ends, ends) == [(3, ""), (3, "")]
+
+
+def test_a_worker_that_hears_sigterm_may_take_its_time(light: Driver) -> None:
+    script = light.script(
+        "import signal, sys, time\ndef end(*_):\n    time.sleep(0.3)\n    print('saved', flush=True)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n" + UP
+    )
+    light.start(script)
+    light.said("up")
+    assert light.call("stop", 20) is False
+    assert light.log() == "up\nsaved\n"
+
+
+def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace(light: Driver) -> None:
+    script = light.script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP)
+    (pid,) = light.start(script).values()
+    light.said("up")
+    start = time.monotonic()
+    assert light.call("stop", 0.5) is True
+    assert 0.5 <= time.monotonic() - start < 3
+    assert not Path(f"/proc/{pid}").exists()
+    light.start(script)
+    start = time.monotonic()
+    assert light.call("stop", 0) is True
+    assert time.monotonic() - start < 0.5
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) -> None:
+    deaf = "" if heard else "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    (pid,) = light.start(light.script(deaf + UP)).values()
+    light.said("up")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: b") T " in Path(f"/proc/{pid}/stat").read_bytes())
+    start = time.monotonic()
+    assert light.call("stop", 5 if heard else 0.2) is not heard
+    assert time.monotonic() - start < 3
+
+
+def test_a_stop_right_after_the_start_is_heard(light: Driver) -> None:
+    script = light.script(UP)
+    for _ in range(10):
+        light.start(script, script)
+        assert light.call("stop", 5) is False
+
+
+WITH_CHILDREN = """
+import subprocess
+subprocess.Popen(["sleep", "601"])
+subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 602 & wait"], start_new_session=True)
+subprocess.Popen(["sh", "-c", "setsid sleep 603 & exit 0"]).wait()
+"""
+
+
+def sleepers(driver: Driver) -> list[str]:
+    return sorted(line for line in processes_of(driver.marker).values() if line.startswith("sleep"))
+
+
+@pytest.mark.parametrize("rest", [UP, "print('up')"])
+def test_what_a_worker_started_is_ended_with_it(light: Driver, rest: str) -> None:
+    light.start(light.script(WITH_CHILDREN + rest))
+    light.said("up")
+    until(lambda: sleepers(light) == ["sleep 601 ", "sleep 602 ", "sleep 603 "])
+    if rest != UP:
+        until(lambda: light.call("poll") == {"0": 0})
+    assert light.call("stop", 5) is False
+    assert sleepers(light) == []
+
+
+def test_a_killed_agent_leaves_nothing(light: Driver) -> None:
+    script = light.script(("" if light.server is None else WITH_CHILDREN) + UP)
+    light.start(script, script)
+    light.said("up")
+    light.said("up", 1)
+    assert len(processes_of(light.marker)) >= 3
+    light.process.kill()
+    until(lambda: list(processes_of(light.marker)) in ([], [light.process.pid]), timeout_s=5)
+
+
+def test_without_its_server_workers_die_and_the_next_start_afresh(driver: Drivers) -> None:
+    one = driver([])
+    assert one.server
+    script, ends = one.script(UP), one.script("raise SystemExit(3)", "ends.py")
+    one.start(script, ends)
+    one.said("up")
+    until(lambda: one.call("poll") == {"1": 3})
+    os.kill(one.server, signal.SIGKILL)
+    until(lambda: one.call("poll") == {"0": -signal.SIGKILL, "1": 3}, timeout_s=5)
+    one.call("stop", 5)
+    one.start(script)
+    one.said("up")
+    assert one.call("fresh") == {"0": "there is no fork server"}
+    assert one.call("stop", 5) is False
+    assert "the fork server is lost" in (one.folder / "driver.log").read_text()
+
+
+def test_a_relative_python_path_starts_afresh(driver: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nowhere:lib")
+    one = driver([])
+    one.script("print('found')", "lib/only_there.py")
+    assert one.run(one.script("import only_there")) == [(0, "found\n")]
+    assert one.call("fresh") == {"0": "PYTHONPATH has a relative entry"}
+
+
+def test_the_server_is_deaf_to_signals_for_the_whole_group(driver: Drivers) -> None:
+    one = driver([])
+    assert one.server
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(one.server, number)
+    assert one.run(one.script("print('said')")) == [(0, "said\n")]
+    assert one.call("fresh") == {}
+
+
+def test_a_server_is_not_forked_from_a_process_with_threads() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="before any thread"):
+            ForkServer.start([])
+    finally:
+        done.set()
+        thread.join()
