@@ -146,7 +146,7 @@ class Agent:
         self._attempt = ""
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
-        self._is_meeting = False
+        self._is_meeting = self._is_orphan = False
         self._spec_changed = 0
         self._read_electorate()
         self._say_where()
@@ -172,11 +172,13 @@ class Agent:
     def _generation(self) -> int:
         spec = self._spec
         self._pause()
-        self._record.update(state="starting", generation=spec.generation, workers=[], blocked="")
+        # Orphaned it is until it has found its way back: the supervisor goes by that.
+        state = "orphaned" if self._is_orphan else "starting"
+        self._record.update(state=state, generation=spec.generation, workers=[], blocked="")
         if spec.joins:
-            self._workers.poll()  # answered once the fork server has all imports: nobody is to wait for those
-        self._record.update(state="rendezvous")
+            self._workers.warm_up()  # nobody else is to wait for our imports
         self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event)
+        self._is_orphan = False
         while True:
             self._record.update(state="rendezvous", workers=[], members=[])
             self._is_meeting = True
@@ -213,6 +215,8 @@ class Agent:
             # The port was found free by being held: it goes over to the store, and another is held from now on.
             spec = replace(spec, listen_fd=self._held.detach())
             self._held = listen()
+        if spec.generation > self._spec.generation:
+            self._is_orphan = False
         self._spec = spec
         self._electorate = spec.known_electorate()
         self._read_electorate()
@@ -238,6 +242,7 @@ class Agent:
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
         self._record.event("store-lost", why=why)
+        self._is_orphan = True
         if self._spec.is_host:
             raise Fenced  # the host's own store cannot be lost; this one was given a dead spec
         wait_s = min(ORPHANED_RETRY_S * 2.0 ** (len(self._orphaned) - 1), MAX_ORPHANED_RETRY_S)
@@ -536,10 +541,10 @@ def _format_plainly() -> None:
 
 def main() -> int:
     """Wait for the go, then run."""
-    _format_plainly()
     node_dir = Path(sys.argv[1])
     forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
     server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread
+    _format_plainly()
     if sys.stdin.readline() != "go\n":
         return 0
     return run(node_dir, server)

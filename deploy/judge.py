@@ -35,6 +35,7 @@ NO_QUORUM_S = 1.0
 STUCK_S = 60.0  # agents that could meet and do not
 SLOW_START_S = 180.0  # the same, while some are being started
 GRANT_S = 5.0
+STRAY_S = 20.0  # between reminders of where the rendezvous is
 FAILURES_WINDOW_S = 600.0
 FREE_FAILURES = 2
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
@@ -350,10 +351,9 @@ def _take_note(turn: _Turn) -> None:
         is_other = bool(each.agent) and each.agent != old.agent
         lost = old.present and gone
         stillborn = is_other and old.asked == "start" and not each.alive
-        failed = bool(each.problem) and each.problem != old.problem
-        if not (
-            lost or stillborn or failed or is_other or here != old.present or each.problem != old.problem
-        ):
+        failed = bool(each.problem) and each.problem != old.problem and old.asked == "start"
+        is_cut_short = bool(old.asked) and not each.reachable  # asked again when it is back: it may not know of it
+        if (old.agent, old.present, old.problem) == (each.agent, here, each.problem) and not is_cut_short:
             continue
         if (lost or stillborn or failed) and each.state not in FINAL:
             _count_failure(turn, name)
@@ -362,7 +362,7 @@ def _take_note(turn: _Turn) -> None:
             old,
             agent=each.agent or old.agent,
             present=here or (old.present and not gone),
-            asked="" if is_other or (failed and old.asked == "start") else old.asked,
+            asked="" if is_other or is_cut_short or failed else old.asked,
             problem=each.problem or old.problem,
         )
 
@@ -439,10 +439,16 @@ def _regenerate(turn: _Turn) -> None:
         _begin_fencing(turn, why)
     following = turn.state.next_generation
     assert following is not None
+    fenced = [
+        name
+        for name, each in turn.seen.items()
+        if each.fence >= following and not (each.trains and each.generation < following)
+    ]
+    if not turn.state.is_fenced_by({*turn.in_sight, *fenced}):
+        return  # those out of sight may go on, and then so should these
     for name in turn.in_sight:
         if turn.seen[name].fence < following:
             turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
-    fenced = [name for name in turn.rules.nodes if turn.seen[name].fence >= following]
     able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
     if not turn.state.is_fenced_by(fenced) or len(able) < turn.rules.min_nodes:
         return
@@ -464,7 +470,9 @@ def _why_broken(turn: _Turn) -> str | None:
     orphans = [name for name in own if seen[name].state in ("orphaned", "fenced")]
     coming = {name for name in turn.in_sight if turn.is_coming(name)}
     is_starting = not state.has_trained and bool(blocked) and state.may_train(coming.union(own))
-    nobody_can = bool(own) and len({*blocked, *orphans}) == len(own) and not (host_coming or is_starting)
+    is_full = any(len(seen[name].members) >= turn.rules.max_nodes for name in blocked)
+    are_adrift = bool(own) and (len({*blocked, *orphans}) == len(own) or is_full)
+    nobody_can = are_adrift and not (host_coming or is_starting)
     broken = not turn.rounds and (host_ended or nobody_can or bool(wiped))
     stuck = not turn.rounds and not broken and (state.host not in own or len(own) >= turn.rules.min_nodes)
     turn.change(
@@ -578,6 +586,8 @@ def _fill(turn: _Turn) -> None:
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
+        if name in turn.own and each.state == "orphaned" and state.host in turn.own:
+            turn.ask(name, "join", STRAY_S, Join(name))  # it may have been told an address of an earlier process
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
         if len(taken | {name}) > turn.rules.max_nodes:

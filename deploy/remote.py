@@ -27,7 +27,7 @@ from nodekit.deploy import hostfacts
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 NO_WORKERS_GRACE_S = 3.0
 _POLL_S = 0.1
-_BEAT_S = 2.0
+_BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
 # node_dir -> the agent this server started
@@ -412,7 +412,7 @@ def follow(
     offsets: Optional[Mapping[str, int]] = None,
     tail_bytes: Optional[int] = None,
 ) -> Dict[str, Any]:
-    """Send status and new log lines as they come, at least one message every two seconds, until the agent is gone."""
+    """Send status and new log lines as they come, at least one message every second, until the agent is gone."""
     node_dir = os.path.expanduser(node_dir)
     last_status: Optional[Dict[str, Any]] = None
     last_sent = 0.0

@@ -79,8 +79,8 @@ def look(folder: Path) -> Look:
             entries = list(os.scandir(os.path.join(root, below)))  # noqa: PTH118  # twice as fast in a loop
         except (FileNotFoundError, NotADirectoryError):
             continue  # it was renamed or removed just now
-        except PermissionError as error:
-            refused[below] = str(error)
+        except OSError as error:
+            refused[below or "."] = str(error)
             continue
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
@@ -198,6 +198,8 @@ class UserFiles:
         for name in found.files.keys() | marks.keys() if names is None else names:
             seen = found.files.get(name)
             if seen is None:
+                if not self._is_gone(name):
+                    continue
                 versions[name] = Version("", 0, time.time_ns(), self.attempt)
                 del marks[name]
                 continue
@@ -221,6 +223,16 @@ class UserFiles:
         if is_new or marks != self.marks:
             self.versions, self.marks = versions, marks
         return is_new
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether it was deleted, rather than out of reach: a folder that cannot be read deletes nothing."""
+        try:
+            (self.folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            pass
+        return False
 
     def set_version(self, name: str, version: Version | None) -> None:
         """Record what was placed (or, None, removed) here."""

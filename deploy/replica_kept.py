@@ -118,6 +118,13 @@ class Kept:
                 self.sources = {name: each for name, each in self.sources.items() if name != source.node}
                 self._drop(source)
 
+    def drop_shared(self) -> None:
+        """Drop what has a second name in the user's folder, through which a script may write to it."""
+        with self._lock:
+            for sha256 in self.held():
+                if not self._is_safe(sha256):
+                    self.discard(sha256)
+
     def collect(self) -> None:
         """Remove what no listing names, left by a kill; only while nobody sends."""
         with self._lock:

@@ -70,7 +70,9 @@ class Version:
         sha256, size_bytes, mtime_ns, generation, round_, link = values
         if any(type(number) is not int for number in (size_bytes, mtime_ns, generation, round_)):
             raise ValueError(f"{name!r}: a number was wanted")
-        if size_bytes < 0 or not (isinstance(sha256, str) and isinstance(link, str)):
+        if not 0 <= size_bytes < 1 << 62 or abs(mtime_ns) >= 1 << 62:
+            raise ValueError(f"{name!r}: a number out of range")
+        if not (isinstance(sha256, str) and isinstance(link, str)):
             raise ValueError(f"{name!r}: not a version")
         if sha256 and not _SHA256.fullmatch(sha256):
             raise ValueError(f"{name!r}: not a SHA-256: {sha256!r}")

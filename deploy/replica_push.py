@@ -28,6 +28,10 @@ _REFRESH_S = 10.0  # so often a target is asked whether it still holds all, thou
 _RETRY_S = (2.0, 30.0)  # first and longest pause after a target failed
 
 
+class _NotYet(Exception):
+    """The target still fetches what the members agreed on: what it lacks now is on its way to it already."""
+
+
 @dataclass(slots=True)
 class Target:
     """What is known of a node that keeps copies for this one."""
@@ -85,8 +89,7 @@ class Pusher:
             if is_settling:
                 for target in self.targets.values():
                     target.retry = 0.0
-            self._take_in(everything=is_settling)
-            looked_s = time.monotonic() - started
+            looked_s = self._take_in(everything=is_settling)
             are_done = [self._push(node, target) for node, target in self.targets.items()]
             if is_settling and all(are_done):
                 self._settle_until = 0.0
@@ -94,15 +97,18 @@ class Pusher:
             # A folder of very many files may not cost a core.
             pause_s = 0.1 if is_settling else max(POLL_S, 20 * looked_s)
 
-    def _take_in(self, *, everything: bool) -> None:
-        """Record the files that are complete now."""
-        with self._voice.complaining("look"):
-            found = look(self._files.folder)
+    def _take_in(self, *, everything: bool) -> float:
+        """Record the files that are complete now; returns the seconds that the look at the folder took."""
+        started = time.monotonic()
+        found = look(self._files.folder)
+        looked_s = time.monotonic() - started
+        with self._voice.complaining("state"):
             for name, why in found.refused.items():
                 self._voice.tell_once(("refused", name), "replica-refused", file=name, reason=why)
             names = None if everything else self._complete(found)
             if self._files.update(found, names, lambda: self._is_stopping):
                 self._files.save()
+        return looked_s
 
     def _complete(self, found: Look) -> list[str]:
         """The new, changed and deleted files that are so for good: nobody is at work on them."""
@@ -150,6 +156,9 @@ class Pusher:
             finally:
                 self._wire.close()
                 self._wire = None
+        except _NotYet:
+            target.retry = now + POLL_S
+            return False
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not self._is_stopping:
                 why = reason(error)
@@ -195,7 +204,10 @@ class Pusher:
         """Hand over a listing; returns the content that is lacking there, without which it is not taken."""
         self.number += 1
         source = Source(self._name, self._files.attempt, self._files.base, self.number, files)
-        return set(checked(wire.ask({"op": "keep", "source": source.to_dict()}))["lacking"])
+        answer = checked(wire.ask({"op": "keep", "source": source.to_dict()}))
+        if answer.get("is_gathering"):
+            raise _NotYet
+        return set(answer["lacking"])
 
     def _send(self, wire: Wire, sha256: str) -> bool:
         """Send one file; False if it is no longer what it was: the next look finds what it is now."""

@@ -90,6 +90,7 @@ class Replicas:
         self._turn = threading.Condition()
         self._entered = self._files.attempt
         self._answer: dict[str, Any] | None = None
+        self._is_gathering = False
         self._large_sends = threading.BoundedSemaphore(_MAX_LARGE_SENDS)
         self._served: set[Wire] = set()
         self._listener = replica_wire.listen(address)
@@ -135,7 +136,7 @@ class Replicas:
         started = time.monotonic()
         self._stop_pushing()
         with self._turn:
-            self._entered, self._answer = attempt, None
+            self._entered, self._answer, self._is_gathering = attempt, None, True
         with self._voice.complaining("folder"):
             self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._kept.collect()
@@ -171,8 +172,11 @@ class Replicas:
             self._files.forget_deletions()
         with self._voice.complaining("state"):
             self._files.save()
-        if is_joined and not filled.missing:
-            self._kept.drop_before(attempt)
+        with self._voice.complaining("kept"):
+            if is_joined and not filled.missing:
+                self._kept.drop_before(attempt)
+            self._kept.drop_shared()
+        self._is_gathering = False
         self._holders = members.holders
         ring = list(peers)
         start = ring.index(self._name) + 1
@@ -296,6 +300,8 @@ class Replicas:
         with self._turn:  # once this node has told what it keeps, it may promise no more
             if source.attempt < self._entered:
                 answer: dict[str, Any] = {"error": "that attempt is over"}
+            elif self._is_gathering or source.attempt > self._files.attempt:
+                answer = {"is_gathering": True}
             else:
                 try:
                     answer = {"lacking": self._kept.keep(source, here)}

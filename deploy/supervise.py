@@ -23,6 +23,7 @@ from nodekit.inventory.errors import HostError, KitError
 
 TICK_S = 0.1
 RETRY_S = 1.0
+SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 GONE_S = 3.0  # without an agent this long, a node is shown as gone and not as about to be started
 
@@ -256,6 +257,7 @@ class Supervisor:
                     final = self._links[name].stream(
                         "follow",
                         take,
+                        silence_s=SILENCE_S,
                         node_dir=self._run.nodes[name]["node_dir"],
                         offsets=offsets,
                         tail_bytes=self._tail_bytes if offsets is None else None,

@@ -74,6 +74,10 @@ class Workers:
                 self._pids[start.local_rank] = _spawn(start)
         return self.pids
 
+    def warm_up(self) -> None:
+        """Wait until the fork server has its imports, so that a start takes no time."""
+        self._ask("poll")
+
     def poll(self) -> dict[int, int]:
         """Local rank → exit code, negative for a signal, of those that have ended so far."""
         if self._served:
