@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -21,21 +22,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from nodekit.deploy import remote
-from nodekit.deploy.failures import is_echo, last_traceback, never_starts
+from nodekit.deploy import blame, hang, remote
+from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
+from nodekit.deploy.failures import is_echo, last_traceback
 from nodekit.deploy.forkserver import ForkServer
 from nodekit.deploy.lifeline import listen
 from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
+from nodekit.deploy.replicas import Replicas
 from nodekit.deploy.spec import AgentSpec
+from nodekit.deploy.stacks import Stack, stacks
 from nodekit.deploy.workers import Workers, WorkerStart
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -44,15 +48,21 @@ PRELOAD = (
     "torch.optim",
     "torch.nn.parallel",
     "torch.utils.data",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "numpy",
+    "nodekit.training.loop",
+    "nodekit.training.tasks.digits",
 )
 EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-# Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
-MAX_ATTEMPTS_WITHOUT_PROGRESS = 10
-LONG_ATTEMPT_S = 120.0  # an attempt of a script that says nothing of its progress has made some after this
+LOOK_S = 1.0  # how often is looked for a hang
+HANG_FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
+STACKS_S = 10.0  # to read the stacks of all ranks
+GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
+SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
 
 
@@ -83,50 +93,6 @@ class Stop:
             raise SignalException("asked to stop", signal.SIGTERM)
 
 
-class Budget:
-    """How often this node's workers may still crash: counted anew whenever the job gets further than ever before."""
-
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
-        self._charged = 0
-        self._fruitless = 0
-        self._best_step = -1
-        self._last_error = ""
-        self.has_progressed = False
-
-    def took_steps(self, step: int | None, *, seconds: float) -> None:
-        """What an attempt has come to: the least step its ranks here reported, and how long it went."""
-        self._fruitless += 1
-        if (step is not None and step > self._best_step) or (step is None and seconds > LONG_ATTEMPT_S):
-            self._best_step = max(self._best_step, step or 0)
-            self._fruitless = self._charged = 0
-            self.has_progressed = True
-
-    def crashed(self, failure: dict[str, Any]) -> str | None:
-        """Charge a crash of this node's own making; the reason to give up, or None to go on."""
-        self._charged += 1
-        error = failure["error"]
-        last_line = (error.strip().splitlines() or [""])[-1]
-        again, self._last_error = bool(last_line) and last_line == self._last_error, last_line
-        if self._charged > self._max_restarts:
-            return f"{self._charged} crashes without progress" if self._max_restarts else "crashed"
-        if not self.has_progressed and never_starts(error, failure["exitcode"]):
-            return "the command does not start"
-        if not self.has_progressed and again:
-            return "it failed twice in the same way before its first step"
-        return None
-
-    @property
-    def is_fruitless(self) -> bool:
-        """Whether restarts have brought nothing for too long."""
-        return self._fruitless >= MAX_ATTEMPTS_WITHOUT_PROGRESS
-
-    @property
-    def was_restarted(self) -> bool:
-        """Whether what failed had another try."""
-        return self._charged > 1
-
-
 Why = Literal["done", "failed", "again"]
 
 
@@ -140,6 +106,20 @@ class Agent:
         self._workers = Workers(server)
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
+        self._hang = hang.Watch(hang="off" if spec.hang == "never" else spec.hang, floor_s=HANG_FLOOR_S)
+        self._replicas = (
+            Replicas(
+                name=spec.name,
+                folder=self._folder / "snapshots",
+                kept=self._folder / "kept",
+                copies=spec.copies,
+                address=spec.local_addr,
+                token=spec.token,
+                say=record.event,
+            )
+            if spec.copies > 1 and len(spec.nodes) > 1
+            else None
+        )
         self._held = listen()  # for the rendezvous, should the supervisor choose this node
         self._orphaned: list[float] = []
         self._electorate = spec.known_electorate()
@@ -199,8 +179,9 @@ class Agent:
             if not self._electorate.may_train(names):
                 self._wait_blocked(rendezvous, names)
                 continue
+            self._share_snapshots(formed)
             self._start(formed, names)
-            why = self._watch(rendezvous)
+            why = self._watch(rendezvous, formed)
             if why == "done":
                 self._wait_for_the_others(rendezvous, formed)
                 return self._end("succeeded", "")
@@ -320,7 +301,14 @@ class Agent:
             "name": self._spec.name,
             "nproc": self._spec.nproc_per_node,
             "electorate": self._electorate.to_dict(),
+            "replicas": self._replicas.endpoint if self._replicas else None,
         }
+
+    def _share_snapshots(self, formed: Formed) -> None:
+        """Have what the workers of any member wrote to their folders, before any is started."""
+        peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
+        if self._replicas is not None and len(peers) == len(formed.members):
+            self._replicas.gather(peers, (self._spec.generation, formed.round), deadline_s=GATHER_S)
 
     # --- workers ---
 
@@ -399,8 +387,10 @@ class Agent:
     def _log_of(self, rank: int) -> str:
         return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
 
-    def _watch(self, rendezvous: Rendezvous) -> Why:
-        """Until the workers are done, one has failed, or the members are to change; ends them but for ``done``."""
+    def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
+        """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
+        self._hang.begin()
+        look_at = 0.0
         while True:
             time.sleep(_POLL_S)
             self._pause()
@@ -417,6 +407,56 @@ class Agent:
                 # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
                 self._end_attempt(DYING_S if lost else self._spec.grace_s)
                 return self._or_give_up("again")
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                if self._hangs(formed):
+                    self._end_attempt(0)
+                    return self._or_give_up("again")
+
+    def _hangs(self, formed: Formed) -> bool:
+        """Whether the job hangs; if so, the agents of the round find out together who holds it up, and tell."""
+        progress = hang.read_progress(self._record.progress_dir)
+        sizes = {rank: _size(self._log_of(rank)) for rank in self._ranks.values()}
+        self._hang.observe(time.monotonic(), progress, sizes)
+        suspicion = self._hang.suspect(time.monotonic())
+        try:
+            if suspicion is None and not formed.store.check(["nodekit/hang"]):
+                return False
+            formed.store.set("nodekit/hang", "1")
+            logs = {rank: Path(self._log_of(rank)) for rank in self._ranks.values()}
+            pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
+            found = stacks(pids, python=sys.executable, timeout_s=STACKS_S, logs=logs)
+            said = [
+                {rank: asdict(stack) for rank, stack in found.items()},
+                {rank: asdict(each) for rank, each in progress.items()},
+            ]
+            formed.store.set(f"nodekit/hang/{formed.group_rank}", json.dumps(said))
+            self._explain(formed, suspicion.text if suspicion else "")
+        except RuntimeError as error:  # the store is lost meanwhile; a hang it is all the same
+            self._record.event("hang", text=suspicion.text if suspicion else "", why=str(error))
+        return True
+
+    def _explain(self, formed: Formed, suspicion: str) -> None:
+        """Name who is behind, by the stacks of all ranks that come in time."""
+        deadline = time.monotonic() + 2 * STACKS_S
+        parts, nodes = [], {}
+        for group_rank, member in enumerate(formed.members):
+            key = f"nodekit/hang/{group_rank}"
+            while not formed.store.check([key]) and time.monotonic() < deadline:
+                self._pause()
+                time.sleep(_POLL_S)
+            if formed.store.check([key]):
+                parts.append(json.loads(formed.store.get(key)))
+                nodes.update({int(rank): str(member["name"]) for rank in parts[-1][0]})
+        found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
+        progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
+        world_size = sum(int(each["nproc"]) for each in formed.members)
+        blamed = blame.explain(found, progress, nodes=nodes, world_size=world_size)
+        own = list(itertools.takewhile(lambda line: "deploy/forkserver.py" not in line, blamed.stack))
+        stack = "\n".join(f"    {line}" for line in own if "<frozen runpy>" not in line)
+        self._record.event("hang", text=suspicion, line=blamed.line, stack=own)
+        if formed.group_rank == 0:  # one is enough to tell the user
+            self._record.update(notice=f"{blamed.line}\n{stack}".rstrip())
 
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
@@ -487,6 +527,8 @@ class Agent:
 
     def _end(self, state: str, message: str) -> int:
         self._end_workers(0)
+        if self._replicas is not None and state == "succeeded":
+            self._replicas.settle(SETTLE_S)
         fruitless = self._budget.was_restarted or self._budget.is_fruitless
         changes = {"message": message} if message and message != "crashed" else {}
         self._record.end(state, workers=[], no_progress=state == "failed" and fruitless, **changes)
@@ -509,6 +551,12 @@ class Agent:
         self._record.update(
             port=port, held_port=self._held.getsockname()[1], electorate=self._electorate.to_dict()
         )
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size  # noqa: PTH116  # once a second and rank
+    return 0
 
 
 def run(node_dir: Path, server: ForkServer | None) -> int:

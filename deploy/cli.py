@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
-    command = _add(commands, "supervise", _supervise, argparse.SUPPRESS)  # what `kit up -d` leaves running
+    command = _add(commands, "supervise", _supervise, "what `kit up -d` leaves running: act for a run, unwatched")
     command.add_argument("run_id")
     _add_ssh(command)
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
@@ -119,7 +119,7 @@ def _add(
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
-        **({} if help_text is argparse.SUPPRESS else {"help": help_text}),
+        help=help_text,
         description=description or help_text[0].upper() + help_text[1:] + ".",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -80,6 +80,8 @@ class Seen:
     """The newest it has written down."""
     port: int = 0
     """Where its rendezvous listens or would: a port it keeps."""
+    held: tuple[int, int] = (-1, 0)
+    """The newest snapshot committed there: (generation, step)."""
     problem: str = ""
     """Why its last start failed."""
 
@@ -127,7 +129,9 @@ class State:
     called_off: int = -1
     """The last that was fenced for in vain. A `Start` or `Join` says it: up to here a fence holds no longer."""
     voters: frozenset[str] = frozenset()
-    """Those that have had a run folder: without one now, what they promised is forgotten there."""
+    """Those that have had a run folder."""
+    forgot: frozenset[str] = frozenset()
+    """Those of the electorate that have lost theirs since, and with it what they promised and held."""
     known: Mapping[str, Known] = field(default_factory=dict)
     met: tuple[str, ...] = ()
     """While fencing: the nodes that had a way to each other."""
@@ -140,6 +144,8 @@ class State:
     stuck_since: float | None = None
     fencing_since: float | None = None
     stable_since: float | None = None
+    floor: tuple[int, int] = (-1, 0)
+    """What the electorate held at least when a newcomer came."""
     short_since: float | None = None
     ended_since: float | None = None
     said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -161,6 +167,7 @@ class State:
             "next_generation": self.next_generation,
             "called_off": self.called_off,
             "voters": sorted(self.voters),
+            "forgot": sorted(self.forgot),
             "failures": {name: list(each.failures) for name, each in self.known.items() if each.failures},
         }
 
@@ -177,6 +184,7 @@ class State:
             next_generation=fields["next_generation"],
             called_off=fields["called_off"],
             voters=frozenset(fields["voters"]),
+            forgot=frozenset(fields["forgot"]),
             known={name: Known(failures=failures[name]) for name in rules.nodes},
             elapsed_s=max((when for each in failures.values() for when in each), default=0.0),
         )
@@ -288,6 +296,8 @@ class _Turn:
         self.known = dict(state.known)
         self.said = dict(state.said)
         self.actions: list[Action] = []
+        self.lacks = ""
+        """What the next generation waits for, other than nodes."""
         self.in_sight = [name for name in rules.nodes if seen[name].reachable]
         self.own = [n for n in self.in_sight if seen[n].alive and seen[n].generation == state.generation]
         """Whose agents of this generation can be seen."""
@@ -318,6 +328,10 @@ class _Turn:
     def is_paused(self, name: str) -> bool:
         return self.known[name].pause_until(self.now) > self.now
 
+    def tell(self, text: str) -> None:
+        """Say what happens this once."""
+        self.actions.append(Say(text))
+
     def say(self, topic: str, text: str) -> None:
         """Say something once; "" takes it back, so that it may be said again."""
         old, at = self.said.get(topic, ("", -SAY_AGAIN_S))
@@ -344,6 +358,8 @@ def _take_note(turn: _Turn) -> None:
     had_folder = {name for name, each in turn.seen.items() if each.fence >= 0}
     if not had_folder <= turn.state.voters:
         turn.change(voters=turn.state.voters | had_folder)
+    if not (lost_folder := _wiped(turn)) <= turn.state.forgot:
+        turn.change(forgot=turn.state.forgot | lost_folder)
     for name in turn.rules.nodes:
         old, each = turn.known[name], turn.seen[name]
         here = name in turn.here
@@ -352,7 +368,9 @@ def _take_note(turn: _Turn) -> None:
         lost = old.present and gone
         stillborn = is_other and old.asked == "start" and not each.alive
         failed = bool(each.problem) and each.problem != old.problem and old.asked == "start"
-        is_cut_short = bool(old.asked) and not each.reachable  # asked again when it is back: it may not know of it
+        is_cut_short = (
+            bool(old.asked) and not each.reachable
+        )  # asked again when it is back: it may not know of it
         if (old.agent, old.present, old.problem) == (each.agent, here, each.problem) and not is_cut_short:
             continue
         if (lost or stillborn or failed) and each.state not in FINAL:
@@ -428,7 +446,7 @@ def _regenerate(turn: _Turn) -> None:
     """Begin another generation where this one cannot go on, after fencing it."""
     following = turn.state.next_generation
     if following is not None and turn.rounds:
-        turn.say("job", f"generation {turn.state.generation} trains after all: not fencing it")
+        turn.tell(f"generation {turn.state.generation} trains after all: not fencing it")
         turn.change(next_generation=None, called_off=following, met=())
     if turn.state.next_generation is None:
         why = _why_broken(turn)
@@ -449,12 +467,23 @@ def _regenerate(turn: _Turn) -> None:
     for name in turn.in_sight:
         if turn.seen[name].fence < following:
             turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
-    able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
-    if not turn.state.is_fenced_by(fenced) or len(able) < turn.rules.min_nodes:
+    # One that lost its disk no longer knows whether it was in the last group, nor holds what that group committed.
+    is_sure = turn.state.is_fenced_by(set(fenced) - turn.state.forgot)
+    if not is_sure and not {*turn.state.electorate.nodes, *turn.state.newest.nodes} <= set(fenced):
         return
+    able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
     slow = set(turn.in_sight).difference(fenced) & set(turn.state.newest.nodes)
-    if not slow or turn.now - (turn.state.fencing_since or 0.0) >= NO_QUORUM_S:
-        _begin_generation(turn, able)
+    if len(able) < turn.rules.min_nodes or (
+        slow and turn.now - (turn.state.fencing_since or 0.0) < NO_QUORUM_S
+    ):
+        return
+    # The last group committed on more than half of the electorate, so on one that is fenced. It goes on from there.
+    newest = max(turn.seen[name].held for name in (fenced if is_sure else turn.seen))
+    if holders := [name for name in able if turn.seen[name].held >= newest]:
+        _begin_generation(turn, able, holders)
+    else:
+        have = [name for name, each in turn.seen.items() if each.held == newest]
+        turn.lacks = f"the newest snapshot, of step {newest[1]}, is only on {_names(have)}; waiting for it"
 
 
 def _why_broken(turn: _Turn) -> str | None:
@@ -469,7 +498,9 @@ def _why_broken(turn: _Turn) -> str | None:
     blocked = [name for name in own if seen[name].blocked]
     orphans = [name for name in own if seen[name].state in ("orphaned", "fenced")]
     coming = {name for name in turn.in_sight if turn.is_coming(name)}
-    is_starting = not state.has_trained and bool(blocked) and state.may_train(coming.union(own))
+    is_starting = (
+        not state.has_trained and bool(blocked) and state.may_train({*blocked, *coming.difference(own)})
+    )
     is_full = any(len(seen[name].members) >= turn.rules.max_nodes for name in blocked)
     are_adrift = bool(own) and (len({*blocked, *orphans}) == len(own) or is_full)
     nobody_can = are_adrift and not (host_coming or is_starting)
@@ -506,7 +537,7 @@ def _begin_fencing(turn: _Turn, why: str) -> None:
     state = turn.state
     orphans = [name for name in turn.own if turn.seen[name].state == "orphaned"]
     others = [name for name in turn.own if name not in set(orphans)]
-    turn.say("job", f"{why}: fencing generation {state.generation}")
+    turn.tell(f"{why}: fencing generation {state.generation}")
     turn.change(
         next_generation=max(state.generation, state.called_off) + 1,
         fencing_since=turn.now,
@@ -514,13 +545,21 @@ def _begin_fencing(turn: _Turn, why: str) -> None:
     )
 
 
-def _begin_generation(turn: _Turn, able: list[str]) -> None:
-    """Begin the generation that was fenced for, on those of `able` that are up, and others if these are too few."""
+def _begin_generation(turn: _Turn, able: list[str], holders: list[str]) -> None:
+    """Begin the generation that was fenced for.
+
+    Its electorate are nodes that hold the newest snapshot, so that nobody goes on without it; the others of `able`
+    come in, and are given it, later.
+    """
     state, seen, rules = turn.state, turn.seen, turn.rules
-    alive = [name for name in able if seen[name].alive and seen[name].port]
-    together = [name for name in alive if name in set(state.met)]
-    nodes = together if len(together) >= rules.min_nodes else alive
-    nodes = [*nodes, *(name for name in able if name not in set(nodes))][: max(len(nodes), rules.min_nodes)]
+    met = set(state.met)
+    if len([name for name in able if seen[name].alive and name in met]) < rules.min_nodes:
+        met = set(able)
+    alive = [name for name in holders if seen[name].alive and seen[name].port]
+    nodes = [name for name in alive if name in met] or alive
+    nodes = [*nodes, *(name for name in holders if name not in set(nodes))][
+        : max(len(nodes), rules.min_nodes)
+    ]
     nodes = nodes[: rules.max_nodes]
     # Another host than before, in turn: the last one may be the one that the others cannot reach.
     at = rules.nodes.index(state.host) + 1
@@ -528,7 +567,7 @@ def _begin_generation(turn: _Turn, able: list[str]) -> None:
     host = next((name for name in in_turn if name in set(alive)), in_turn[0])
     following = state.next_generation
     assert following is not None
-    turn.say("job", f"generation {following}: {_names(nodes)}; the rendezvous is on {host} now")
+    turn.tell(f"generation {following}: {_names(nodes)}; the rendezvous is on {host} now")
     for name in rules.nodes:
         if turn.known[name].present and name not in able:
             _count_failure(turn, name)
@@ -540,6 +579,7 @@ def _begin_generation(turn: _Turn, able: list[str]) -> None:
         electorate=Electorate(following, 0, tuple(nodes)),
         granted=None,
         next_generation=None,
+        forgot=frozenset(),
         met=(),
         has_trained=False,
         broken_since=None,
@@ -556,22 +596,27 @@ def _adjust_electorate(turn: _Turn) -> None:
     """Shrink the electorate to those who train on, or grow it with those who came."""
     state, granted = turn.state, turn.state.granted
     if granted is not None:
-        written = [name for name, each in turn.seen.items() if each.electorate == granted]
+        written = {name for name, each in turn.seen.items() if each.electorate == granted}
         if state.electorate.is_changed_by(written):
             turn.change(electorate=granted, granted=None, stable_since=None)
             return
-        for name in set(turn.own).difference(written):
+        for name in (name for name in turn.own if name not in written):
             turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
         return
     members = next(iter(turn.rounds)) if len(turn.rounds) == 1 else frozenset[str]()
     if not members or members == set(state.electorate.nodes):
         turn.change(stable_since=None)
         return
-    since = turn.now if state.stable_since is None else state.stable_since
-    turn.change(stable_since=since)
-    if turn.now - since >= GRANT_S:
+    if state.stable_since is None:
+        electors = members & set(state.electorate.nodes)
+        floor = min(turn.seen[name].held for name in electors or members)
+        turn.change(stable_since=turn.now, floor=floor)
+        return
+    # A newcomer has a vote once it holds what the others held before: no majority can go on without that.
+    wanted = {n for n in members if n in state.electorate.nodes or turn.seen[n].held >= state.floor}
+    if turn.now - state.stable_since >= GRANT_S and wanted != set(state.electorate.nodes):
         version = state.electorate.version + 1
-        turn.change(granted=Electorate(state.generation, version, tuple(sorted(members))))
+        turn.change(granted=Electorate(state.generation, version, tuple(sorted(wanted))))
 
 
 def _fill(turn: _Turn) -> None:
@@ -587,7 +632,9 @@ def _fill(turn: _Turn) -> None:
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
         if name in turn.own and each.state == "orphaned" and state.host in turn.own:
-            turn.ask(name, "join", STRAY_S, Join(name))  # it may have been told an address of an earlier process
+            turn.ask(
+                name, "join", STRAY_S, Join(name)
+            )  # what it was told of the host may be of an earlier process
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
         if len(taken | {name}) > turn.rules.max_nodes:
@@ -622,6 +669,7 @@ def _wait(turn: _Turn) -> None:
         absent = [name for name in rules.nodes if name not in turn.here]
         turn.say(
             "wait",
-            f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
+            turn.lacks
+            or f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
             f"for {_names(absent)}",
         )

@@ -134,6 +134,7 @@ class Lifeline:
         self._connection.sendall(json.dumps({"cookie": cookie, "identity": identity}).encode() + b"\n")
         answer = self._connection.makefile("rb").readline(64)
         if not answer.endswith(b"\n"):
+            self._connection.close()
             raise ConnectionError(f"the rendezvous host {address} does not know this rendezvous any more")
         _keep_alive(self._connection, keep_alive_s, int(answer))  # as wide as the host has found it must be
         self._connection.settimeout(None)

@@ -97,7 +97,7 @@ def go(
     node_dir = os.path.expanduser(node_dir)
     agent = _agents[node_dir]
     own = _load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
-    if spec["is_host"] and own["generation"] == spec["generation"]:
+    if spec.get("is_host") and own["generation"] == spec["generation"]:
         raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
     _enter(node_dir, own, spec, called_off)
     if port is not None:

@@ -37,6 +37,8 @@ class Told:
     message: str = ""
     no_progress: bool = False
     """It was restarted, and that brought nothing."""
+    notice: str = ""
+    """What the user was told of already."""
 
     @property
     def outcome(self) -> str:
@@ -332,6 +334,8 @@ class Supervisor:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
                 how = how_it_ended(failure.exitcode)
                 self._view.say(f"{name}: rank {failure.rank} ended with {how}: {last_line}")
+        if (notice := str(status.get("notice") or "")) != told.notice and notice:
+            self._view.say(notice)
         state = str(status.get("state", "starting"))
         message = str(status.get("message") or "")
         if not status["alive"] and state not in FINAL:
@@ -342,6 +346,7 @@ class Supervisor:
             failures=(*(each for each in told.failures if each not in failures), *failures),
             message=message,
             no_progress=bool(status.get("no_progress")),
+            notice=notice,
         )
 
     def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:

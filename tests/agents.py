@@ -66,7 +66,7 @@ class Agents:
                 node_dir=str(self.node_dir(name)),
                 python=sys.executable,
                 kit_dir=KIT_DIR,
-                env={"NODEKIT_TEST": str(self.folder), **secrets},
+                env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **secrets},
             )
         if not go:
             return
@@ -92,6 +92,10 @@ class Agents:
             "nproc_per_node": 1,
             "master_addr": "127.0.0.1",
             "master_port": 0,
+            "is_host": changes.get("node_rank", 0) == 0,
+            "nodes": tuple(f"n{number}" for number in range(num_nodes)),
+            "electorate": tuple(f"n{number}" for number in range(num_nodes)),
+            "wait_s": 60.0,
             "local_addr": "127.0.0.1",
             "max_restarts": 0,
             "argv": ("python", "-u", "job.py", *args),

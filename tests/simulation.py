@@ -22,7 +22,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy import judge
-from nodekit.deploy.judge import Fence, Finish, Grant, Join, Rules, Say, Seen, Start, State, Stop, begin, decide
+from nodekit.deploy.judge import (
+    Fence,
+    Finish,
+    Grant,
+    Join,
+    Rules,
+    Say,
+    Seen,
+    Start,
+    State,
+    Stop,
+    begin,
+    decide,
+)
 from nodekit.deploy.quorum import Electorate, newest
 
 TICK_S = 0.2
@@ -33,7 +46,7 @@ STEPS_PER_S = 10
 SNAPSHOT_STEPS = 20
 STEADY_S = 10.0  # a group that has gone on for so long must be known to a supervisor that can see it
 AGAIN_S = 150.0  # once the faults have stopped, when the job must train at the latest (and pauses)
-CALM_S = 60.0  # for how long it must then train on undisturbed
+CALM_S = 90.0  # for how long it must then train on undisturbed
 
 
 class Broken(AssertionError):
@@ -93,6 +106,7 @@ class Node:
         self.name = name
         self.index = index
         self.up = True
+        self.is_lost_for_good = False
         self.processes = 0
         self.seen: tuple[Any, ...] = ()
         self.last_seen = Seen()
@@ -132,7 +146,7 @@ class Node:
         store = self.store
         members = store.round.members if store and store.round and self.name in store.round.set else ()
         fields = (self.agent or self.ran, self.generation, self.state or self.written_state, self.blocked)
-        now = (*fields, id(members) if members else 0, self.fence, self.electorate, self.port, bool(self.agent))
+        now = (*fields, members, self.fence, self.electorate, self.port, self.snapshot, bool(self.agent))
         if now != self.seen or self.problem != self.last_seen.problem:
             self.seen = now
             self.last_seen = Seen(
@@ -145,6 +159,7 @@ class Node:
                 fence=self.fence,
                 electorate=self.electorate,
                 port=self.port,
+                held=self.snapshot,
                 problem=self.problem,
             )
         return self.last_seen
@@ -166,7 +181,12 @@ class Simulation:
     """One run; `run` it to the end."""
 
     def __init__(
-        self, seed: int, num_nodes: int, *, faults_s: float | None = None, say: Callable[[str], None] | None = None
+        self,
+        seed: int,
+        num_nodes: int,
+        *,
+        faults_s: float | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.random = rng = random.Random(seed)
         self.seed, self.num_nodes = seed, num_nodes
@@ -177,7 +197,9 @@ class Simulation:
         self.nodes = {f"n{i}": Node(f"n{i}", i) for i in range(num_nodes)}
         self.names = tuple(self.nodes)
         max_nodes = rng.choice([num_nodes, num_nodes, max(2, num_nodes - 1), max(2, num_nodes * 2 // 3)])
-        self.rules = Rules(nodes=self.names, min_nodes=rng.randint(1, max(1, max_nodes // 2 + 1)), max_nodes=max_nodes)
+        self.rules = Rules(
+            nodes=self.names, min_nodes=rng.randint(1, max(1, max_nodes // 2 + 1)), max_nodes=max_nodes
+        )
         if rng.random() < 0.1:
             self.rules = dataclasses.replace(self.rules, min_nodes=max_nodes)
         self.cuts: Counter[tuple[str, str]] = Counter()
@@ -186,6 +208,7 @@ class Simulation:
         self.no_starts: dict[str, float] = {}
         self.loss, self.repeat, self.slow = rng.choice([(0.0, 0.0, 0.0), (0.05, 0.05, 0.05), (0.2, 0.2, 0.2)])
         self.faults_s = rng.uniform(40, 160) if faults_s is None else faults_s
+        self.death_rate = self.wipe_rate = 0.0
         self.total_steps = 1 << 60
         self.stores: list[Store] = []
         self.trained = -1
@@ -197,8 +220,10 @@ class Simulation:
         self.finish: Finish | None = None
         self.ended_states: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self.starts: dict[str, deque[float]] = {name: deque() for name in self.names}
+        self.all_starts: dict[str, list[float]] = {name: [] for name in self.names}
         self.recent: deque[tuple[float, bool]] = deque()
+        self.excuses: Counter[str] = Counter()
+        """How often the supervisor lost sight of a node: what it asked for may be asked for again."""
         self.flappers: set[str] = set()
         state = begin(
             self.rules, generation=0, host=self.names[0], port=0, nodes=self.names[: self.rules.max_nodes]
@@ -256,9 +281,8 @@ class Simulation:
             node.fenced_at = None
         store = node.store
         if store is None:
-            if node.state == "starting" and self.now >= node.ready_at:
-                self.connect(node)
-            elif node.state == "orphaned" and self.now >= node.retry_at:
+            tries_at = {"starting": node.ready_at, "orphaned": node.retry_at}
+            if self.now >= tries_at.get(node.state, self.now + 1):
                 self.connect(node)
         elif store.host is not node:
             if store.is_alive and not self.cuts:
@@ -348,7 +372,9 @@ class Simulation:
             node.state, node.blocked = "rendezvous", False
 
     def form(self, store: Store) -> None:
-        others = sorted((n for n in store.connected.values() if n is not store.host), key=lambda node: node.index)
+        others = sorted(
+            (n for n in store.connected.values() if n is not store.host), key=lambda node: node.index
+        )
         store.round = Round(store, [store.host, *others][: self.rules.max_nodes])
 
     def step_round(self, current: Round) -> None:
@@ -359,7 +385,7 @@ class Simulation:
                 self.log(f"{_few(current.members)} are no majority of {electorate}")
             for node in current.nodes:
                 node.blocked = blocked
-            if not blocked:
+            if not blocked and all(node.fence <= current.store.generation for node in current.nodes):
                 self.resume(current)
             return
         for node in current.nodes:
@@ -384,12 +410,11 @@ class Simulation:
     def check_regression(self, current: Round, held: tuple[int, int]) -> None:
         """What was committed may be left behind only where nobody in sight has it."""
         self.regressions += 1
-        holders = [node for node in self.nodes.values() if node.snapshot == self.newest_snapshot]
-        self.log(f"left behind: {self.newest_snapshot}, which {_few([n.name for n in holders])} have")
-        supervisor = self.supervisor
-        for node in holders:
-            if supervisor and node.up and self.now - supervisor.heard[node.name] < 1 and node.agent:
-                pass
+        holders = [node.name for node in self.nodes.values() if node.snapshot == self.newest_snapshot]
+        text = f"{_few(current.members)} go on from {held}: {self.newest_snapshot} is on {_few(holders)}"
+        if holders:
+            self.broken(text)
+        self.log(text)
 
     def progress(self, current: Round) -> None:
         generation = current.store.generation
@@ -397,7 +422,11 @@ class Simulation:
             self.broken(f"generation {generation} trains after {self.trained}: {_few(current.members)}")
         if self.trained_in.setdefault(generation, current.store) is not current.store:
             self.broken(f"generation {generation} trains in two stores")
-        if self.group is not current and self.group is not None and self.now - self.group.progress_at < TICK_S / 2:
+        if (
+            self.group is not current
+            and self.group is not None
+            and self.now - self.group.progress_at < TICK_S / 2
+        ):
             self.broken(f"{self.group.members} and {current.members} train at once")
         self.trained, self.group = generation, current
         if self.now - current.progress_at > 2 * TICK_S:
@@ -409,9 +438,11 @@ class Simulation:
             age = (generation, current.committed)
             if age <= self.newest_snapshot:
                 self.broken(f"{age} is committed after {self.newest_snapshot}")
-            for node in current.nodes:
-                if node.fence <= generation:
-                    node.snapshot = self.newest_snapshot = age
+            able = [node for node in current.nodes if node.fence <= generation]
+            for node in able:
+                node.snapshot = age
+            if len(able) == len(current.nodes):  # less than all is a save that was cut short
+                self.newest_snapshot = age
         if current.step >= self.total_steps and not current.store.done:
             self.log("trained to the end")
             for node in current.nodes:
@@ -455,13 +486,15 @@ class Simulation:
 
     def join(self, node: Node, call: Call) -> None:
         if node.agent and self.accepts(node, call):
-            if call.generation == node.generation and node.state != "fenced":
+            if call.generation == node.generation and node.state not in ("fenced", "orphaned"):
                 self.grant(node, call.electorate)
                 return
             self.take_up(node, call)
 
     def accepts(self, node: Node, call: Call) -> bool:
-        if call.generation < node.generation or (call.generation < node.fence and node.fence > call.called_off):
+        if call.generation < node.generation or (
+            call.generation < node.fence and node.fence > call.called_off
+        ):
             return False
         return not (call.host == node.name and node.hosted == call.generation and not node.store)
 
@@ -502,6 +535,8 @@ class Simulation:
             self.at(self.now + self.delay(), self.hear, self.supervisor, name, seen, self.now)
 
     def hear(self, supervisor: Supervisor, name: str, seen: Seen, told: float) -> None:
+        if told < supervisor.told[name]:
+            return  # it was overtaken
         supervisor.seen[name] = seen
         supervisor.heard[name] = self.now
         supervisor.told[name] = told
@@ -513,6 +548,7 @@ class Simulation:
         self.at(self.now + self.random.uniform(0.15, 0.25), self.decide)
         for name, seen in supervisor.seen.items():
             if seen.reachable and self.now - supervisor.heard[name] > SILENCE_S:
+                self.excuses[name] += 1
                 supervisor.seen[name] = dataclasses.replace(seen, reachable=False)
         if self.now - supervisor.began < SILENCE_S and not all(s.reachable for s in supervisor.seen.values()):
             return
@@ -541,8 +577,6 @@ class Simulation:
     def will_die(self) -> bool:
         return self.now < self.faults_s and self.random.random() < self.death_rate
 
-    death_rate = 0.0
-
     def kill_supervisor(self, for_s: float | None = None) -> None:
         if self.supervisor is None:
             return
@@ -553,7 +587,9 @@ class Simulation:
     def take_over(self) -> None:
         if self.supervisor is None and self.finish is None:
             state = State.from_dict(json.loads(self.saved), self.rules)
-            self.log(f"another supervisor takes over: generation {state.generation}, next {state.next_generation}")
+            self.log(
+                f"another supervisor takes over: generation {state.generation}, next {state.next_generation}"
+            )
             self.takeovers += 1
             self.supervisor = Supervisor(state, self.names, self.now, self.random.uniform(-1e6, 1e6))
             self.at(self.now, self.decide)
@@ -591,13 +627,19 @@ class Simulation:
             is_right = action.outcome in self.ended_states or "waited" in action.text
             if not is_right or (action.outcome == "stopped" and "failed" in self.ended_states):
                 self.broken(f"{action}, but the agents ended as {sorted(self.ended_states)}")
-        if not any(seen.reachable for seen in supervisor.seen.values()) and not isinstance(action, Say | Finish):
+        if not any(seen.reachable for seen in supervisor.seen.values()) and not isinstance(
+            action, Say | Finish
+        ):
             self.broken(f"{action} with no node in sight")
         self.check_rates(action)
         group = self.group
         if group is None or self.now - group.progress_at > 2 * TICK_S or group.store.done:
             return
-        if isinstance(action, Join) and action.node in group.set and state.generation > group.store.generation:
+        if (
+            isinstance(action, Join)
+            and action.node in group.set
+            and state.generation > group.store.generation
+        ):
             self.broken(f"{action} into {state.generation} while {_few(group.members)} train")
         if isinstance(action, Fence | Stop) and self.is_known(supervisor, group) and not self.ended_states:
             self.broken(f"{action} while {_few(group.members)} train")
@@ -615,22 +657,26 @@ class Simulation:
         while self.recent[0][0] < self.now - 60:
             self.recent.popleft()
         says = sum(is_say for _, is_say in self.recent)
-        if says > 60 + 12 * self.takeovers or len(self.recent) - says > (60 + 10 * self.takeovers) * len(self.names):
+        if says > 60 + 12 * self.takeovers or len(self.recent) - says > (60 + 10 * self.takeovers) * len(
+            self.names
+        ):
             self.broken(f"{says} sayings and {len(self.recent) - says} actions in a minute")
         if isinstance(action, Start):
-            starts = self.starts[action.node]
+            starts = self.all_starts[action.node]
             starts.append(self.now)
-            while starts[0] < self.now - 300:
-                starts.popleft()
-            if len(starts) > 9 + 2 * self.takeovers:
+            if (
+                sum(when > self.now - 300 for when in starts)
+                > 9 + 2 * self.takeovers + self.excuses[action.node] + self.trained
+            ):
                 self.broken(f"{len(starts)} starts on {action.node} in five minutes")
 
     # --- faults ---
 
     def plan_faults(self) -> None:
         rng = self.random
-        every_s = rng.choice([3.0, 8.0, 20.0])
+        every_s = rng.choice([3.0, 8.0, 20.0]) / max(1, self.num_nodes // 20)
         self.death_rate = rng.choice([0.0, 0.0, 0.003, 0.02])
+        self.wipe_rate = rng.choice([0.0, 0.0, 0.15])
         kinds = [
             self.crash_agent, self.crash_machine, self.cut_pair, self.partition, self.hide, self.hide_all,
             self.power_out, self.jump, self.fail_starts, self.flap, self.isolate,
@@ -658,11 +704,16 @@ class Simulation:
         if node.agent:
             self.end_agent(node, "")
         node.up = False
-        is_wiped = self.random.random() < 0.15
-        self.at(self.now + (self.random.expovariate(1 / 15) if for_s is None else for_s), self.come_back, node, is_wiped)
+        is_wiped = self.random.random() < self.wipe_rate
+        self.at(
+            self.now + (self.random.expovariate(1 / 15) if for_s is None else for_s),
+            self.come_back,
+            node,
+            is_wiped,
+        )
 
     def come_back(self, node: Node, is_wiped: bool) -> None:
-        if not node.up:
+        if not node.up and not node.is_lost_for_good:
             self.log(f"{node.name}: back" + (" with a new disk" if is_wiped else ""))
             node.up = True
             if is_wiped:
@@ -670,6 +721,7 @@ class Simulation:
                 self.queue = [e for e in self.queue if not (e[2] == self.arrive and e[3][1] == node.name)]
                 heapq.heapify(self.queue)
                 node.wipe()
+                self.counts["wiped"] += 1
 
     def cut(self, a: str, b: str, for_s: float) -> None:
         self.cuts[a, b] += 1
@@ -685,10 +737,10 @@ class Simulation:
         self.log(f"cut: {a} to {b} for {for_s:.1f} s")
         self.cut(a, b, for_s)
 
-    def partition(self, side: set[str] | None = None, for_s: float | None = None) -> None:
+    def partition(self, side: list[str] | None = None, for_s: float | None = None) -> None:
         rng = self.random
         for_s = rng.expovariate(1 / 20) if for_s is None else for_s
-        side = side or set(rng.sample(self.names, rng.randint(1, max(1, len(self.names) // 2))))
+        side = side or rng.sample(self.names, rng.randint(1, max(1, len(self.names) // 2)))
         others = [name for name in self.names if name not in side]
         self.log(f"partition: {_few(sorted(side))} for {for_s:.1f} s")
         for a in side:
@@ -701,7 +753,7 @@ class Simulation:
     def isolate(self) -> None:
         """Cut the present host off its peers, and only it."""
         if self.stores:
-            self.partition({self.stores[-1].host.name})
+            self.partition([self.stores[-1].host.name])
 
     def hide_one(self, name: str, for_s: float) -> None:
         self.cut_off[name] += 1
@@ -715,8 +767,8 @@ class Simulation:
         self.log(f"{name}: out of sight for {for_s:.1f} s")
         self.hide_one(name, for_s)
 
-    def hide_all(self) -> None:
-        for_s = self.random.expovariate(1 / 10)
+    def hide_all(self, for_s: float | None = None) -> None:
+        for_s = self.random.expovariate(1 / 10) if for_s is None else for_s
         self.log(f"all out of sight for {for_s:.1f} s")
         for name in self.names:
             self.hide_one(name, for_s)
@@ -751,7 +803,9 @@ class Simulation:
 
         self.until(began + AGAIN_S + pause_s, enough=goes_on)
         if not goes_on() and self.finish is None:
-            self.broken(f"the job does not train {AGAIN_S:.0f} s after the last fault (and {pause_s:.0f} s of pauses)")
+            self.broken(
+                f"the job does not train {AGAIN_S:.0f} s after the last fault (and {pause_s:.0f} s of pauses)"
+            )
         if self.finish is not None:
             self.broken(f"it ended: {self.finish}")
         # Those who are back come in, and then nothing is done any more.
@@ -767,8 +821,12 @@ class Simulation:
         return self
 
     def longest_pause(self) -> float:
-        state = self.supervisor.state if self.supervisor else State.from_dict(json.loads(self.saved), self.rules)
-        return max(0.0, *(each.pause_until(state.elapsed_s) - state.elapsed_s for each in state.known.values()))
+        state = (
+            self.supervisor.state if self.supervisor else State.from_dict(json.loads(self.saved), self.rules)
+        )
+        return max(
+            0.0, *(each.pause_until(state.elapsed_s) - state.elapsed_s for each in state.known.values())
+        )
 
     def stop_faults(self) -> set[str]:
         """Mend everything, but for a few nodes that are lost for good, where the rest can do without them."""
@@ -783,13 +841,23 @@ class Simulation:
             self.take_over()
         assert self.supervisor is not None
         state = self.supervisor.state
-        dead = {name for name in self.names if self.random.random() < 0.3} if self.random.random() < 0.3 else set()
+        dead = (
+            {name for name in self.names if self.random.random() < 0.3}
+            if self.random.random() < 0.3
+            else set()
+        )
         rest = [name for name in self.names if name not in dead]
-        if len(rest) < self.rules.min_nodes or not state.is_fenced_by(rest):
+        members = self.group.members if self.group else ()  # what the electorate may become at any moment
+        if len(rest) < self.rules.min_nodes or 2 * len(set(members) & dead) > len(members):
+            dead = set()
+        if self.counts["wiped"] or self.newest_snapshot not in [self.nodes[name].snapshot for name in rest]:
+            dead = set()
+        if not state.is_fenced_by(set(rest) - state.forgot):
             dead = set()
         for node in self.nodes.values():
             if node.name in dead:
                 self.crash_machine(node, 1e9)
+                node.is_lost_for_good = True
             elif not node.up:
                 self.come_back(node, is_wiped=False)
             if node.ends_at is not None and not node.ends_as:

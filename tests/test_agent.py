@@ -154,7 +154,7 @@ def test_agents_outlive_the_link_that_started_them(agents: Agents) -> None:
 
 def test_an_agent_that_never_got_its_go_ends_with_its_link(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1, go=False)
-    assert any("nodekit.deploy.agent" in line for line in processes_of(agents.marker).values())
+    until(lambda: any("nodekit.deploy.agent" in line for line in processes_of(agents.marker).values()))
     agents.links.pop("n0").close()
     until(lambda: not processes_of(agents.marker), timeout_s=15)
 
@@ -189,7 +189,7 @@ def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents
         agents.start(FOREVER, num_nodes=1, go=False)
         spec = agents.spec("n0", "job.py", master_port=nobody.getsockname()[1])
         agents.links["n0"].call("go", timeout_s=10, node_dir=spec.node_dir, spec=spec.to_dict())
-        agents.wait("n0", "rendezvous")
+        agents.wait("n0", "starting")
         start = time.monotonic()
         found = agents.links["n0"].call("stop", timeout_s=60, node_dir=spec.node_dir, grace_s=40.0)
         assert found["was"] == "running"

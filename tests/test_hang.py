@@ -216,6 +216,13 @@ def test_with_seconds_set_they_hold_whatever_was_learnt():
     assert job.wait(1000, talks=True) == 120 - 5 + POLL_S  # and output does not count beside progress
 
 
+def test_output_before_the_first_step_is_no_progress_of_a_job_that_tells_its_steps():
+    job = Job(Watch(hang=120))
+    job.step("")
+    assert job.wait(10, talks=True) is None
+    assert job.wait(3600) is None
+
+
 def test_off_is_off():
     job = Job(Watch(hang="off", first_step_s=10))
     assert job.wait(100) is None
@@ -229,9 +236,10 @@ def test_time_that_nobody_observed_does_not_count():
     job.now += 36000  # the lid was closed
     assert job.watch.suspect(job.now) is None
     assert job.wait(100) == 30 - 5 - 5 + POLL_S + POLL_S
-    job.now -= 72000  # and a clock set back is no time at all
     job.train(3)
+    job.now -= 72000  # and a clock set back is no time at all
     assert job.wait(20) is None
+    assert job.wait(100) is not None
 
 
 pauses = st.lists(st.floats(0.0, 1.0), max_size=8)
@@ -361,6 +369,9 @@ WORK_WAIT = "train (coll.py:25) w=dist.all_reduce(t,async_op=True); w.wait()"
 STORE_GET = 'train (coll.py:27) dist.distributed_c10d._get_default_store().get("x")'
 ITEM = "train (coll.py:30) total += loss.item()"
 LOCK = "train (coll.py:14) l.acquire(); l.acquire()"
+WAITS_FOR_A_THREAD = """
+Event.wait (threading.py:629) signaled = self._cond.wait(timeout)
+train (coll.py:18) done.wait()"""
 COMPUTES_IN_FSDP1 = """
 Linear.forward (torch/nn/modules/linear.py:125)
 Module._call_impl (torch/nn/modules/module.py:1884)
@@ -416,6 +427,7 @@ def ranks_in(*texts: str, states: str = "") -> dict[int, Stack]:
         (DATA_LOADER, None),
         (SUBPROCESS, None),
         (LOCK, None),
+        (WAITS_FOR_A_THREAD, None),
         (COMPUTES_IN_FSDP1, None),
         (SAVES, None),
         ("", None),

@@ -79,7 +79,9 @@ def test_calls_run_side_by_side(link: Link, tmp_path: Path) -> None:
         lambda path: link.call("status", timeout_s=0.5, node_dir=str(path)),
     )
     assert isinstance(blocked["blocked"], LinkLost)
-    assert blocked["free"] == {"alive": False, "known": False, "agent_log": ""}
+    free = blocked["free"]
+    assert not isinstance(free, Exception)
+    assert (free["alive"], free["known"], free["fence"]) == (False, False, -1)
 
 
 def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
@@ -146,6 +148,6 @@ def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:
     agent.write_text("#!/bin/sh\nexec cat\n")
     agent.chmod(0o755)
     link.call("warm", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
-    link.call("go", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"]})
+    link.call("go", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0})
     assert (node_dir / "spec.json").stat().st_mode & 0o777 == 0o600
-    assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"]}
+    assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"], "generation": 0}

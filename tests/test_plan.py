@@ -87,6 +87,9 @@ def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path
         "NODEKIT_RUN_ID": "lab-1",
         "NODEKIT_SNAPSHOT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/snapshots",
         "NODEKIT_OUTPUT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/output",
+        "NODEKIT_SNAPSHOT_EVERY": "auto",
+        "NODEKIT_COLLECTIVE_TIMEOUT_S": "600",
+        "PYTHONFAULTHANDLER": "1",
         "A": "host",
         "B": "job",
     }

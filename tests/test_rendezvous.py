@@ -3,53 +3,91 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from agents import until
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy import rendezvous
+from nodekit.deploy.lifeline import Hub, Lifeline
+from nodekit.deploy.rendezvous import Formed, Rendezvous, StoreLost
+from nodekit.deploy.spec import AgentSpec
 
 
 @pytest.fixture
-def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., rendezvous.Rendezvous]:
-    """Handlers of one rendezvous, by node_rank; the first one hosts the store on a socket that listens already."""
+def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendezvous]]:
+    """Nodes of one rendezvous, by node_rank; the first one hosts the store on a socket that listens already."""
     monkeypatch.setattr(upstream, "_delay", upstream._delay)  # put back at the end
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     fds = [held.detach()]
+    made: list[Rendezvous] = []
 
     def connect(node_rank: int, *, nodes: int, min_nodes: int | None = None, addr: str = "127.0.0.1") -> Any:
-        return rendezvous.connect(
+        names = tuple(f"n{number}" for number in range(nodes))
+        spec = AgentSpec(
             run_id="r",
+            generation=0,
+            name=f"n{node_rank}",
+            nodes=names,
+            electorate=names,
             node_rank=node_rank,
+            nproc_per_node=1,
             local_addr=addr,
             min_nodes=min_nodes or nodes,
             max_nodes=nodes,
             master_addr="127.0.0.1",
             master_port=port,
+            is_host=bool(fds),
             listen_fd=fds.pop() if fds else None,
+            max_restarts=0,
+            argv=(),
+            env={},
+            code_dir="",
+            node_dir="",
+            grace_s=1.0,
+            wait_s=20.0,
         )
+        made.append(rendezvous.Rendezvous(spec, lambda: None, nothing))
+        return made[-1]
 
-    return connect
+    yield connect
+    for each in reversed(made):
+        each.close()
 
 
-def join_all(handlers: list[rendezvous.Rendezvous]) -> list[Any]:
-    with ThreadPoolExecutor(len(handlers)) as pool:
-        return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+def form_all(nodes: list[Rendezvous]) -> list[Formed]:
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(lambda node: node.form({"name": node._spec.name, "nproc": 1}), nodes))
+
+
+def hang_up(node: Rendezvous, *, others: Rendezvous) -> None:
+    """What the others see of a node whose process is killed; `close` would cut the connections of them all."""
+    upstream._delay = others._delay
+    node._handler._stop_heartbeats()
+    assert node._lifeline is not None
+    node._lifeline.close()
+
+
+def nothing(kind: str, **fields: Any) -> None:
+    """Take an event."""
 
 
 def test_ranks_follow_the_plan_and_not_the_order_of_address_strings(connect: Any) -> None:
-    handlers = [connect(2, nodes=3, addr="127.0.0.1"), connect(0, nodes=3, addr="127.0.0.2")]
-    handlers.append(connect(1, nodes=3, addr="127.0.0.10"))
-    infos = join_all(handlers)
-    assert [info.rank for info in infos] == [2, 0, 1]
-    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.2"}
+    nodes = [connect(2, nodes=3, addr="127.0.0.1"), connect(0, nodes=3, addr="127.0.0.2")]
+    nodes.append(connect(1, nodes=3, addr="127.0.0.10"))
+    formed = form_all(nodes)
+    assert [each.group_rank for each in formed] == [2, 0, 1]
+    assert {each.master_addr for each in formed} == {"127.0.0.2"}
+    for each in formed:
+        assert [member["name"] for member in each.members] == ["n0", "n1", "n2"]
 
 
 def test_upstream_alone_would_sort_address_strings() -> None:
@@ -58,59 +96,122 @@ def test_upstream_alone_would_sort_address_strings() -> None:
 
 
 def test_all_nodes_agree_on_the_round(connect: Any) -> None:
-    handlers = [connect(0, nodes=2), connect(1, nodes=2)]
-    join_all(handlers)
-    assert [handler.round for handler in handlers] == [0, 0]
-    join_all(handlers)
-    assert [handler.round for handler in handlers] == [1, 1]
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
+    assert [formed.round for formed in form_all(nodes)] == [0, 0]
+    assert [formed.round for formed in form_all(nodes)] == [1, 1]
 
 
 def test_every_round_has_a_store_of_its_own_for_the_workers(connect: Any) -> None:
-    handlers = [connect(0, nodes=2), connect(1, nodes=2)]
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
     ports = []
     for _ in range(2):
-        infos = [info.bootstrap_store_info for info in join_all(handlers)]
-        assert infos[0].master_port == infos[1].master_port
-        store = TCPStore("127.0.0.1", infos[0].master_port, is_master=False, timeout=timedelta(seconds=5))
+        first, second = form_all(nodes)
+        assert first.master_port == second.master_port
+        store = TCPStore("127.0.0.1", first.master_port, is_master=False, timeout=timedelta(seconds=5))
         assert not store.check(["old"])
         store.set("old", "x")
-        ports.append(infos[0].master_port)
+        ports.append(first.master_port)
     assert ports[0] != ports[1]
-    assert handlers[0].use_agent_store
 
 
-def test_a_participant_that_is_gone_counts_as_a_reason_to_form_anew(connect: Any) -> None:
+def test_a_node_that_is_gone_is_a_reason_to_form_anew_at_once(connect: Any) -> None:
     stays, leaves = connect(0, nodes=2, min_nodes=1), connect(1, nodes=2, min_nodes=1)
-    join_all([stays, leaves])
+    form_all([stays, leaves])
     assert stays.num_nodes_waiting() == 0
-    state = stays._state_holder
-    leaves._stop_heartbeats()
-    with stays._heartbeat_lock:
-        # What upstream does when a heartbeat expires; waiting for a real one takes 15 s.
-        leaver = next(node for node in state.state.participants if node.node_rank == 1)
-        del state.state.participants[leaver]
-        del state.state.last_heartbeats[leaver]
-        state.mark_dirty()
-        state.sync()
-    assert stays.num_nodes_waiting() == 1
-    assert upstream.DynamicRendezvousHandler.num_nodes_waiting(stays) == 0
+    start = time.monotonic()
+    hang_up(leaves, others=stays)
+    while stays.num_nodes_waiting() == 0:
+        assert time.monotonic() - start < 2, "upstream waits 15 s for a heartbeat to expire"
+        time.sleep(0.01)
+    assert stays.num_lost == 1
+    assert upstream.DynamicRendezvousHandler.num_nodes_waiting(stays._handler) == 0
+    (alone,) = form_all([stays])
+    assert [member["name"] for member in alone.members] == ["n0"]
+
+
+def test_who_are_all_there_do_not_wait_for_a_last_call(connect: Any) -> None:
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    start = time.monotonic()
+    form_all(nodes)
+    hang_up(nodes.pop(), others=nodes[0])
+    while nodes[0].num_nodes_waiting() == 0:
+        time.sleep(0.01)
+    form_all(nodes)
+    # The first round has a last call of 15 s, later ones of 1 s.
+    assert time.monotonic() - start < 1.5
+
+
+def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    waiting = threading.Thread(target=host.close)
+    threading.Timer(0.5, waiting.start).start()
+    start = time.monotonic()
+    with pytest.raises(StoreLost):
+        other.form({"name": "n1"})
+    assert time.monotonic() - start < 5
+    with pytest.raises(StoreLost):
+        other.num_nodes_waiting()
+
+
+def test_a_pause_that_raises_ends_a_wait(connect: Any) -> None:
+    class Enough(Exception):
+        pass
+
+    def pause() -> None:
+        raise Enough
+
+    alone = connect(0, nodes=2)
+    alone._pause = pause
+    with pytest.raises(Enough):
+        alone.form({"name": "n0"})
+
+
+def test_how_the_job_ended_is_known_to_who_comes_late(connect: Any) -> None:
+    host, late = connect(0, nodes=2, min_nodes=1), connect(1, nodes=2, min_nodes=1)
+    closing = threading.Thread(target=host.close, args=("succeeded",))
+    closing.start()
+    with pytest.raises(RendezvousClosedError):
+        late.form({"name": "n1"})
+    assert late.outcome == "succeeded"
+    late.close()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
+def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
+    said: list[tuple[str, float]] = []
+    hub = Hub(1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
+
+    def call() -> Lifeline:
+        return Lifeline(
+            "127.0.0.1", hub.port, hub.cookie, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
+        )
+
+    call().close()
+    until(lambda: hub.lost == {"1.77"})
+    again = call()
+    assert said == [("false-alarm", 6.0)]
+    assert hub.lost == set()
+    user_timeout = again._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert user_timeout == 6000
+    hub.close()
+
+
+def test_a_stranger_is_not_listened_to() -> None:
+    hub = Hub(1.0, 3, nothing)
+    with pytest.raises(ConnectionError):
+        Lifeline("127.0.0.1", hub.port, "wrong", "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None)
+    assert hub.connected == set()
+    hub.close()
 
 
 def test_forming_takes_no_whole_seconds(connect: Any) -> None:
-    handlers = [connect(0, nodes=2), connect(1, nodes=2)]
-    late: list[float] = []
-
-    def join_late() -> None:
-        time.sleep(0.35)
-        start = time.monotonic()
-        handlers[1].next_rendezvous()
-        late.append(time.monotonic() - start)
-
-    thread = threading.Thread(target=join_late)
-    thread.start()
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
+    thread = threading.Timer(0.35, lambda: nodes[1].form({"name": "n1"}))
     start = time.monotonic()
-    handlers[0].next_rendezvous()
+    thread.start()
+    nodes[0].form({"name": "n0"})
     waited = time.monotonic() - start
     thread.join()
     # Upstream asks once a second: whoever waits for a late node waits for that much more.
-    assert waited < 0.35 + 0.5, (waited, late, torch.__version__)
+    assert waited < 0.35 + 0.5, (waited, torch.__version__)

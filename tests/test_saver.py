@@ -1,6 +1,8 @@
 """Snapshots behind the loop's back: one consistent state each, one at a time, no error lost, at the right time."""
 
 import logging
+import os
+import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from nodekit.training import Fenced, Snapshots, World, saver, snapshot
-from nodekit.training.commit import place
+from nodekit.training.commit import written_beside
 from nodekit.training.hostcopy import HostCopy
 from nodekit.training.interval import interval_s
 from nodekit.training.saver import Saver
@@ -20,14 +22,14 @@ from nodekit.training.saver import Saver
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that takes nothing until the event is set."""
+    """A disk that takes nothing, not a byte, until the event is set."""
     is_ready = threading.Event()
 
-    def slowly(*arguments: Any, **more: Any) -> None:
+    def slowly(folder: Path) -> Any:
         assert is_ready.wait(30)
-        place(*arguments, **more)
+        return written_beside(folder)
 
-    monkeypatch.setattr(snapshot, "place", slowly)
+    monkeypatch.setattr(snapshot, "written_beside", slowly)
     yield is_ready
     is_ready.set()
 
@@ -67,6 +69,25 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     assert found["optimizer"]["state"][0]["exp_avg"].equal(moment)
     assert found["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
     assert found["list"] == [1, [pytest.approx([1, 1, 1])]]
+
+
+@pytest.mark.slow
+def test_what_a_snapshot_costs_can_be_measured(tmp_path: Path) -> None:
+    bench = Path(__file__).parent.parent / "bench" / "snapshot"
+    done = subprocess.run(
+        [bench, "--params", "3e5", "--rounds", "1", "--folder", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[2:4] == ["torch.save + fsync", "nodekit, save_async"]
+    assert "goal ≤ 10%: " in done.stdout
+    assert "goal ≤ 1%: met" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, disk: threading.Event) -> None:
@@ -153,7 +174,8 @@ DAY_S = 86400.0
         (0.1, 0, 10_000, 10),  # failures all the time: not more than 1 %
         (0.1, 100 * DAY_S, 0, 600),  # none ever: not more than 10 minutes
         (3.0, 0, 0, 600),
-        (60.0, 0, 0, 6000),  # 1 % is more important than 10 minutes
+        (5.0, DAY_S, 10_000, 500),
+        (60.0, 0, 0, 600),  # 10 minutes are more important than 1 %
     ],
 )
 def test_the_interval_follows_from_cost_and_failures(
@@ -275,6 +297,8 @@ def test_a_save_that_was_fenced_ends_the_loop_at_once(tmp_path: Path, clock: Clo
     assert edges.next(0.5)
     while edges.saver.snapshots.is_saving:
         pass
+    _, _, is_fenced, fence, *_ = edges.saver.flags(step=3, is_last=False)
+    assert (is_fenced, fence) == (True, 2), "it is for all ranks to know"
     with pytest.raises(Fenced):
         edges.next(0.0)
     assert Snapshots(tmp_path).load() is None

@@ -1,36 +1,15 @@
-"""The supervisor's judgement: what to do next, and how it ended."""
+"""How a run ended, by what its nodes said, and what the judge gets to see of a node's status."""
 
 import pytest
 
 from nodekit.deploy.failures import Failure
-from nodekit.deploy.supervise import Seen, decide, verdict
+from nodekit.deploy.judge import Seen
+from nodekit.deploy.quorum import Electorate
+from nodekit.deploy.supervise import Told, seen_of, verdict
 
-RUNNING = Seen(state="running")
-DONE = Seen(state="succeeded", ended_at=100.0)
-FAILED = Seen(state="failed", ended_at=100.0)
-STOPPED = Seen(state="stopped", ended_at=100.0)
-GONE = Seen(state="running", ended_at=100.0)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "min_nodes", "now", "action"),
-    [
-        pytest.param([RUNNING, RUNNING], 2, 100, "watch", id="all run"),
-        pytest.param([DONE, RUNNING], 2, 999, "watch", id="one has finished early"),
-        pytest.param([DONE, DONE], 2, 100, "done", id="all have finished"),
-        pytest.param([FAILED, RUNNING], 2, 101, "watch", id="the others may say their last words"),
-        pytest.param([FAILED, RUNNING], 2, 104, "stop", id="and are stopped then"),
-        pytest.param([FAILED, STOPPED], 2, 104, "done", id="failed and stopped"),
-        pytest.param([GONE, RUNNING], 2, 104, "stop", id="a node is gone and both are needed"),
-        pytest.param([GONE, RUNNING], 1, 999, "watch", id="a node is gone and one will do"),
-        pytest.param([FAILED, RUNNING], 1, 999, "stop", id="a failed job does not go on with fewer"),
-        pytest.param(
-            [Seen(state="running", reachable=False), RUNNING], 2, 999, "watch", id="out of sight only"
-        ),
-    ],
-)
-def test_what_is_done_next(nodes: list[Seen], min_nodes: int, now: float, action: str) -> None:
-    assert decide(dict(zip("abc", nodes, strict=False)), min_nodes=min_nodes, now=now) == action
+DONE = Told(state="succeeded")
+STOPPED = Told(state="stopped")
+GONE = Told(state="running")
 
 
 def failure(node: str, rank: int, attempt: str, error: str, when: float = 0.0) -> Failure:
@@ -43,18 +22,18 @@ def test_all_succeeded_is_success() -> None:
 
 def test_the_last_attempts_first_failure_is_the_verdict() -> None:
     nodes = {
-        "a": Seen(
+        "a": Told(
             state="failed",
-            ended_at=1.0,
             failures=(
                 failure("a", 0, "0.0", "Connection reset by peer"),
                 failure("a", 0, "0.1", "Connection reset by peer"),
             ),
         ),
-        "b": Seen(
+        "b": Told(
             state="failed",
-            ended_at=1.0,
             failures=(failure("b", 1, "0.0", "ValueError: old"), failure("b", 1, "0.1", "ValueError: new")),
+            message="2 crashes without progress",
+            no_progress=True,
         ),
     }
     found = verdict(nodes, max_restarts=1)
@@ -63,19 +42,76 @@ def test_the_last_attempts_first_failure_is_the_verdict() -> None:
     assert "ValueError: new" in found.text
     assert "old" not in found.text
     assert "1 other rank(s) ended because of it" in found.text
+    assert "b: 2 crashes without progress" in found.text
+    assert found.no_progress
+
+
+def test_attempts_are_ordered_as_numbers() -> None:
+    nodes = {
+        "a": Told(
+            state="failed",
+            failures=(failure("a", 0, "0.9", "ValueError: old"), failure("a", 0, "0.10", "ValueError: new")),
+        )
+    }
+    assert "ValueError: new" in verdict(nodes, max_restarts=1).text
 
 
 def test_a_node_that_is_gone_is_named_rather_than_those_who_lost_it() -> None:
-    echo = Seen(state="failed", ended_at=1.0, failures=(failure("a", 0, "0.0", "Connection reset by peer"),))
+    echo = Told(state="failed", failures=(failure("a", 0, "0.0", "Connection reset by peer"),))
     found = verdict({"a": echo, "b": GONE}, max_restarts=0)
     assert found.outcome == "failed"
     assert found.text.startswith("the agent on b is gone without a word")
 
 
-def test_survivors_that_trained_to_the_end_are_a_success_that_names_the_lost() -> None:
-    found = verdict({"a": DONE, "b": GONE}, max_restarts=0)
+@pytest.mark.parametrize("other", [GONE, STOPPED], ids=["gone", "stopped, for it had missed the end"])
+def test_survivors_that_trained_to_the_end_are_a_success_that_names_the_others(other: Told) -> None:
+    found = verdict({"a": DONE, "b": other}, max_restarts=0)
     assert (found.outcome, found.text) == ("succeeded", "trained to the end without b")
 
 
 def test_stopped_everywhere_is_stopped() -> None:
     assert verdict({"a": STOPPED, "b": STOPPED}, max_restarts=0).outcome == "stopped"
+
+
+def test_a_wait_that_was_given_up_is_a_failure_with_its_reason() -> None:
+    found = verdict({"a": STOPPED, "b": GONE}, max_restarts=0, also="waited 60 s for enough nodes")
+    assert (found.outcome, found.text) == ("failed", "waited 60 s for enough nodes")
+
+
+STATUS = {
+    "alive": True,
+    "agent": "12.34",
+    "state": "running",
+    "generation": 1,
+    "workers": [{"pid": 7}],
+    "members": ["a", "b"],
+    "fence": 1,
+    "port": 4711,
+    "electorate": {"generation": 1, "version": 0, "nodes": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, {"fence": 1, "port": 4711, "members": ("a", "b")}, id="as it is"),
+        pytest.param({"fence": 2}, {"fence": 1}, id="workers of the old generation still run"),
+        pytest.param({"fence": 2, "workers": []}, {"fence": 2}, id="they have ended"),
+        pytest.param({"fence": 2, "alive": False}, {"fence": 2, "alive": False}, id="no agent is left"),
+        pytest.param({"fence": -1, "alive": False}, {"fence": -1}, id="no folder of the run"),
+        pytest.param({"no_quorum": True}, {"blocked": True}, id="it waits for a majority"),
+        pytest.param(
+            {"granted": {"generation": 1, "version": 3, "nodes": ["a"]}},
+            {"electorate": Electorate(1, 3, ("a",))},
+            id="the newer electorate",
+        ),
+        pytest.param(
+            {"granted": {"generation": 0, "version": 3, "nodes": ["a"]}},
+            {"electorate": Electorate(1, 0, ("a", "b"))},
+            id="one of an older generation does not count",
+        ),
+    ],
+)
+def test_what_the_judge_sees_of_a_status(changes: dict[str, object], expected: dict[str, object]) -> None:
+    seen: Seen = seen_of({**STATUS, **changes})
+    assert {name: getattr(seen, name) for name in expected} == expected

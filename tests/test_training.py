@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -29,6 +30,14 @@ from torch import nn
 from nodekit.training.tasks.digits import Digits, Pixels
 
 PLAIN = "PLAIN" in os.environ
+
+if "SLOW_DISK" in os.environ:
+    import time
+    from nodekit.training import snapshot
+    def slowly(*arguments, place=snapshot.place, **more):
+        time.sleep(float(os.environ["SLOW_DISK"]))
+        place(*arguments, **more)
+    snapshot.place = slowly
 
 class Noisy(Pixels):
     def __getitem__(self, index):
@@ -247,17 +256,18 @@ def test_each_sample_is_used_once_and_the_curve_stays_when_ranks_come_and_go(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_to_one_rank_stops_all_at_the_same_edge_with_a_snapshot(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, task: str, number: signal.Signals
 ) -> None:
-    arguments = ["--epochs", 500, "--output", tmp_path]
-    with ranks(2, MODULE, *arguments, one_node=True) as processes:
+    arguments = ["--epochs", 5000, "--output", tmp_path, "--task", task]
+    extra = {"SEEN": tmp_path / "seen", "SLOW_DISK": 0.5}
+    with ranks(2, MODULE, *arguments, one_node=True, **extra) as processes:
         wait_for_line(processes[0], "first step")
         processes[1].send_signal(number)
         said = finish(processes[0], 143)
         finish(processes[1], 143)
     num_steps = len(losses(tmp_path))
     assert f"stopped at step {num_steps}/" in said
-    with ranks(2, MODULE, *arguments, one_node=True) as processes:
+    with ranks(2, MODULE, *arguments, one_node=True, **extra) as processes:
         wait_for_line(processes[0], f"resumed at step {num_steps} ")
 
 
@@ -326,11 +336,16 @@ def test_a_node_whose_disk_fails_trains_on_and_rank_0_says_so(tmp_path: Path) ->
         assert "on node 1 (" in said.splitlines()[-1]
         disk.unlink()
         wait_for_line(processes[0], "saved on all nodes again")
+        limits = resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, (4000, limits[1]))  # a full disk
+        assert "on node 0 (" in wait_for_line(processes[0], "*** NO SNAPSHOT FOR").splitlines()[-1]
+        resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, limits)
+        wait_for_line(processes[0], "saved on all nodes again")
         before = progress.read_text()
         assert before.endswith("\n")
         until(lambda: progress.read_text() != before, "progress")
         processes[0].send_signal(signal.SIGTERM)
-        finish(processes[0], 143)
+        assert "stopped at step" in finish(processes[0], 143)
         said = finish(processes[1], 143)
     assert "no snapshot of step 3 in" in said
     manifests = [Snapshots(folder).manifests()[0] for folder in (tmp_path / "good", disk / "snapshots")]

@@ -356,7 +356,7 @@ def test_multiprocessing_and_pickle_know_what_main_defines(driver: Drivers) -> N
 
 @pytest.mark.slow
 def test_workers_of_one_server_draw_different_numbers(driver: Drivers) -> None:
-    one = driver(["random", "numpy", "torch"])
+    one = driver(["numpy.random", "torch"])
     script = one.script(
         "import multiprocessing, random, numpy, torch\nprint(random.random(), numpy.random.random(), "
         "torch.rand(1).item(), multiprocessing.current_process().authkey.hex())"

@@ -19,8 +19,8 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, call: Callable[[], object]) -> None:
-        """Begin ``call``, after the one before has ended; raises what that one raised."""
-        self.wait()
+        """Begin ``call``; the one before must have been waited for."""
+        assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(call,), name=self._name)
         self._thread.start()
 

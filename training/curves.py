@@ -38,7 +38,10 @@ class Curves:
         self.settle()
         self._draw()
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._writer.close()
+            except OSError as error:
+                log.warning("%s is not complete: %s", self._folder, error)
 
     def _open(self) -> None:
         try:
@@ -50,7 +53,12 @@ class Curves:
 
     def _draw(self) -> None:
         waiting, self._waiting = self._waiting, []
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             for step, scalars in waiting:
                 for name, value in scalars.items():
                     self._writer.add_scalar(name, value, step)
+        except OSError as error:  # a full disk must not end the training
+            log.warning("%s is no longer written: %s", self._folder, error)
+            self._writer = None

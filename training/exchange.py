@@ -5,6 +5,7 @@ import io
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
         except OSError as error:
             log.warning("cannot write to %s: %s", snapshots.folder, error)
     names = world.gather(own.name if world.is_first_on_node else None)
-    seen = [rank for rank, name in enumerate(names) if name and (snapshots.folder / name).exists()]
+    seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
     blind = [rank for rank, lowest in enumerate(world.gather(min(seen, default=None))) if lowest != 0]
     with suppress(OSError):
         own.unlink(missing_ok=True)  # all have looked
@@ -80,6 +81,13 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
             ", ".join(map(str, blind)),
         )
     return world.is_first_on_node and min(seen, default=world.rank) == world.rank
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder that may not be looked into, or a server that is gone
+        return False
 
 
 def _everywhere(

@@ -5,9 +5,9 @@ import math
 SHORTEST_S = 5.0
 """Never more often than this."""
 LONGEST_S = 600.0
-"""Nobody shall lose more work than this, however reliable the machines are."""
+"""Never more seldom: nobody shall lose more work, however reliable the machines, or wrong the measured cost."""
 MOST_SHARE = 0.01
-"""The part of the time that snapshots may cost; it outranks ``LONGEST_S``."""
+"""The part of the time that snapshots may cost, as long as one costs less than ``MOST_SHARE * LONGEST_S``."""
 FIRST_S = 3.0
 """The first one comes so early: a job that dies young has something, and the cost becomes known."""
 PRIOR_S = 24 * 3600.0
@@ -23,5 +23,4 @@ def interval_s(cost_s: float, *, trained_s: float, num_restarts: int) -> float:
         num_restarts: how often it was started again.
     """
     mtbf_s = (PRIOR_S + trained_s) / (1 + num_restarts)
-    best_s = min(LONGEST_S, max(SHORTEST_S, math.sqrt(2 * cost_s * mtbf_s)))
-    return max(best_s, cost_s / MOST_SHARE)
+    return min(LONGEST_S, max(SHORTEST_S, cost_s / MOST_SHARE, math.sqrt(2 * cost_s * mtbf_s)))

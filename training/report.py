@@ -39,17 +39,23 @@ class Report:
         self._progress: BinaryIO | None = None
         self._progress_text = ""
         if world.is_first_on_node:
-            folder.mkdir(parents=True, exist_ok=True)
             path = folder / "metrics.jsonl"
-            _take_back(path, step, is_epoch_evaluated=samples_done == 0)
-            self._metrics = path.open("a", encoding="utf-8")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _take_back(path, step, is_epoch_evaluated=samples_done == 0)
+                self._metrics = path.open("a", encoding="utf-8")
+            except OSError as error:  # a full disk must not end the training
+                log.warning("%s is not written: %s", path, error)
         if world.progress_file:
-            self._progress = open(  # closed with the block  # noqa: SIM115
-                world.progress_file,
-                "wb",
-                buffering=0,
-                opener=lambda path, _: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600),
-            )
+            try:
+                self._progress = open(  # closed with the block  # noqa: SIM115
+                    world.progress_file,
+                    "wb",
+                    buffering=0,
+                    opener=lambda path, _: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600),
+                )
+            except OSError as error:
+                log.warning("%s is not written: %s", world.progress_file, error)
         if world.is_main and sys.stderr.isatty():
             from tqdm import tqdm  # only where there is someone to look at it
 
@@ -135,8 +141,11 @@ class Report:
         """The run is trained to its end."""
         if self._world.is_first_on_node:
             beside = self._folder / ".result.json.tmp"
-            beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            beside.replace(self._folder / "result.json")
+            try:
+                beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                beside.replace(self._folder / "result.json")
+            except OSError as error:  # what was trained is in the last snapshot
+                log.warning("%s is not written: %s", self._folder / "result.json", error)
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._metrics is not None

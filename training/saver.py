@@ -66,8 +66,8 @@ class Saver:
         self._trained_s = trained_s
         self._started_s = self._last_s = time.monotonic()
         self._is_last = False
-        # What the last snapshot has cost so far, while it is being saved: the stall, and steps that took longer.
-        self._cost_s: float | None = None
+        self._stall_s: float | None = None  # of the last snapshot, until all have heard of its cost
+        self._slowed_s = 0.0  # by how much steps took longer while it was being saved
         self._quiet_steps_s: deque[float] = deque(maxlen=_QUIET_STEPS)
         self._edge_s: float | None = None  # when the last step's edge was left
         self._fence = 0
@@ -128,7 +128,7 @@ class Saver:
         self._report.alive()
         yield
         self._last_s = self._edge_s = time.monotonic()
-        self._cost_s = self._last_s - started_s
+        self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
         self._report.alive()
 
     def paused(self) -> None:
@@ -157,15 +157,15 @@ class Saver:
     def _cost_of_the_last(self) -> float:
         """Seconds that the last snapshot held the training up, once it is saved, else 0: for all to hear once."""
         step_s = None if self._edge_s is None else time.monotonic() - self._edge_s
-        if self._cost_s is None:
+        if self._stall_s is None:
             if step_s is not None:
                 self._quiet_steps_s.append(step_s)
             return 0.0
         if step_s is not None and self.writes and self._quiet_steps_s:
-            self._cost_s += max(0.0, step_s - statistics.median(self._quiet_steps_s))
+            self._slowed_s += step_s - statistics.mean(self._quiet_steps_s)
         if self.snapshots.is_saving:
             return 0.0
-        cost_s, self._cost_s = self._cost_s, None
+        cost_s, self._stall_s = self._stall_s + max(0.0, self._slowed_s), None
         return cost_s
 
     def _is_stuck(self) -> bool:

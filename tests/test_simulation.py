@@ -1,0 +1,93 @@
+"""The supervisor's judgement in simulated runs: what must never be is not, and once faults stop the job goes on.
+
+A failing run says how to see it again: ``python tests/simulation.py --seed N --nodes M``.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simulation import Simulation
+
+SEED = int(os.environ.get("NODEKIT_SIMULATION_SEED") or random.SystemRandom().randrange(1 << 40))
+"""Another every time: every CI run looks where none has looked before. The failure's message has the seed."""
+
+decided = 0
+
+
+def simulate(seed: int, num_nodes: int, faults_s: float | None = None) -> Simulation:
+    global decided
+    simulation = Simulation(seed, num_nodes, faults_s=faults_s)
+    try:
+        return simulation.run()
+    finally:
+        decided += simulation.decisions
+
+
+@settings(
+    max_examples=130, deadline=None, print_blob=True, database=None, suppress_health_check=list(HealthCheck)
+)
+@given(seed=st.integers(0, 1 << 40), num_nodes=st.integers(3, 8))
+def test_small_clusters_survive_what_they_can(seed: int, num_nodes: int) -> None:
+    simulate(seed, num_nodes)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_clusters_of_dozens_survive_what_they_can(number: int) -> None:
+    seed = SEED + number
+    simulate(seed, random.Random(seed).randint(20, 100))
+
+
+def test_a_thousand_nodes_survive_what_they_can() -> None:
+    simulate(SEED, 1000, faults_s=25)
+
+
+def test_a_run_is_the_same_run_again() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("simulation.py")), "--seed", "5", "--nodes", "5"]
+    runs = [
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": number}, capture_output=True, text=True, check=True
+        )
+        for number in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert "train from" in runs[0].stdout
+
+
+def test_a_flapping_node_is_left_out_for_longer_and_longer() -> None:
+    simulation = Simulation(1, 5, faults_s=0)
+    simulation.rules = simulation.rules.__class__(nodes=simulation.names, min_nodes=2, max_nodes=5)
+    simulation.flappers.add("n3")
+    simulation.until(700)
+    starts = list(simulation.all_starts["n3"])
+    gaps = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    assert 5 <= len(starts) <= 9
+    assert all(after > before for before, after in zip(gaps[2:], gaps[3:], strict=False)), gaps
+    assert gaps[-1] > 150
+    assert simulation.group is not None
+    assert simulation.now - simulation.group.progress_at < 10
+
+
+def test_out_of_sight_of_the_control_machine_nothing_is_done() -> None:
+    simulation = Simulation(1, 5, faults_s=0)
+    simulation.until(60)
+    before = simulation.counts.copy()
+    simulation.hide_all(for_s=600)
+    simulation.until(700)
+    done = simulation.counts - before
+    assert set(done) <= {"Say"}
+    assert done["Say"] <= 2
+    assert simulation.group is not None
+    assert simulation.now - simulation.group.progress_since > 600
+
+
+def test_a_hundred_thousand_decisions_were_looked_at() -> None:
+    if decided == 0:
+        pytest.skip("the simulations were not run")
+    assert decided >= 100_000
