@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from rounds import SHARED, note
@@ -23,34 +24,40 @@ NEEDED = (
     "cloudpickle", "einops", "fabric", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil",
     "py-cpuinfo", "pydantic", "tqdm",
 )  # fmt: skip
+# Those of bench/recovery are apart: what they bring would make the imports of the others longer.
+RESILIENT_VENV = SHARED / "resilient-peers"
+RESILIENT_PACKAGES = ("nvidia-resiliency-ext",)
+RESILIENT_NEEDED = ("defusedxml", "numpy", "nvidia-ml-py", "packaging", "psutil", "pyyaml")
 
 
-def install() -> None:
+def install(venv: Path = VENV, packages: Sequence[str] = PACKAGES, needed: Sequence[str] = NEEDED) -> None:
     """Make the environment and install what can be; what cannot is told by `version` afterwards."""
-    note(f"installing {', '.join(PACKAGES)} into {VENV}")
-    if not PYTHON.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    (_site_packages() / "project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    note(f"installing {', '.join(packages)} into {venv}")
+    python, site_packages = venv / "bin/python", _site_packages(venv)
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    (site_packages / "project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     torch = f"torch=={importlib.metadata.version('torch')}"
-    constraints = VENV / "constraints.txt"
+    constraints = venv / "constraints.txt"
     constraints.write_text(torch + "\n")
-    subprocess.run([*pip, "-c", str(constraints), torch, *NEEDED], check=False)
-    for package in PACKAGES:
+    subprocess.run([*pip, "-c", str(constraints), torch, *needed], check=False)
+    for package in packages:
         # DeepSpeed's build imports torch, so it is built in this environment and not in one of pip's.
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", package], check=False)
-    subprocess.run([str(PYTHON), "-m", "compileall", "-q", str(_site_packages())], check=False)
-    if shutil.which("pdsh") is None:  # DeepSpeed's default launcher
+    subprocess.run([str(python), "-m", "compileall", "-q", str(site_packages)], check=False)
+    if "deepspeed" in packages and shutil.which("pdsh") is None:  # DeepSpeed's default launcher
         apt = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "pdsh"]
         subprocess.run(apt, check=False, stdout=subprocess.DEVNULL)
 
 
-def version(package: str) -> str | None:
+def version(package: str, venv: Path = VENV) -> str | None:
     """The version installed, or None."""
-    found = list(_site_packages().glob(f"{package}-*.dist-info")) if PYTHON.exists() else []
+    name = package.replace("-", "_")
+    found = list(_site_packages(venv).glob(f"{name}-*.dist-info")) if (venv / "bin/python").exists() else []
     return found[0].name.removesuffix(".dist-info").partition("-")[2] if found else None
 
 
-def _site_packages() -> Path:
+def _site_packages(venv: Path) -> Path:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return VENV / "lib" / version / "site-packages"
+    return venv / "lib" / version / "site-packages"

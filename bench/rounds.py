@@ -126,6 +126,18 @@ class Bench:
                 lab_process.kill(*left)
             time.sleep(0.05)
 
+    def upper(self, host: str, path: str) -> Path:
+        """A file on a host's disk, seen from here: also while the host is cut off, or crashed."""
+        return self.lab.folder / "hosts" / host / "upper" / path.lstrip("/")
+
+    def boot_all(self) -> None:
+        """End all that runs on the hosts, mend their links, and start them again; their disks keep what is on them."""
+        for host in self.lab.hosts:
+            self.lab.crash(host)
+            self.lab.mend(host)
+            self.lab.revive(host)
+        self._quiet = {name: _processes(self.lab, name) for name in self.lab.hosts}
+
     def _left(self) -> set[ProcessRecord]:
         return set().union(*(_processes(self.lab, name) - quiet for name, quiet in self._quiet.items()))
 

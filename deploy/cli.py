@@ -40,13 +40,56 @@ examples:
 
 """
 
+DRILL = """\
+Run the job once as it is and then once per fault, with that fault in the middle of it. For each: when it was
+detected, when training went on, how many steps had to be done again, and whether the loss curve is still the
+unbroken run's: bit for bit, or to rounding where the world size changed meanwhile.
+
+Without a command the job is half a minute of kit's own training module; give a short job of your own with
+job.command or after --. Nothing is left running or broken behind it, and the inventory's own runs are left alone.
+"""
+
+DRILL_EPILOG = """\
+faults:
+  worker             one rank's process is killed, as by the out-of-memory killer
+  rank0              the same, of rank 0
+  mid-save           a node's ranks are killed while a snapshot is being written there
+  hang               one rank stops (SIGSTOP) and does not end: nothing crashes, nothing goes on
+  agent              kit's agent is killed on a node
+  node               all that kit runs on a node is killed: its agent and its ranks
+  preempt            a node's agent is told to end (SIGTERM), as when its host shuts down
+  rendezvous         the agent that keeps the rendezvous is killed: the nodes cannot meet without another
+  control            the supervisor (kit up, here) is killed; later another kit up takes over
+on the hosts of a `kit lab` also:
+  disk-full          a node's disk is full for a while: nothing can be saved there
+  power              a host loses its power, and gets it back
+  rendezvous-power   the same, of the host that keeps the rendezvous
+  cut                a host's cable is out for a while: silence, and no error
+  rendezvous-cut     the same, of the host that keeps the rendezvous
+  slow               a host's link becomes slow and loses packets: nothing should stop
+  flap               a host's cable is out again and again, each time for less than a second
+  two-at-once        two hosts lose their power at the same moment
+  all                a power cut: every host goes down at once, and comes back
+
+examples:
+  kit drill lab.yaml                      all that lab.yaml's hosts allow
+  kit drill lab.yaml worker node          these two
+  kit drill lab.yaml -- train.py --small  your own job
+
+exit codes:
+  0    every fault was survived
+  1    one was not (or, asked for by name, could not be tried); or the job fails even unbroken
+  2    wrong usage, or a fault that is not possible there
+  130  stopped by Ctrl-C
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
-        argv[:1] == ["up"] and "--" in argv
+        argv[:1] in (["up"], ["drill"]) and "--" in argv
     ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
@@ -97,11 +140,14 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
-    command = _add(commands, "supervise", _supervise, "what `kit up -d` leaves running: act for a run, unwatched")
+    command = _add(
+        commands, "supervise", _supervise, "what `kit up -d` leaves running: act for a run, unwatched"
+    )
     command.add_argument("run_id")
     _add_ssh(command)
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
     listing.add_argument("--json", action="store_true", help="for programs")
+    _add_drill(commands)
     _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
     from nodekit.deploy import lab
 
@@ -160,6 +206,25 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_ssh(command)
 
 
+def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands, "drill", _drill, "break a job on purpose, and see that it survives", DRILL, DRILL_EPILOG
+    )
+    command.usage = "kit drill [INVENTORY] [FAULT…] [options] [-- SCRIPT.py ARGS…]"
+    command.add_argument(
+        "inventory",
+        metavar="INVENTORY",
+        nargs="?",
+        help="the inventory file (local: two nodes on this machine)",
+    )
+    command.add_argument("faults", metavar="FAULT", nargs="*", help="which (all that the inventory allows)")
+    command.add_argument(
+        "--list", action="store_true", help="which faults the inventory allows, and run nothing"
+    )
+    command.add_argument("--json", action="store_true", help="the results for programs, on stdout")
+    _add_ssh(command)
+
+
 def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
     from nodekit.deploy.cluster import SshOptions
 
@@ -171,14 +236,10 @@ def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # i
 def _up(args: argparse.Namespace) -> int:
     from nodekit.deploy.start import Options
     from nodekit.deploy.up import up
-    from nodekit.inventory.load import example_names, example_path
 
-    inventory = Path(args.inventory or "local")
-    if not inventory.exists() and str(inventory) in example_names():
-        inventory = example_path(str(inventory))
     return up(
         Options(
-            inventory=inventory,
+            inventory=_inventory(args),
             command=tuple(args.command) or None,
             dry_run=args.dry_run,
             json=args.json,
@@ -188,6 +249,28 @@ def _up(args: argparse.Namespace) -> int:
             ssh=_ssh_options(args),
         )
     )
+
+
+def _inventory(args: argparse.Namespace) -> Path:
+    from nodekit.inventory.load import example_names, example_path
+
+    inventory = Path(args.inventory or "local")
+    if not inventory.exists() and str(inventory) in example_names():
+        inventory = example_path(str(inventory))
+    return inventory
+
+
+def _drill(args: argparse.Namespace) -> int:
+    from nodekit.deploy.drill import Options, drill, list_faults
+
+    options = Options(
+        inventory=_inventory(args),
+        faults=tuple(args.faults),
+        command=tuple(args.command) or None,
+        json=args.json,
+        ssh=_ssh_options(args),
+    )
+    return list_faults(options, sys.stdout) if args.list else drill(options)
 
 
 def _supervise(args: argparse.Namespace) -> int:

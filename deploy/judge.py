@@ -36,7 +36,7 @@ STUCK_S = 60.0  # agents that could meet and do not
 SLOW_START_S = 180.0  # the same, while some are being started
 GRANT_S = 5.0
 STRAY_S = 20.0  # between reminders of where the rendezvous is
-FAILURES_WINDOW_S = 600.0
+FORGIVEN_S = 600.0
 FREE_FAILURES = 2
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 SAY_AGAIN_S = 5.0
@@ -96,7 +96,7 @@ class Known:
     """What is remembered of one node."""
 
     failures: tuple[float, ...] = ()
-    """When it was lost, its agent ended, or a start failed."""
+    """When it was lost, its agent ended, or a start failed; forgiven when all has been well for long."""
     agent: str = ""
     present: bool = False
     """Whether it was in the job when last seen."""
@@ -104,12 +104,13 @@ class Known:
     asked_at: float = 0.0
     problem: str = ""
 
-    def pause_until(self, now: float) -> float:
+    @property
+    def paused_until(self) -> float:
         """Until when it is left out: longer and longer for a node that is lost again and again."""
-        recent = [when for when in self.failures if now - when < FAILURES_WINDOW_S]
-        if len(recent) <= FREE_FAILURES:
+        num_paused = len(self.failures) - FREE_FAILURES
+        if num_paused <= 0:
             return 0.0
-        return recent[-1] + min(PAUSE_S * 2.0 ** (len(recent) - FREE_FAILURES - 1), MAX_PAUSE_S)
+        return self.failures[-1] + min(PAUSE_S * 2.0 ** (num_paused - 1), MAX_PAUSE_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ class State:
     fencing_since: float | None = None
     stable_since: float | None = None
     floor: tuple[int, int] = (-1, 0)
-    """What the electorate held at least when a newcomer came."""
+    """What nodes must hold to be counted on, since `stable_since`."""
     short_since: float | None = None
     ended_since: float | None = None
     said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -326,7 +327,7 @@ class _Turn:
         return known.asked in ("start", "join") and self.now - known.asked_at < START_AGAIN_S
 
     def is_paused(self, name: str) -> bool:
-        return self.known[name].pause_until(self.now) > self.now
+        return self.known[name].paused_until > self.now
 
     def tell(self, text: str) -> None:
         """Say what happens this once."""
@@ -387,10 +388,10 @@ def _take_note(turn: _Turn) -> None:
 
 def _count_failure(turn: _Turn, name: str) -> None:
     old = turn.known[name]
-    failures = (*[when for when in old.failures if turn.now - when < FAILURES_WINDOW_S], turn.now)
+    is_forgiven = bool(old.failures) and turn.now - max(old.failures[-1], old.paused_until) > FORGIVEN_S
+    failures = (*(() if is_forgiven else old.failures[-20:]), turn.now)
     turn.known[name] = new = dataclasses.replace(old, failures=failures)
-    if (until := new.pause_until(turn.now)) > turn.now:
-        pause_s = until - turn.now
+    if (pause_s := new.paused_until - turn.now) > 0:
         turn.say(name, f"{name}: lost {len(failures)} times lately; it is left out for {pause_s:.0f} s")
 
 
@@ -598,7 +599,11 @@ def _adjust_electorate(turn: _Turn) -> None:
     if granted is not None:
         written = {name for name, each in turn.seen.items() if each.electorate == granted}
         if state.electorate.is_changed_by(written):
-            turn.change(electorate=granted, granted=None, stable_since=None)
+            if state.stable_since is None:
+                turn.change(stable_since=turn.now, floor=max(turn.seen[name].held for name in written))
+            # What the old electorate committed must be with a majority of the new, or it could go on without.
+            elif granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor]):
+                turn.change(electorate=granted, granted=None, stable_since=None)
             return
         for name in (name for name in turn.own if name not in written):
             turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
@@ -616,28 +621,29 @@ def _adjust_electorate(turn: _Turn) -> None:
     wanted = {n for n in members if n in state.electorate.nodes or turn.seen[n].held >= state.floor}
     if turn.now - state.stable_since >= GRANT_S and wanted != set(state.electorate.nodes):
         version = state.electorate.version + 1
-        turn.change(granted=Electorate(state.generation, version, tuple(sorted(wanted))))
+        granted = Electorate(state.generation, version, tuple(sorted(wanted)))
+        turn.change(granted=granted, stable_since=None)
 
 
 def _fill(turn: _Turn) -> None:
     """Bring nodes in until there are as many as the job takes: those of the electorate first, then spares."""
     seen, state = turn.seen, turn.state
-    if state.host in turn.own and seen[state.host].port not in (0, state.port):
+    electorate, wiped, has_host = set(state.electorate.nodes), _wiped(turn), state.host in turn.own
+    if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
-    electorate, wiped = set(state.electorate.nodes), _wiped(turn)
     out = {name for name in turn.own if seen[name].state == "fenced"}
     if turn.rounds:  # one that has not found the others for long makes room
         out |= {name for name in turn.own if seen[name].state == "orphaned" and name not in electorate}
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
-        if name in turn.own and each.state == "orphaned" and state.host in turn.own:
+        if has_host and each.state == "orphaned" and each.reachable and name in turn.here:
             turn.ask(
                 name, "join", STRAY_S, Join(name)
-            )  # what it was told of the host may be of an earlier process
+            )  # it may have been told of an earlier process of the host
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
-        if len(taken | {name}) > turn.rules.max_nodes:
+        if name not in taken and len(taken) >= turn.rules.max_nodes:
             break
         if turn.is_paused(name) or name in wiped or (name != state.host and not turn.state.port):
             continue  # or: the rendezvous is not there yet

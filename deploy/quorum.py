@@ -5,8 +5,9 @@ half of the electorate is in it, and the supervisor starts another generation on
 the old one's electorate that the rest is not more than half. So no two groups can go on at once, with no clock and
 no lease in it: a group that is cut off from everyone trains on while it holds the majority, and only then.
 
-When a node is gone for good the supervisor shrinks the electorate (`Electorate`, a higher `version`), which takes
-hold once more than half of the *old* electorate has written it down.
+When a node is gone for good the supervisor shrinks the electorate (`Electorate`, a higher `version`). A group goes by
+the newest that any of it has written down. So the change has taken hold once so many of the *old* electorate have
+written it down that the others cannot train; until then either may be gone by, and both must be fenced.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Electorate:
         return 2 * self._count(fenced) >= len(self.nodes)
 
     def is_changed_by(self, written: Collection[str]) -> bool:
-        """Whether a change that these nodes have written down has taken hold."""
-        return self.may_train(written)
+        """Whether, with a newer one written down by these nodes, no group goes by this one any more."""
+        return self.is_fenced_by(written)
 
     def _count(self, group: Collection[str]) -> int:
         return len(set(group) & set(self.nodes))

@@ -365,6 +365,56 @@ def _kill(pid: int, number: int) -> None:
         pass
 
 
+def inject(
+    node_dir: str, target: str, number: int, rank: Optional[int] = None, saving_s: float = 0.0
+) -> Dict[str, Any]:
+    """For `kit drill`: send signal `number` to recorded processes of this node, and to no others.
+
+    `target` is "worker" (that of `rank`, else the first), "workers" (each with all it started), "agent", or "node"
+    (agent and workers). With `saving_s`: not before something is being written to the snapshot folder, and not at
+    all if that long nothing is. Returns who got it, at what time by this host's clock.
+    """
+    node_dir = os.path.expanduser(node_dir)
+    if saving_s and not _wait_for_save(node_dir, saving_s):
+        return {"pids": [], "time": time.time()}
+    now, pids = time.time(), []
+    agent = agent_alive(node_dir)
+    if target in ("agent", "node") and agent is not None:
+        _kill(agent, number)
+        pids.append(agent)
+    workers = (_load(os.path.join(node_dir, "status.json")) or {}).get("workers", [])
+    if target == "worker":
+        workers = [each for each in workers if rank in (None, each["rank"])][:1]
+    for worker in workers if target != "agent" else []:
+        if _is_running(worker["pid"], worker["start_time"]):
+            _kill(worker["pid"] if target == "worker" else -worker["pid"], number)
+            pids.append(worker["pid"])
+    return {"pids": pids, "time": now}
+
+
+def _wait_for_save(node_dir: str, timeout_s: float) -> bool:
+    """Wait until a file of the snapshot folder is new or grows."""
+    spec = _load(os.path.join(node_dir, "spec.json")) or {}
+    folder = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
+    deadline = time.monotonic() + timeout_s
+    before = _sizes_in(folder)
+    while time.monotonic() < deadline:
+        now = _sizes_in(folder)
+        if any(size > before.get(name, -1) for name, size in now.items()):
+            return True
+        before = now
+        time.sleep(0.0005)
+    return False
+
+
+def _sizes_in(folder: str) -> Dict[str, int]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except OSError:  # not there yet, or a file of it was just removed
+        return {}
+
+
 # --- logs ---------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +494,20 @@ def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
 
 OPS: Dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (hold_port, warm, go, call_in, fence, grant, status, stop, logs, follow, read_file)
+    for function in (
+        hold_port,
+        warm,
+        go,
+        call_in,
+        fence,
+        grant,
+        status,
+        stop,
+        inject,
+        logs,
+        follow,
+        read_file,
+    )
 }
 
 

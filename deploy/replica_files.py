@@ -244,6 +244,11 @@ class UserFiles:
             marks[name] = mark_of((self.folder / name).lstat())
         self.versions, self.marks = versions, marks
 
+    def set_absent(self, name: str, version: Version) -> None:
+        """Record what should be here and could not be written: it was not deleted."""
+        if self._is_gone(name):
+            self.versions = {**self.versions, name: version}
+
     def forget(self, names: Set[str]) -> None:
         """Know nothing of these any more."""
         self.versions = {name: version for name, version in self.versions.items() if name not in names}

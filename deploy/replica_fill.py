@@ -64,6 +64,8 @@ class Filling:
                     draft.unlink(missing_ok=True)
         for name in decided.keys() - drafts.keys():
             self._take_over(name, decided[name])
+        for name in filled.missing:
+            self.files.set_absent(name, self.agreed.wanted[name][0])
         self._tell_conflicts()
         return filled
 
@@ -164,10 +166,9 @@ class Filling:
             known = self._known(name)
             if known is not None and name in decided and decided[name].content == known.content:
                 continue  # it stays
-            if name in filled.missing and not is_behind:
-                continue  # better the older version than none
             is_loser = self.name in self.agreed.conflicts.get(name, ())
             is_superseded = (name in decided or name in self.agreed.gone) and not is_behind and not is_loser
+            # Of a file that is missing, an older version would let this node's ranks start from another step.
             if known is None or not (is_superseded or known.content in contents):
                 aside.append(name)
             elif name not in decided:  # else the new version replaces it in one step

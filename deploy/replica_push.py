@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nodekit.deploy import replica_wire
-from nodekit.deploy.replica_files import Look, UserFiles, look, mark_of, open_file
+from nodekit.deploy.replica_files import Look, UserFiles, look, open_file
 from nodekit.deploy.replica_merge import Source, Version
 from nodekit.deploy.replica_voice import Voice, reason
 from nodekit.deploy.replica_wire import Wire, checked
@@ -143,7 +143,8 @@ class Pusher:
 
     def _push(self, node: str, target: Target) -> bool:
         """Bring a target up to date; False if it is not."""
-        files = self._files.versions
+        marks = self._files.marks
+        files = {name: each for name, each in self._files.versions.items() if name in marks or each.is_gone}
         now = time.monotonic()
         if self._is_stopping or now < target.retry:
             return False
@@ -184,8 +185,9 @@ class Pusher:
                     listing[name] = version
             for group in sorted(groups.values(), key=_newest, reverse=True):
                 started = time.monotonic()
-                are_sent = [self._send(wire, sha256) for sha256 in {each.sha256 for each in group.values()}]
-                if all(are_sent) and not self._offer(wire, {**listing, **group}):
+                for sha256 in {version.sha256 for version in group.values()}:
+                    self._send(wire, sha256)
+                if not self._offer(wire, {**listing, **group}):
                     target.files = listing = {**listing, **group}
                     self._voice.tell(
                         "replica-kept",
@@ -209,19 +211,15 @@ class Pusher:
             raise _NotYet
         return set(answer["lacking"])
 
-    def _send(self, wire: Wire, sha256: str) -> bool:
-        """Send one file; False if it is no longer what it was: the next look finds what it is now."""
-        path = self._files.path_of(sha256)
-        if path is None:
-            return False
-        with contextlib.suppress(FileNotFoundError), open_file(path) as file:
-            before = mark_of(os.fstat(file.fileno()))
-            request = {"op": "put", "sha256": sha256, "size_bytes": before.size_bytes}
-            checked(wire.ask({**request, "attempt": self._files.attempt}))
-            wire.send_bytes(file, before.size_bytes)
-            is_right: bool = checked(wire.receive())["sha256"] == sha256
-            return is_right and mark_of(os.fstat(file.fileno())) == before
-        return False
+    def _send(self, wire: Wire, sha256: str) -> None:
+        """Send one file; if it is no longer what it was, it is not taken, and the next look finds what it is now."""
+        if path := self._files.path_of(sha256):
+            with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                request = {"op": "put", "sha256": sha256, "size_bytes": size_bytes}
+                checked(wire.ask({**request, "attempt": self._files.attempt}))
+                wire.send_bytes(file, size_bytes)
+                checked(wire.receive())
 
 
 def _newest(group: Mapping[str, Version]) -> int:

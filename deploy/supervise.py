@@ -25,14 +25,14 @@ TICK_S = 0.1
 RETRY_S = 1.0
 SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
-GONE_S = 3.0  # without an agent this long, a node is shown as gone and not as about to be started
 
 
 @dataclass(frozen=True)
 class Told:
     """What one node has told, for the verdict."""
 
-    state: str = "starting"
+    state: str = ""
+    """Empty for a spare, which never had an agent."""
     failures: tuple[Failure, ...] = ()
     message: str = ""
     no_progress: bool = False
@@ -53,6 +53,8 @@ class Verdict:
     outcome: Outcome
     text: str
     no_progress: bool = False
+    without: tuple[str, ...] = ()
+    """Nodes that were not there at the end."""
 
 
 def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> Verdict:
@@ -61,9 +63,8 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
     if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
         without = [name for name, outcome in outcomes.items() if outcome != "succeeded"]
-        return Verdict(
-            "succeeded", "trained to the end" + (f" without {', '.join(without)}" if without else "")
-        )
+        text = "trained to the end" + (f" without {', '.join(without)}" if without else "")
+        return Verdict("succeeded", text, without=tuple(without))
     no_progress = any(told.no_progress for told in nodes.values())
     failures = [failure for told in nodes.values() for failure in told.failures]
     last = max((_order(failure.attempt) for failure in failures), default=(0, 0))
@@ -229,7 +230,10 @@ class Supervisor:
         running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
         if running and self._acts:
             self._hands.stop_all()
-        return verdict(self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text)
+        took_part = {name: told for name, told in self._told.items() if told.state}
+        return verdict(
+            took_part or self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text
+        )
 
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node: host → what was found there, or the exception."""
@@ -336,7 +340,7 @@ class Supervisor:
                 self._view.say(f"{name}: rank {failure.rank} ended with {how}: {last_line}")
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)
-        state = str(status.get("state", "starting"))
+        state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
         if not status["alive"] and state not in FINAL:
             message = str(status.get("agent_log", "")).strip()[-2000:]

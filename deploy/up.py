@@ -231,7 +231,8 @@ def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
 
 def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     """Say how it ended and where everything is; the exit status."""
-    first = min(run.nodes, key=lambda name: run.nodes[name]["node_rank"])
+    there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
+    first = min(there, key=lambda name: run.nodes[name]["node_rank"])
     print()
     if verdict.outcome == "failed":
         print(f"{run.run_id} failed: {verdict.text}")

@@ -222,6 +222,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.all_starts: dict[str, list[float]] = {name: [] for name in self.names}
         self.recent: deque[tuple[float, bool]] = deque()
+        self.recent_says = 0
         self.excuses: Counter[str] = Counter()
         """How often the supervisor lost sight of a node: what it asked for may be asked for again."""
         self.flappers: set[str] = set()
@@ -654,9 +655,10 @@ class Simulation:
     def check_rates(self, action: judge.Action) -> None:
         """Budgets: starts per node, sayings and actions per minute."""
         self.recent.append((self.now, isinstance(action, Say)))
+        self.recent_says += isinstance(action, Say)
         while self.recent[0][0] < self.now - 60:
-            self.recent.popleft()
-        says = sum(is_say for _, is_say in self.recent)
+            self.recent_says -= self.recent.popleft()[1]
+        says = self.recent_says
         if says > 60 + 12 * self.takeovers or len(self.recent) - says > (60 + 10 * self.takeovers) * len(
             self.names
         ):
@@ -740,7 +742,7 @@ class Simulation:
     def partition(self, side: list[str] | None = None, for_s: float | None = None) -> None:
         rng = self.random
         for_s = rng.expovariate(1 / 20) if for_s is None else for_s
-        side = side or rng.sample(self.names, rng.randint(1, max(1, len(self.names) // 2)))
+        side = side or rng.sample(self.names, rng.randint(1, min(30, max(1, len(self.names) // 2))))
         others = [name for name in self.names if name not in side]
         self.log(f"partition: {_few(sorted(side))} for {for_s:.1f} s")
         for a in side:
@@ -824,9 +826,7 @@ class Simulation:
         state = (
             self.supervisor.state if self.supervisor else State.from_dict(json.loads(self.saved), self.rules)
         )
-        return max(
-            0.0, *(each.pause_until(state.elapsed_s) - state.elapsed_s for each in state.known.values())
-        )
+        return max(0.0, *(each.paused_until - state.elapsed_s for each in state.known.values()))
 
     def stop_faults(self) -> set[str]:
         """Mend everything, but for a few nodes that are lost for good, where the rest can do without them."""
@@ -852,7 +852,7 @@ class Simulation:
             dead = set()
         if self.counts["wiped"] or self.newest_snapshot not in [self.nodes[name].snapshot for name in rest]:
             dead = set()
-        if not state.is_fenced_by(set(rest) - state.forgot):
+        if not state.is_fenced_by(set(rest) - state.forgot) or state.next_generation is not None:
             dead = set()
         for node in self.nodes.values():
             if node.name in dead:

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy import replica_push, replica_wire, replicas
-from nodekit.deploy.replica_files import UserFiles
-from nodekit.deploy.replica_merge import Source, Version, refuses
+from nodekit.deploy.replica_files import Changed, UserFiles, mark_of, sha256_of
+from nodekit.deploy.replica_kept import Kept
+from nodekit.deploy.replica_merge import Source, Version, agree, refuses
 from nodekit.deploy.replicas import Gathered, Replicas
 
 TOKEN = "the run's token"
@@ -373,6 +374,43 @@ def test_what_changes_under_the_copy_is_discarded_and_copied_later(
     assert nodes[1].blobs()[0].read_bytes() == b"B" + b"A" * 99_999
 
 
+def test_a_file_that_changes_while_it_is_hashed_is_not_taken_for_either(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    path.write_bytes(b"a" * 3_000_000)
+    before = mark_of(path.lstat())
+    assert sha256_of(path, before) == hashlib.sha256(b"a" * 3_000_000).hexdigest()
+
+    def change() -> bool:
+        path.write_bytes(b"b" * 3_000_001)
+        return False
+
+    with pytest.raises(Changed):
+        sha256_of(path, before, change)
+    with pytest.raises(Changed):
+        sha256_of(path, before)
+
+
+def test_what_does_not_arrive_is_not_reported_as_kept(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    original = Kept.receive
+    tried = []
+
+    def lose(self: Kept, *args: Any) -> str:
+        tried.append(original(self, *args))
+        self.discard(tried[-1])
+        return tried[-1]
+
+    monkeypatch.setattr(Kept, "receive", lose)
+    nodes[0].write("last.pt", "v")
+    assert not nodes[0].alive.settle(0.5)
+    assert tried
+    assert nodes[0].alive.status() == {"last.pt": ["n0"]}
+    assert nodes[0].kinds("replica-kept") == []
+
+
 # --- deletions ----------------------------------------------------------------------------------------------
 
 
@@ -692,6 +730,59 @@ def test_a_kill_at_any_point_of_a_gather_loses_nothing(
     assert "stale" in nodes[2].aside().values()
 
 
+def test_what_was_moved_aside_before_a_kill_is_not_a_deletion(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = cluster(2)
+    nodes[0].write("anchor", "x")
+    nodes.gather()
+    nodes[0].write("last.pt", "earlier", mtime=1_700_000_000)
+    nodes[1].write("last.pt", "later", mtime=1_700_000_001)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UserFiles, "place", die)  # node 0, after it moved its own away
+        patched.setattr(UserFiles, "forget_deletions", die)  # node 1, before it knows of the attempt
+        with pytest.raises(Killed):
+            nodes.gather()
+    for node in nodes.nodes:
+        node.die()
+        node.start()
+    nodes.gather()
+    assert [node.files() for node in nodes.nodes] == [{"anchor": "x", "last.pt": "later"}] * 2
+
+
+def test_a_copy_that_became_the_users_file_is_no_copy_any_more(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("a.pt", "a")
+    nodes[0].write("b.pt", "b")
+    nodes.settle()
+    nodes[0].die()
+    original = UserFiles.place
+
+    def place(self: UserFiles, name: str, *args: Any) -> None:
+        if name == "b.pt":
+            raise OSError(5, "Input/output error")
+        original(self, name, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UserFiles, "place", place)
+        assert nodes.gather()[0].missing == ["b.pt"]
+    assert nodes[1].files() == {"a.pt": "a"}
+    assert [path.read_text() for path in nodes[1].blobs()] == ["b"]  # kept, since nobody else has it
+    nodes.gather()
+    assert nodes[1].files() == {"a.pt": "a", "b.pt": "b"}
+    assert nodes[1].blobs() == []
+
+
 # --- hostile and broken company -----------------------------------------------------------------------------
 
 
@@ -829,6 +920,26 @@ def test_a_node_name_cannot_lead_out_of_the_folder(cluster: Callable[..., Cluste
     with contextlib.closing(replica_wire.connect(nodes[0].alive.endpoint, TOKEN)) as wire:
         assert wire.ask({"op": "keep", "source": source.to_dict()}) == {"lacking": []}
     assert [path for path in tmp_path.rglob("*escaped*") if path.parent.name != "listings"] == []
+
+
+def test_content_that_is_not_what_it_says_is_not_kept(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(1)
+    nodes.gather()
+    with contextlib.closing(replica_wire.connect(nodes[0].alive.endpoint, TOKEN)) as wire:
+        assert wire.ask({"op": "put", "sha256": "0" * 64, "size_bytes": 4, "attempt": [1, 1]}) == {}
+        wire._sock.sendall(b"evil")
+        assert wire.receive() == {"sha256": hashlib.sha256(b"evil").hexdigest()}
+    assert nodes[0].blobs() == []
+
+
+def test_nothing_is_promised_for_an_attempt_that_is_over(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(1)
+    nodes.gather()
+    nodes.gather()
+    old = Source("n9", (1, 1), (1, 1), 1, {}).to_dict()
+    with contextlib.closing(replica_wire.connect(nodes[0].alive.endpoint, TOKEN)) as wire:
+        assert "over" in wire.ask({"op": "keep", "source": old})["error"]
+        assert wire.ask({"op": "keep", "source": {**old, "attempt": [1, 2]}}) == {"lacking": []}
 
 
 def test_a_zombie_of_an_older_attempt_is_refused(cluster: Callable[..., Cluster]) -> None:
@@ -1017,6 +1128,98 @@ def test_room_is_made_from_what_was_set_aside(cluster: Callable[..., Cluster], t
         nodes[1].die()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- who has a say ------------------------------------------------------------------------------------------
+
+
+def version(text: str, written: int, mtime: int = 0) -> Version:
+    return Version(hashlib.sha256(text.encode()).hexdigest() if text else "", len(text), mtime, (1, written))
+
+
+def source(node: str, attempt: int, base: int, number: int = 0, **files: Version) -> Source:
+    return Source(node, (1, attempt), (1, base), number, files)
+
+
+AGREEMENTS = {
+    "the attempt a version is written in counts more than its time": (
+        [source("a", 5, 5, x=version("new", 5, mtime=1)), source("b", 5, 5, x=version("old", 4, mtime=9))],
+        [],
+        {"x": "new"},
+    ),
+    "within an attempt the later wins": (
+        [source("a", 5, 5, x=version("early", 5, 1)), source("b", 5, 5, x=version("late", 5, 2))],
+        [],
+        {"x": "late"},
+    ),
+    "a node that was away has no say, though it agreed with the base": (
+        [source("a", 6, 5, x=version("v", 6)), source("b", 5, 5, y=version("stale", 5))],
+        [],
+        {"x": "v"},
+    ),
+    "copies for a node that is absent count like the node": (
+        [source("b", 5, 5)],
+        [source("a", 5, 5, x=version("v", 5))],
+        {"x": "v"},
+    ),
+    "copies from an older attempt do not": (
+        [source("b", 5, 5)],
+        [source("a", 4, 4, x=version("v", 4))],
+        {},
+    ),
+    "a member's own word counts more than what others keep of it": (
+        [source("a", 5, 5, x=version("", 5), y=version("v", 5))],
+        [source("a", 5, 5, 99, x=version("v", 5), y=version("v", 5))],
+        {"y": "v"},
+    ),
+    "unless it came back with less": (
+        [source("a", -1, -1, y=version("leftover", -1)), source("b", 5, 5)],
+        [source("a", 5, 5, x=version("v", 5))],
+        {"x": "v"},
+    ),
+    "of several listings kept for a node the last": (
+        [source("b", 5, 5), source("c", 5, 5)],
+        [source("a", 5, 5, 2, x=version("new", 5, 1)), source("a", 5, 5, 1, x=version("old", 5, 2))],
+        {"x": "new"},
+    ),
+    "who missed the last agreement speaks of this attempt alone": (
+        [source("a", 6, 6, x=version("v", 5)),
+         source("b", 6, 3, x=version("w", 3, 9), y=version("mine", 6), z=version("s", 3))],
+        [],
+        {"x": "v", "y": "mine"},
+    ),
+    "a deletion counts until the file is written again": (
+        [source("a", 5, 5, x=version("", 5, 3), y=version("", 5, 3), k=version("k", 1)),
+         source("b", 5, 5, x=version("v", 2, 9), y=version("again", 5, 4))],
+        [],
+        {"y": "again", "k": "k"},
+    ),
+    "nothing older than a deletion is there to fall back to": (
+        [source("a", 5, 5, y=version("again", 5, 4)), source("b", 5, 5, y=version("", 5, 3), k=version("k", 1)),
+         source("c", 5, 5, y=version("first", 2))],
+        [],
+        {"y": "again", "k": "k"},
+    ),
+    "of a file and a folder of one name the newer stays": (
+        [source("a", 5, 5, s=version("file", 5, 1), t=version("file", 5, 2)),
+         source("b", 5, 5, **{"s/x": version("in", 5, 2), "t/x": version("in", 5, 1)})],
+        [],
+        {"s/x": "in", "t": "file"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", AGREEMENTS)
+def test_agreement(story: str) -> None:
+    own, kept, wanted = AGREEMENTS[story]
+    agreed = agree(own, kept)
+    contents = {name: [each.sha256 for each in versions] for name, versions in agreed.wanted.items()}
+    assert {name: shas[0] for name, shas in contents.items()} == {
+        name: hashlib.sha256(text.encode()).hexdigest() for name, text in wanted.items()
+    }
+    assert agree(reversed(own), reversed(kept)) == agreed
+    if "fall back" in story:
+        assert len(contents["y"]) == 1
 
 
 # --- whatever happens ---------------------------------------------------------------------------------------

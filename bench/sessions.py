@@ -1,0 +1,214 @@
+"""The contestants of bench/recovery: jobs that go on for ever on three hosts, to be hit by faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peers
+import yaml
+from contestants import FIRST_PORT, SSH
+from rounds import Bench
+
+from nodekit.deploy.lab_process import ProcessRecord, kill
+
+MIN_NODES = 2
+JOB = "recovery_job.py"
+TUNED_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TUNED_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+RESILIENT = "nvidia-resiliency-ext"
+# Its keep-alive is fixed. Its ranks tell of every step, and one that says nothing for 3 s is killed.
+RESILIENT_OPTIONS = (
+    "--rdzv-conf last_call_timeout=1 --ft-initial-rank-heartbeat-timeout 30 --ft-rank-heartbeat-timeout 3 "
+    "--ft-workload-check-interval 1 --ft-enable-nic-monitor false"
+)
+_numbers = iter(range(1, 10**6))
+
+
+class Session:
+    """One job of one contestant, from its start until it is ended, whatever has become of it."""
+
+    def __init__(self, bench: Bench, job: Path) -> None:
+        self.bench = bench
+        self.job = job
+        """The folder of the script, there on all hosts already."""
+        self.number = next(_numbers)
+        self.folder = f"{bench.shared}/trials/{self.number}"
+        """Where the ranks write, on each host's own disk."""
+        self.output = bench.folder / f"output-{self.number}"
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._offsets = dict.fromkeys(bench.lab.hosts, 0)
+        self.lines: list[dict[str, Any]] = []
+        """What the ranks have written so far, each with its ``host``."""
+
+    @property
+    def rendezvous_host(self) -> str:
+        """Where the rendezvous is now."""
+        return next(iter(self.bench.lab.hosts))
+
+    def start(self) -> None:
+        """Begin."""
+        raise NotImplementedError
+
+    def came_back(self, host: str) -> None:
+        """A host answers again: what is to be done by hand then."""
+
+    def history(self) -> list[dict[str, Any]]:
+        """What was written down of it, in the order of time."""
+        return []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that was started from here has."""
+        return all(process.poll() is not None for process in self._running.values())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines, those written meanwhile too."""
+        for host, offset in self._offsets.items():
+            with contextlib.suppress(FileNotFoundError):
+                with self.bench.upper(host, f"{self.folder}/steps.jsonl").open("rb") as file:
+                    file.seek(offset)
+                    whole, _, _ = file.read().rpartition(b"\n")
+                if whole:
+                    self._offsets[host] = offset + len(whole) + 1
+                    self.lines += [{"host": host, **json.loads(line)} for line in whole.splitlines()]
+        return self.lines
+
+    def kill_worker(self, host: str) -> None:
+        """SIGKILL the last worker that began to train there."""
+        own = max((line for line in self.read() if line["host"] == host and "pid" in line), key=_when)["pid"]
+        for pid in self.bench.lab.processes(host):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(
+                own
+            ):
+                kill(ProcessRecord.of(pid))
+
+    def end(self) -> None:
+        """End everything, here and on the hosts, which start again."""
+        for process in self._running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.bench.boot_all()
+
+    def _run(self, name: str, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
+        with self.output.open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+def _when(line: Mapping[str, Any]) -> float:
+    return float(line["time"] if "time" in line else line["resumed"])
+
+
+class ByHand(Session):
+    """One ``ssh HOST 'cd … && torchrun …'`` per host; again by hand on a host that is back."""
+
+    launcher = str(Path(sys.executable).with_name("torchrun"))
+    options = ""
+    environment: Mapping[str, str] = {}
+
+    def start(self) -> None:
+        """On all hosts at once."""
+        for host in self.bench.lab.hosts:
+            self._start_on(host)
+
+    def came_back(self, host: str) -> None:
+        """The user is quick: he starts it again as soon as sshd answers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._running[host].pid, signal.SIGKILL)  # the login that was cut off
+        self._running[host].wait()
+        self._start_on(host)
+
+    def _start_on(self, name: str) -> None:
+        hosts = self.bench.lab.hosts
+        variables = {
+            "BENCH_FOLDER": self.folder,
+            "GLOO_SOCKET_IFNAME": hosts[name].interface,
+            **self.environment,
+        }
+        given = " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items())
+        line = (
+            f"cd {shlex.quote(str(self.job))} && {given} {self.launcher} --nnodes {MIN_NODES}:{len(hosts)} "
+            f"--nproc-per-node 1 --max-restarts 10 --rdzv-backend c10d --rdzv-id bench{self.number} "
+            f"--rdzv-endpoint {self.rendezvous_host}:{FIRST_PORT + self.number} {self.options} {JOB}"
+        )
+        argv = [SSH, "-F", str(self.bench.ssh_config), name, line]
+        self._run(name, argv, cwd=self.job, env=self.bench.env())
+
+
+class Tuned(ByHand):
+    """torchrun with all that can be set from outside."""
+
+    options = f"--rdzv-conf {TUNED_CONF}"
+    environment = TUNED_ENV
+
+
+class Resilient(ByHand):
+    """NVIDIA's ft_launcher, with the script's heartbeats."""
+
+    launcher = str(peers.RESILIENT_VENV / "bin/ft_launcher")
+    options = RESILIENT_OPTIONS
+
+
+class Kit(Session):
+    """``kit up``, which does the rest."""
+
+    def start(self) -> None:
+        """From a folder with the script alone."""
+        inventory = self.bench.folder / f"trial{self.number}.yaml"
+        values = yaml.safe_load(self.bench.lab.inventory.read_text())
+        values["name"] = inventory.stem
+        values["nodes"] = f"{MIN_NODES}:{len(self.bench.lab.hosts)}"
+        values["job"] = {"env": {"BENCH_FOLDER": self.folder}}
+        inventory.write_text(yaml.safe_dump(values))
+        argv = [sys.executable, "-m", "nodekit.deploy.cli", "up", str(inventory), "--new", "--", JOB]
+        self._run("kit", argv, cwd=self.job, env=self.bench.env())
+
+    @property
+    def _run_folder(self) -> Path:
+        runs = Path(self.bench.env()["XDG_STATE_HOME"]) / "nodekit/runs"
+        return next(runs.glob(f"trial{self.number}-*"))
+
+    @property
+    def rendezvous_host(self) -> str:
+        """It moves; the supervisor has written down where to."""
+        return str(json.loads((self._run_folder / "run.json").read_text())["judgement"]["host"])
+
+    def history(self) -> list[dict[str, Any]]:
+        """The supervisor's events (of no ``node``), and every node's."""
+        run = json.loads((self._run_folder / "run.json").read_text())
+        files = [self._run_folder / "events.jsonl"]
+        files += [
+            self.bench.upper(name, f"{node['node_dir']}/events.jsonl") for name, node in run["nodes"].items()
+        ]
+        lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+        events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        return sorted(events, key=lambda event: float(event["time"]))
+
+
+def wait_for(condition: Any, *, timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

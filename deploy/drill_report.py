@@ -1,0 +1,247 @@
+"""What a drill has shown: from what was seen of a run to detection, resumption, lost steps and curves. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+ROUNDING = 1e-3
+"""Sums over another number of ranks round differently, and the difference grows with the steps: so far apart, in
+parts of the curve's height, two curves may be that are the same."""
+_ROUTINE = ("phase", "first-progress", "run-ended", "drill")
+_ROUTINE_STATES = ("waiting", "succeeded")
+_UNSAVED = re.compile(r"no snapshot of step|NO SNAPSHOT FOR")
+
+Outcome = Literal["survived", "not survived", "not tried"]
+Sameness = Literal["equal", "same", "different", "unknown"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that a node has told of."""
+
+    time: float
+    step: int
+    loss: float | None = None
+    """None where only the progress file told of it."""
+    attempt: str = ""
+    """"" for: the last one that was started before `time`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What was seen of one run, by the control machine's clock."""
+
+    events: Sequence[Mapping[str, Any]] = ()
+    """The nodes' and the run's, by time."""
+    steps: Sequence[Step] = ()
+    """By time; a step that was done again is there again."""
+    said: Sequence[tuple[float, str]] = ()
+    """Lines of the job's output."""
+    nproc: Mapping[str, int] = field(default_factory=dict)
+    """node → its number of ranks."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One round of workers."""
+
+    name: str
+    started: float
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How a loss curve compares with the unbroken run's."""
+
+    sameness: Sameness
+    text: str
+    greatest_difference: float | None = None
+    """In parts of the reference curve's height."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of one fault."""
+
+    fault: str
+    where: str = ""
+    outcome: Outcome
+    problem: str = ""
+    """Why it was not survived, or not tried."""
+    run: str = ""
+    detected_s: float | None = None
+    detected_by: str = ""
+    resumed_s: float | None = None
+    """None with `went_on`: the training never stopped."""
+    went_on: bool = False
+    steps_lost: int | None = None
+    world_sizes: tuple[int, ...] = ()
+    curve: Curve = Curve("unknown", "")
+    took_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def attempts(trace: Trace) -> list[Attempt]:
+    """The rounds of workers, in the order of their start."""
+    members: dict[str, list[str]] = {}
+    started: dict[str, float] = {}
+    for event in trace.events:
+        name = str(event.get("attempt"))
+        if event["kind"] == "rendezvous":
+            members[name] = event["members"]
+        elif event["kind"] == "workers-started":
+            started.setdefault(name, event["time"])
+    found = [
+        Attempt(name, when, sum(trace.nproc.get(node, 1) for node in members.get(name, ())))
+        for name, when in started.items()
+    ]
+    return sorted(found, key=lambda attempt: attempt.started)
+
+
+def detected(trace: Trace, struck: float) -> tuple[float, str] | None:
+    """When the fault was first noticed by anyone, and how that was put."""
+    signs = [
+        (float(event["time"]), _sign(event))
+        for event in trace.events
+        if event["time"] > struck
+        and event["kind"] not in _ROUTINE
+        and event.get("state") not in _ROUTINE_STATES
+    ]
+    signs += [
+        (when, "a save that failed") for when, line in trace.said if when > struck and _UNSAVED.search(line)
+    ]
+    return min(signs, default=None)
+
+
+def _sign(event: Mapping[str, Any]) -> str:
+    where = event.get("node") or event.get("about")
+    what = str(event["kind"])
+    if what == "said":
+        return str(event["text"])
+    if state := event.get("state"):
+        what += f" {state}"
+    return f"{what} on {where}" if where else what
+
+
+def resumed(trace: Trace, struck: float) -> Step | None:
+    """The first step of an attempt that was started after the fault; its step is -1 for a script that tells none."""
+    for attempt, steps in _by_attempt(trace):
+        if attempt.started > struck and (steps or not trace.steps):
+            return steps[0] if steps else Step(attempt.started, -1, attempt=attempt.name)
+    return None
+
+
+def steps_lost(trace: Trace) -> int | None:
+    """How many steps had to be done again, in all attempts; None for a script that tells none."""
+    if not trace.steps:
+        return None
+    lost, furthest = 0, 0
+    for _, steps in _by_attempt(trace):
+        if steps:
+            lost += max(0, furthest + 1 - steps[0].step) if furthest else 0
+            furthest = max(furthest, *(each.step for each in steps))
+    return lost
+
+
+def world_sizes(trace: Trace) -> tuple[int, ...]:
+    """The world sizes that it trained with, one after the other."""
+    sizes: list[int] = []
+    for attempt, steps in _by_attempt(trace):
+        if (steps or not trace.steps) and attempt.world_size and attempt.world_size != (sizes or [0])[-1]:
+            sizes.append(attempt.world_size)
+    return tuple(sizes)
+
+
+def _by_attempt(trace: Trace) -> list[tuple[Attempt, list[Step]]]:
+    """Each attempt with the steps that were first told of in it, by number."""
+    found = attempts(trace)
+    steps: dict[str, dict[int, Step]] = {attempt.name: {} for attempt in found}
+    for each in trace.steps:
+        name = each.attempt
+        if not name:
+            before = [attempt.name for attempt in found if attempt.started <= each.time]
+            name = before[-1] if before else ""
+        if name in steps:
+            steps[name].setdefault(each.step, each)
+    return [(each, [steps[each.name][step] for step in sorted(steps[each.name])]) for each in found]
+
+
+def losses(trace: Trace) -> dict[int, float]:
+    """Each step's loss, as it was last computed."""
+    last: dict[int, Step] = {}
+    for each in trace.steps:
+        if each.loss is not None and (each.step not in last or last[each.step].time <= each.time):
+            last[each.step] = each
+    return {step: float(last[step].loss or 0.0) for step in sorted(last)}
+
+
+def compare(reference: Trace, trace: Trace) -> Curve:
+    """Whether a run's loss curve is the unbroken run's: bit for bit, or to rounding where its world size changed."""
+    wanted, found = losses(reference), losses(trace)
+    if not wanted:
+        return Curve("unknown", "no metrics.jsonl")
+    lacking = [step for step in wanted if step not in found]
+    height = statistics.fmean(map(abs, wanted.values())) or 1.0
+    apart = {step: abs(found[step] - wanted[step]) / height for step in wanted if step in found}
+    greatest = max(apart.values(), default=0.0)
+    if lacking:
+        return Curve("different", f"lacks {len(lacking)} steps from {lacking[0]} on", greatest)
+    if more := [step for step in found if step not in wanted]:
+        return Curve("different", f"has {len(more)} steps more", greatest)
+    other = next((step for step in wanted if found[step] != wanted[step]), None)
+    if other is None:
+        return Curve("equal", "equal", 0.0)
+    is_same_world = world_sizes(trace) == world_sizes(reference)
+    far = next((step for step, each in apart.items() if not each <= ROUNDING), None)
+    if far is None and not is_same_world:
+        return Curve("same", f"same to {greatest:.0e}", greatest)
+    step = other if is_same_world else far
+    return Curve("different", f"differs from step {step} on", greatest)
+
+
+def is_survived(results: Iterable[Result], *, asked_for: bool) -> bool:
+    """Whether all were; what could not be tried counts only when it was `asked_for` by name."""
+    bad = ("not survived", "not tried") if asked_for else ("not survived",)
+    return not any(result.outcome in bad for result in results)
+
+
+COLUMNS = ("fault", "on", "detected", "resumed", "lost", "world", "curve", "")
+
+
+def row(result: Result) -> tuple[str, ...]:
+    """A result as the table shows it."""
+    if result.outcome == "not tried":
+        return (result.fault, result.where, "–", "–", "–", "–", "–", "not tried")
+    went_on = result.went_on and result.resumed_s is None
+    return (
+        result.fault,
+        result.where,
+        _seconds(result.detected_s),
+        "went on" if went_on else _seconds(result.resumed_s),
+        "–" if result.steps_lost is None else str(result.steps_lost),
+        "→".join(map(str, result.world_sizes)) or "–",
+        result.curve.text or "–",
+        result.outcome,
+    )
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """The last line."""
+    survived = sum(result.outcome == "survived" for result in results)
+    parts = [f"{survived} of {len(results)} faults survived"]
+    for outcome in ("not survived", "not tried"):
+        if names := [result.fault for result in results if result.outcome == outcome]:
+            parts.append(f"{outcome}: {', '.join(names)}")
+    return "; ".join(parts)
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{max(0.0, value):.1f} s"

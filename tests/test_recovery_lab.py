@@ -1,0 +1,417 @@
+"""No failure ends a run: each fault for real, on lab hosts with their own disks and no shared folder.
+
+Every story asserts that the fault happened, that the job trained on to the unbroken run's result, and (by the `kit`
+fixture) that nothing is left running anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import until
+from kit_runs import Kit, run_id
+from lab_hosts import make_whole
+
+from nodekit.deploy.lab_cluster import Lab
+
+pytestmark = pytest.mark.lab
+
+# The shared module's own task, slowed down so that a fault can be aimed at the middle of a run.
+TASK = """
+import time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return super().loss(model, batch)
+"""
+EPOCHS, STEPS = 13, 13 * 23
+COMMAND = [
+    "-m",
+    "nodekit.training",
+    "--task",
+    "slow.py:Task",
+    "--epochs",
+    str(EPOCHS),
+    "--snapshot-every",
+    "20",
+]
+
+
+class Story:
+    """One run that something happens to."""
+
+    def __init__(self, kit: Kit, lab: Lab, *command: str, file: str = "lab.yaml", **inventory: Any) -> None:
+        self.kit, self.lab = kit, lab
+        (kit.folder / "slow.py").write_text(TASK)
+        kit.inventory(file, **{"nodes": "1:3", **inventory})
+        self.file, self.command = file, list(command or COMMAND)
+        self.up = kit.start("up", file, "--", *self.command)
+        kit.wait_for("start  ")
+        self.run_id = run_id(kit.log().rsplit("run ", 1)[-1].join(["run ", ""]))
+
+    def status(self, host: str) -> dict[str, Any]:
+        """What the agent of a host has written, read from the host's disk."""
+        path = self.disk(host) / "status.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def disk(self, host: str) -> Path:
+        """A node's folder of the run, on its host's disk."""
+        return self.lab.folder / "hosts" / host / "upper/root/nodekit/runs" / self.run_id / host
+
+    def step(self, host: str) -> int:
+        return int(re.match(r"\d*", str(self.status(host).get("progress") or 0))[0] or 0)  # type: ignore[index]
+
+    def wait_step(self, host: str, step: int, *, timeout_s: float = 60) -> None:
+        def there() -> bool:
+            if self.up.poll() is not None:
+                raise AssertionError(f"kit up has ended:\n{self.kit.log()}")
+            return self.status(host).get("state") == "running" and self.step(host) >= step
+
+        self._until(there, f"step {step} on {host}", timeout_s)
+
+    def wait_world(self, host: str, world_size: int, *, timeout_s: float = 60) -> None:
+        def there() -> bool:
+            status = self.status(host)
+            return status.get("state") == "running" and status.get("world_size") == world_size
+
+        self._until(there, f"world size {world_size} on {host}", timeout_s)
+
+    def _until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+        try:
+            until(condition, timeout_s=timeout_s, what=what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; kit said:\n{self.kit.log()}") from None
+
+    def end(self, *, timeout_s: float = 90) -> str:
+        """Wait for the end; kit's output. The job must have trained to its end."""
+        try:
+            code = self.up.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"kit up goes on and on:\n{self.kit.log()}") from None
+        assert code == 0, self.kit.log()
+        return self.kit.log()
+
+    def events(self, host: str, kind: str) -> list[dict[str, Any]]:
+        lines = (self.disk(host) / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step, from all nodes: rank 0 may have moved."""
+        found: dict[int, float] = {}
+        for host in self.lab.hosts:
+            path = self.disk(host) / "output/metrics.jsonl"
+            if path.exists():
+                for line in map(json.loads, path.read_text().splitlines()):
+                    if "loss" in line:
+                        found[line["step"]] = line["loss"]
+        return found
+
+    def trained_as(self, unbroken: dict[int, float], *, same_world: bool = False) -> None:
+        """Compare with the unbroken run: bit for bit at equal world size, else but for rounding."""
+        losses = self.losses()
+        assert sorted(losses) == sorted(unbroken) == list(range(1, STEPS + 1))
+        if same_world:
+            assert losses == unbroken
+        else:
+            assert losses == pytest.approx(unbroken, rel=0.05, abs=0.02)
+
+    def processes(self, host: str, text: str) -> list[int]:
+        """Of a host, by what is in their command line: pids on this machine."""
+        found = self.lab.processes(host).items()
+        return [pid for pid, argv in found if text in " ".join(argv) and "sshd" not in argv[0]]
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> dict[int, float]:
+    """Filled by the first story: the unbroken run's losses."""
+    return {}
+
+
+@pytest.fixture
+def story(kit: Kit, lab: Lab, unbroken: dict[int, float]) -> Iterator[Callable[..., Story]]:
+    """Begin a story; the first one of the module is preceded by the run that all are compared with."""
+    if not unbroken:
+        whole = Story(kit, lab, file="whole.yaml", name="whole")
+        whole.end()
+        unbroken.update(whole.losses())
+        kit.log_path.unlink()
+    yield lambda *command, **inventory: Story(kit, lab, *command, **inventory)
+    make_whole(lab)
+
+
+def test_a_worker_that_is_killed(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
+    run = story()
+    run.wait_step("node2", 50)
+    (pid,) = run.processes("node2", "slow.py:Task")
+    os.kill(pid, signal.SIGKILL)
+    assert "rank 1 ended with killed by SIGKILL" in run.end()
+    assert run.status("node1")["attempt"] == "0.1"
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_an_agent_that_is_killed_is_started_again(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="3")
+    run.wait_step("node3", 50)
+    (pid, *server) = sorted(run.processes("node3", "nodekit.deploy.agent"))
+    assert server, "the fork server is an agent's, too"
+    os.kill(pid, signal.SIGKILL)
+    log = run.end()
+    assert "1 of at least" not in log
+    assert len(run.events("node3", "agent-started")) == 2
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_a_host_that_crashes_and_returns(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
+    run = story()
+    run.wait_step("node2", 50)
+    run.lab.crash("node3")
+    run.wait_world("node1", 2)
+    run.lab.revive("node3")
+    run.wait_world("node1", 3)
+    assert "node3: reached again" in run.end()
+    run.trained_as(unbroken)
+
+
+def test_a_cut_host_that_comes_back_after_the_others_went_on(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 50)
+    run.lab.cut("node3")
+    run.wait_world("node1", 2)
+    run.wait_step("node1", 110)
+    stale = {path.name for path in (run.disk("node3") / "snapshots").glob("g*.pt")}
+    run.lab.mend("node3")
+    run.wait_world("node1", 3)
+    run.end()
+    assert run.events("node3", "store-lost")
+    assert stale.isdisjoint(path.name for path in (run.disk("node1") / "snapshots").glob("g*.pt"))
+    run.trained_as(unbroken)
+
+
+@pytest.mark.parametrize("fault", ["crash", "cut"])
+def test_the_rendezvous_host_is_lost_and_comes_back(
+    story: Callable[..., Story], unbroken: dict[int, float], fault: str
+) -> None:
+    run = story()
+    run.wait_step("node2", 50)
+    getattr(run.lab, fault)("node1")
+    run.wait_world("node2", 2)
+    assert run.status("node2")["attempt"] == "1.0"
+    getattr(run.lab, {"crash": "revive", "cut": "mend"}[fault])("node1")
+    run.wait_world("node2", 3)
+    log = run.end()
+    assert "the rendezvous host node1 is lost: fencing generation 0" in log
+    assert json.loads(run.kit.run("runs", "--json").stdout)[-1]["generation"] == 1
+    run.trained_as(unbroken)
+
+
+def test_the_agent_of_the_rendezvous_host_is_killed(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="3")
+    run.wait_step("node2", 50)
+    pid = min(run.processes("node1", "nodekit.deploy.agent"))
+    os.kill(pid, signal.SIGKILL)
+    run.end()
+    assert run.status("node2")["generation"] == 1
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_a_power_outage_of_all_during_a_save(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
+    run = story(
+        "-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", str(EPOCHS), "--snapshot-every", "1"
+    )
+    run.wait_step("node2", 50)
+    for host in run.lab.hosts:
+        run.lab.crash(host)
+    for host in run.lab.hosts:
+        run.lab.revive(host)
+    log = run.end()
+    assert run.status("node2")["generation"] >= 1
+    resumed = re.findall(r"resumed at step (\d+)", log)
+    assert int(resumed[0]) >= 49
+    run.trained_as(unbroken)
+
+
+def test_too_few_nodes_wait_and_go_on_when_one_returns(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="3")
+    run.wait_step("node2", 50)
+    run.lab.crash("node3")
+    run.kit.wait_for("2 of at least 3 nodes are", timeout_s=20)
+    before = run.step("node1")
+    time.sleep(2)
+    assert run.step("node1") == before, "it waits"
+    run.lab.revive("node3")
+    run.end()
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_a_snapshot_damaged_on_one_node_is_had_from_another(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 50)
+    payload = max((run.disk("node1") / "snapshots").glob("g*.pt"))
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    run.kit.on_host(
+        "node1",
+        "sh",
+        "-c",
+        f"printf x | dd of=/{payload.relative_to(_root(run))} bs=1 seek=9000 conv=notrunc",
+    )
+    (pid,) = run.processes("node2", "slow.py:Task")
+    os.kill(pid, signal.SIGKILL)
+    log = run.end()
+    assert "its payload's SHA-256 is another than its manifest's" in log or "g0000" in log
+    run.trained_as(unbroken, same_world=True)
+
+
+def _root(run: Story) -> Path:
+    return run.lab.folder / "hosts/node1/upper"
+
+
+def test_a_node_that_flaps_is_left_out_for_a_while(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 30)
+    for _ in range(3):
+        run.lab.crash("node3")
+        run.wait_world("node1", 2)
+        run.lab.revive("node3")
+        until(
+            lambda: "left out for" in run.kit.log() or run.status("node1").get("world_size") == 3,
+            timeout_s=30,
+        )
+    assert "node3: lost 3 times lately; it is left out for" in run.kit.log()
+    run.end()
+    run.trained_as(unbroken)
+
+
+def test_a_node_out_of_our_sight_is_left_alone_while_its_peers_train_with_it(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 30)
+    run.lab.cut_control("node2")
+    run.kit.wait_for("node2: cannot be reached from here", timeout_s=20)
+    before = run.step("node1")
+    run.wait_step("node1", before + 40)
+    run.lab.mend("node2")
+    log = run.end()
+    assert "node2: reached again" in log
+    assert run.status("node1")["attempt"] == "0.0", "nothing was done"
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_blind_to_all_nodes_the_supervisor_waits(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 30)
+    for host in run.lab.hosts:
+        run.lab.cut_control(host)
+    run.kit.wait_for("no node can be reached from here", timeout_s=20)
+    before = run.step("node1")
+    run.wait_step("node1", before + 20)
+    for host in run.lab.hosts:
+        run.lab.mend(host)
+    run.end()
+    assert run.status("node1")["attempt"] == "0.0", "nothing was done"
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_the_supervisor_is_killed_and_another_takes_over(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 30)
+    second = run.kit.start("up", run.file, "--", *run.command)
+    run.kit.wait_for("this one watches", timeout_s=20)
+    run.up.kill()
+    run.up.wait()
+    run.kit.wait_for("supervising now: the one before is gone", timeout_s=10)
+    run.up = second
+    run.lab.crash("node1")
+    run.wait_world("node2", 2)
+    run.end()
+    assert run.status("node2")["generation"] == 1
+    run.trained_as(unbroken)
+
+
+def test_a_detached_run_is_supervised_and_can_be_stopped(kit: Kit, lab: Lab) -> None:
+    (kit.folder / "slow.py").write_text(TASK)
+    kit.inventory(nodes="1:3")
+    done = kit.run("up", "lab.yaml", "-d", "--", *COMMAND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lab.crash("node1")
+
+    def survivors() -> bool:
+        status = json.loads(kit.run("status", "--json").stdout)["status"]
+        return all(status.get(name, {}).get("world_size") == 2 for name in ("node2", "node3"))
+
+    until(survivors, timeout_s=30, what="going on without node1")
+    lab.revive("node1")
+    assert kit.run("down").returncode == 0
+    until(lambda: not kit.leftovers(), timeout_s=10)
+
+
+def test_a_disk_that_is_full_does_not_end_the_job(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story()
+    run.wait_step("node2", 30)
+    snapshots = f"/root/nodekit/runs/{run.run_id}/node2/snapshots"
+    run.kit.on_host("node2", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", snapshots)
+    log = run.end()
+    assert "no snapshot of step" in log
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_a_hang_is_named_and_ended(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
+    run = story(timings={"hang": 5})
+    run.wait_step("node2", 50)
+    (pid,) = run.processes("node2", "slow.py:Task")
+    os.kill(pid, signal.SIGSTOP)
+    log = run.end()
+    assert re.search(r"rank 1 on node2 .*stopped", log), log
+    run.trained_as(unbroken, same_world=True)
+
+
+def test_a_command_that_cannot_start_is_not_started_over_and_over(kit: Kit) -> None:
+    (kit.folder / "job.py").write_text("import no_such_module\n")
+    kit.inventory()
+    done = kit.run("up", "lab.yaml", "--", "job.py")
+    assert done.returncode == 3, done.stdout
+    assert "No module named 'no_such_module'" in done.stdout
+    assert "attempts" not in done.stdout
+
+
+def test_a_job_without_progress_ends_with_its_own_exit_code(kit: Kit) -> None:
+    (kit.folder / "job.py").write_text(
+        "import os\nopen(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('7/9')\nraise ValueError(os.getpid())\n"
+    )
+    kit.inventory(job={"max_restarts": 2})
+    done = kit.run("up", "lab.yaml", "--", "job.py")
+    assert done.returncode == 4, done.stdout
+    assert "crashes without progress" in done.stdout
