@@ -27,7 +27,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 
 from nodekit.deploy import blame, hang, remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
@@ -166,7 +170,7 @@ class Agent:
                 formed = rendezvous.form(self._own())
             except FormAgain:
                 continue
-            except RendezvousClosedError:
+            except (RendezvousClosedError, RendezvousGracefulExitError):
                 if rendezvous.outcome == "succeeded":
                     return self._end("succeeded", "the others had trained to the end")
                 return self._end("failed", "another node ended the job")
@@ -191,12 +195,15 @@ class Agent:
     def _take_new_spec(self) -> None:
         self._end_workers(DYING_S)
         self._leave()
-        spec = AgentSpec.load(self._folder)
+        spec, old = AgentSpec.load(self._folder), self._spec
+        if spec.is_host and spec.generation == old.generation:
+            self._spec = replace(old, call=spec.call)
+            raise Fenced  # a generation's store is opened once: its other nodes may still know the first one
         if spec.is_host:
             # The port was found free by being held: it goes over to the store, and another is held from now on.
             spec = replace(spec, listen_fd=self._held.detach())
             self._held = listen()
-        if spec.generation > self._spec.generation:
+        if spec.generation > old.generation:
             self._is_orphan = False
         self._spec = spec
         self._electorate = spec.known_electorate()
@@ -289,11 +296,13 @@ class Agent:
         )
         self._record.event("no-quorum", members=names, electorate=self._electorate.to_dict())
         before = self._electorate
-        while rendezvous.num_nodes_waiting() == 0 and self._electorate == before:
-            self._pause()
-            self._read_electorate()
-            time.sleep(_POLL_S)
-        self._record.update(no_quorum=False, blocked="")
+        try:
+            while rendezvous.num_nodes_waiting() == 0 and self._electorate == before:
+                self._pause()
+                self._read_electorate()
+                time.sleep(_POLL_S)
+        finally:
+            self._record.update(no_quorum=False, blocked="")
 
     def _own(self) -> dict[str, Any]:
         self._read_electorate()

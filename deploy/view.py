@@ -116,6 +116,8 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         quiet = now - float(seen["progress_time"])
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
+    if seen.get("blocked"):
+        parts.append(str(seen["blocked"]))
     if seen.get("message"):
         parts.append(str(seen["message"]))
     return "  ".join(parts)

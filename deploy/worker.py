@@ -44,32 +44,6 @@ def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
         os._exit(127)
 
 
-def main(node_dir: str) -> None:
-    """What torch's launcher starts, until the agent has its own loop: everything comes from the spec."""
-    import json
-
-    die_with(int(os.environ["NODEKIT_AGENT_PID"]))
-    rank, attempt = os.environ["RANK"], os.environ["NODEKIT_ATTEMPT"]
-    log = os.open(
-        os.path.join(node_dir, "logs", f"rank{rank}-attempt{attempt}.log"),
-        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-        0o600,
-    )
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    with open(os.path.join(node_dir, "spec.json"), encoding="utf-8") as file:
-        spec = json.load(file)
-    env = dict(os.environ)
-    env["NODE_RANK"] = env["GROUP_RANK"]
-    # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes that do
-    # not agree would wait for each other for ever. The round is the same on all of them.
-    env["TORCHELASTIC_RESTART_COUNT"] = attempt.partition(".")[2]
-    env["NODEKIT_PROGRESS_FILE"] = os.path.join(node_dir, "progress", f"rank{rank}")
-    execute(spec["argv"], env, spec["code_dir"])
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(sys.argv[1])
     settle(int(sys.argv[1]), sys.argv[2])
     execute(sys.argv[4:], dict(os.environ), sys.argv[3])

@@ -760,7 +760,7 @@ def test_what_was_moved_aside_before_a_kill_is_not_a_deletion(
 def test_a_copy_that_became_the_users_file_is_no_copy_any_more(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = cluster(2)
+    nodes = cluster(3)
     nodes.gather()
     nodes[0].write("a.pt", "a")
     nodes[0].write("b.pt", "b")
@@ -775,11 +775,12 @@ def test_a_copy_that_became_the_users_file_is_no_copy_any_more(
 
     with monkeypatch.context() as patched:
         patched.setattr(UserFiles, "place", place)
-        assert nodes.gather()[0].missing == ["b.pt"]
-    assert nodes[1].files() == {"a.pt": "a"}
+        assert [each.missing for each in nodes.gather()] == [["b.pt"], ["b.pt"]]
+    assert nodes[1].files() == nodes[2].files() == {"a.pt": "a"}
     assert [path.read_text() for path in nodes[1].blobs()] == ["b"]  # kept, since nobody else has it
+    nodes.settle()  # nothing is asked for that nobody could write
     nodes.gather()
-    assert nodes[1].files() == {"a.pt": "a", "b.pt": "b"}
+    assert nodes[1].files() == nodes[2].files() == {"a.pt": "a", "b.pt": "b"}
     assert nodes[1].blobs() == []
 
 
