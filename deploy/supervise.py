@@ -63,8 +63,8 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
     if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
         without = [name for name, outcome in outcomes.items() if outcome != "succeeded"]
-        text = "trained to the end" + (f" without {', '.join(without)}" if without else "")
-        return Verdict("succeeded", text, without=tuple(without))
+        how = "trained to the end" + (f" without {', '.join(without)}" if without else "")
+        return Verdict("succeeded", how, without=tuple(without))
     no_progress = any(told.no_progress for told in nodes.values())
     failures = [failure for told in nodes.values() for failure in told.failures]
     last = max((_order(failure.attempt) for failure in failures), default=(0, 0))
