@@ -317,7 +317,11 @@ class Agent:
         """Have what the workers of any member wrote to their folders, before any is started."""
         peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
         if self._replicas is not None and len(peers) == len(formed.members):
-            self._replicas.gather(peers, (self._spec.generation, formed.round), deadline_s=GATHER_S)
+            attempt = (self._spec.generation, formed.round)
+            gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
+            if gathered.missing:
+                text = f"no room for {', '.join(gathered.missing)}: this node's ranks begin without"
+                self._record.update(notice=f"{self._spec.name}: {text}")
 
     # --- workers ---
 
@@ -525,6 +529,8 @@ class Agent:
     def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> None:
         """Wait for the other nodes, however long they need; upstream gives up after 300 s, in one deaf call."""
         self._record.update(state="waiting")
+        if self._replicas is not None:
+            self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
         with contextlib.suppress(RuntimeError, StoreLost, Fenced, Superseded):
             for step in ("nodekit/done", "nodekit/left"):
                 formed.store.add(step, 1)
@@ -536,8 +542,6 @@ class Agent:
 
     def _end(self, state: str, message: str) -> int:
         self._end_workers(0)
-        if self._replicas is not None and state == "succeeded":
-            self._replicas.settle(SETTLE_S)
         fruitless = self._budget.was_restarted or self._budget.is_fruitless
         changes = {"message": message} if message and message != "crashed" else {}
         self._record.end(state, workers=[], no_progress=state == "failed" and fruitless, **changes)

@@ -136,7 +136,7 @@ class Filling:
             except OSError:  # the disk cannot read it
                 is_intact = False
             if not is_intact:
-                self.voice.tell("replica-damaged", node=self.name, file=str(path))
+                self.voice.tell("replica-damaged", peer=self.name, file=str(path))
                 if path == copy:
                     self.kept.discard(version.sha256)
                 continue

@@ -101,7 +101,7 @@ class Members:
                         is_busy = True
                     elif found:
                         damaged.add(node)
-                        self._voice.tell("replica-damaged", node=node, sha256=version.sha256)
+                        self._voice.tell("replica-damaged", peer=node, sha256=version.sha256)
                 if not is_busy:
                     break
                 time.sleep(0.05)

@@ -163,7 +163,7 @@ class Pusher:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not self._is_stopping:
                 why = reason(error)
-                self._voice.tell_once(("push", node, why), "replica-failed", node=node, reason=why)
+                self._voice.tell_once(("push", node, why), "replica-failed", peer=node, reason=why)
             target.pause_s = min(max(2 * target.pause_s, _RETRY_S[0]), _RETRY_S[1])
             target.retry = time.monotonic() + target.pause_s
             return False
@@ -191,7 +191,7 @@ class Pusher:
                     target.files = listing = {**listing, **group}
                     self._voice.tell(
                         "replica-kept",
-                        node=node,
+                        peer=node,
                         files=sorted(group)[:5],
                         num_files=len(group),
                         size_bytes=sum(version.size_bytes for version in group.values()),

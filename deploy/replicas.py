@@ -79,7 +79,8 @@ class Replicas:
             copies: how many nodes are to have each file, this one included.
             address: to listen on.
             token: known to the agents of this run alone.
-            say: called as ``say(kind, **fields)`` from any thread.
+            say: called as ``say(kind, **fields)`` from any thread; no field is called ``node``, which an event of
+                the agent has of its own.
         """
         self._name, self._copies, self._token, self._voice = name, copies, token, Voice(say)
         self._kept = Kept(kept)

@@ -265,29 +265,59 @@ def test_too_few_nodes_wait_and_go_on_when_one_returns(
     run.trained_as(unbroken, same_world=True)
 
 
-def test_a_snapshot_damaged_on_one_node_is_had_from_another(
-    story: Callable[..., Story], unbroken: dict[int, float]
+@pytest.mark.parametrize(
+    ("damaged", "step"),
+    [
+        pytest.param(["node1"], 120, id="on one node, had from another"),
+        pytest.param(["node1", "node2", "node3"], 60, id="on all, back to the one before"),
+    ],
+)
+def test_a_snapshot_is_damaged(
+    story: Callable[..., Story], unbroken: dict[int, float], damaged: list[str], step: int
 ) -> None:
-    run = story()
-    run.wait_step("node2", 50)
-    payload = max((run.disk("node1") / "snapshots").glob("g*.pt"))
-    data = bytearray(payload.read_bytes())
-    data[len(data) // 2] ^= 1
-    run.kit.on_host(
-        "node1",
-        "sh",
-        "-c",
-        f"printf x | dd of=/{payload.relative_to(_root(run))} bs=1 seek=9000 conv=notrunc",
-    )
+    run = story(*COMMAND[:-1], "60")
+    run.wait_step("node2", 125)
+    for host in damaged:
+        folder = f"/root/nodekit/runs/{run.run_id}/{host}/snapshots"
+        damage = "printf damage | dd of=$(ls g0000-s000000120-*.pt) bs=1 seek=9000 conv=notrunc"
+        run.kit.on_host(host, "sh", "-c", f"cd {folder} && {damage}")
     (pid,) = run.processes("node2", "slow.py:Task")
     os.kill(pid, signal.SIGKILL)
     log = run.end()
-    assert "its payload's SHA-256 is another than its manifest's" in log or "g0000" in log
+    assert log.count("its payload's SHA-256 is another than its manifest's") == len(damaged)
+    assert re.findall(r"resumed at step (\d+)", log) == [str(step)]
     run.trained_as(unbroken, same_world=True)
 
 
-def _root(run: Story) -> Path:
-    return run.lab.folder / "hosts/node1/upper"
+def test_two_of_four_hosts_are_lost_at_once_the_rendezvous_among_them(
+    labs: Path, unbroken: dict[int, float], story: Callable[..., Story], tmp_path: Path
+) -> None:
+    lab = Lab.up(4, folder=labs / "four")
+    kit = Kit(tmp_path / "four", lab)
+    try:
+        run = Story(kit, lab, nodes="2:4")
+        run.wait_step("node4", 50)
+        lab.crash("node1")
+        lab.crash("node2")
+        run.wait_world("node3", 2)
+        log = run.end()
+        assert "trained to the end without node1, node2" in log
+        run.trained_as(unbroken)
+    finally:
+        kit.close()
+        lab.down()
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="2")
+    run.wait_step("node2", 50)
+    assert not run.disk("node3").joinpath("agent.json").exists(), "a spare waits"
+    run.lab.crash("node2")
+    run.wait_step("node3", 60)
+    run.end()
+    run.trained_as(unbroken, same_world=False)
 
 
 def test_a_node_that_flaps_is_left_out_for_a_while(
