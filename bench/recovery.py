@@ -14,8 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from rounds import Bench, bench, machine, median, note, table
-from sessions import JOB, MIN_NODES, RESILIENT, ByHand, Kit, Resilient, Session, Tuned, wait_for
+from rounds import Bench, BenchError, bench, machine, median, note, table
+from sessions import (
+    JOB,
+    MIN_NODES,
+    RESILIENT,
+    TUNED_CONF,
+    TUNED_ENV,
+    ByHand,
+    Kit,
+    Resilient,
+    Session,
+    Tuned,
+    wait_for,
+)
 
 Line = Mapping[str, Any]
 
@@ -23,7 +35,7 @@ NUM_HOSTS = 3
 KIT = "kit up"
 VICTIM = "node2"
 START_TIMEOUT_S = 60.0
-TRAIN_S = 3.0  # before each fault: long enough for some snapshots
+TRAIN_S = 2.0  # before each fault: long enough for some snapshots
 WHOLE_AGAIN_S = 3.0
 STEADY_STEPS = 10  # a world that makes fewer has not recovered
 GAP_S = 0.25  # between steps: more is a pause
@@ -46,7 +58,7 @@ The tables are for the README.
 """
 EPILOG = """\
 examples:
-  bench/recovery                               3 rounds
+  bench/recovery                               3 rounds: 10 minutes, and 3 more with ft_launcher
   bench/recovery --install-peers               install ft_launcher first, into {venv}
   bench/recovery --only kit --faults cut --rounds 1 --timeline
 
@@ -160,13 +172,20 @@ def kit_phases(history: Iterable[Line], fault_s: float, end_s: float) -> dict[st
 # --- faults -------------------------------------------------------------------------------------------------
 
 
-def _now(act: Callable[[Session], None]) -> Callable[[Session], float]:
-    def happen(session: Session) -> float:
-        when = time.time()
-        act(session)
-        return when
+def _kill_worker(session: Session) -> float:
+    return session.kill_worker(VICTIM)
 
-    return happen
+
+def _crash(session: Session, host: str) -> float:
+    when = time.time()
+    session.bench.lab.crash(host)
+    return when
+
+
+def _cut(session: Session, host: str) -> float:
+    when = time.time()
+    session.bench.lab.cut(host)
+    return when
 
 
 def _return(session: Session) -> float:
@@ -177,21 +196,15 @@ def _return(session: Session) -> float:
     return when
 
 
-def _host_of(session: Session) -> str:
-    host = session.rendezvous_host
-    session.read()  # the fault's moment is taken before; this is done by then
-    return host
-
-
 FAULTS = {
-    "worker": Fault("a worker killed", 3.0, _now(lambda session: session.kill_worker(VICTIM))),
-    "crash": Fault("a node crashes", 4.0, _now(lambda session: session.bench.lab.crash(VICTIM))),
+    "worker": Fault("a worker killed", 3.0, _kill_worker),
+    "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM)),
     "return": Fault("it is back", 8.0, _return, is_return=True),
-    "cut": Fault("a node's cable is cut", 6.0, _now(lambda session: session.bench.lab.cut(VICTIM))),
+    "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM)),
     "host-crash": Fault(
-        "the rendezvous host crashes", 8.0, _now(lambda s: s.bench.lab.crash(s.rendezvous_host))
+        "the rendezvous host crashes", 8.0, lambda session: _crash(session, session.rendezvous_host)
     ),
-    "host-cut": Fault("its cable is cut", 10.0, _now(lambda s: s.bench.lab.cut(s.rendezvous_host))),
+    "host-cut": Fault("its cable is cut", 10.0, lambda session: _cut(session, session.rendezvous_host)),
 }
 
 
@@ -210,11 +223,16 @@ class Turn:
         trials: dict[str, Trial] = {}
         try:
             for key in faults:
-                if FAULTS[key].is_return:
-                    self._provide_crashed(after_crash="crash" in trials)
-                else:
-                    self._provide_whole()
-                trials[key] = self._hit(FAULTS[key])
+                try:
+                    if FAULTS[key].is_return:
+                        self._provide_crashed(after_crash="crash" in trials)
+                    else:
+                        self._provide_whole()
+                    trials[key] = self._hit(FAULTS[key])
+                except BenchError as error:
+                    note(f"{self._name}: {error}")
+                    self._end()
+                    trials[key] = Trial(seconds=None, why="did not start")
                 note(f"  {self._name:<18} {FAULTS[key].title:<28} {shown(trials[key], self._cap_s)}")
         finally:
             self._end()
@@ -230,8 +248,9 @@ class Turn:
             self._end()
         self._session = session = self._make()
         session.start()
-        if not wait_for(lambda: _is_whole(session) or session.has_ended, timeout_s=START_TIMEOUT_S):
-            sys.exit(f"bench/recovery: {self._name} does not start:\n{_tail(session)}")
+        wait_for(lambda: _is_whole(session) or session.has_ended, timeout_s=START_TIMEOUT_S)
+        if not _is_whole(session):
+            raise BenchError(f"not in training after {START_TIMEOUT_S:.0f} s; {_tail(session)}")
         time.sleep(TRAIN_S)
 
     def _provide_crashed(self, *, after_crash: bool) -> None:
@@ -386,13 +405,13 @@ def phases_table(by_fault: Mapping[str, Sequence[Trial]]) -> str:
         "stepped": "first step",
     }
     rows = []
-    for key, trials in by_fault.items():
+    for phase, said in words.items():
         cells = []
-        for phase in words:
+        for trials in by_fault.values():
             found = [trial.phases[phase] for trial in _good(trials) if phase in trial.phases]
             cells.append(f"{median(found):.2f}" if found else "–")
-        rows.append([FAULTS[key].title, *cells])
-    return table(["over at, seconds after the fault", *words.values()], rows)
+        rows.append([said, *cells])
+    return table(["over at, seconds after", *(FAULTS[key].title for key in by_fault)], rows)
 
 
 def goals(by_fault: Mapping[str, Sequence[Trial]]) -> str:
@@ -457,7 +476,7 @@ def main() -> int:
             note(f"round {number + 1}")
             for name in list(chosen)[:: -1 if number % 2 else 1]:
                 so_far = results.setdefault(name, {})
-                hopeless = {key for key, trials in so_far.items() if not _good(trials)} - {"kit"}
+                hopeless = {key for key, trials in so_far.items() if not _good(trials)}
                 faults = [key for key in FAULTS if key in wanted and (name == KIT or key not in hopeless)]
                 turn = Turn(name, chosen[name], args.cap, timeline=args.timeline)
                 for key, trial in turn.run(faults).items():
@@ -478,8 +497,6 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    from sessions import TUNED_CONF, TUNED_ENV
-
     env = " ".join(f"{name}={value}" for name, value in TUNED_ENV.items())
     parser = argparse.ArgumentParser(
         prog="bench/recovery",

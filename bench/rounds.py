@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -159,6 +160,7 @@ def bench(num_hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> I
         prepare: puts into the folder it is given what the hosts shall see, under the same name.
     """
     SHARED.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is removed then, too
     with (
         tempfile.TemporaryDirectory(prefix="nodekit-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="run-", dir=SHARED) as shared,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import peers
 import yaml
 from contestants import FIRST_PORT, SSH
-from rounds import Bench
+from rounds import Bench, BenchError
 
 from nodekit.deploy.lab_process import ProcessRecord, kill
 
@@ -83,15 +84,16 @@ class Session:
                     self.lines += [{"host": host, **json.loads(line)} for line in whole.splitlines()]
         return self.lines
 
-    def kill_worker(self, host: str) -> None:
-        """SIGKILL the last worker that began to train there."""
+    def kill_worker(self, host: str) -> float:
+        """SIGKILL the last worker that began to train there; when."""
         own = max((line for line in self.read() if line["host"] == host and "pid" in line), key=_when)["pid"]
         for pid in self.bench.lab.processes(host):
             status = Path(f"/proc/{pid}/status").read_text()
-            if next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == str(
-                own
-            ):
+            if re.search(rf"^NSpid:.*\s{own}$", status, re.MULTILINE):
+                when = time.time()
                 kill(ProcessRecord.of(pid))
+                return when
+        raise BenchError(f"no worker with pid {own} on {host}")
 
     def end(self) -> None:
         """End everything, here and on the hosts, which start again."""

@@ -41,36 +41,17 @@ examples:
 """
 
 DRILL = """\
-Run the job once as it is and then once per fault, with that fault in the middle of it. For each: when it was
-detected, when training went on, how many steps had to be done again, and whether the loss curve is still the
-unbroken run's: bit for bit, or to rounding where the world size changed meanwhile.
+Run the job once as it is, and then once per fault, with that fault in the
+middle. For each: when it was detected, when training went on, how many steps
+had to be done again, and whether the loss curve is still the unbroken run's:
+bit for bit, or to rounding where the world size changed meanwhile.
 
-Without a command the job is half a minute of kit's own training module; give a short job of your own with
-job.command or after --. Nothing is left running or broken behind it, and the inventory's own runs are left alone.
+Without a command the job is half a minute of kit's own training module. A job
+of your own (the inventory's, or after --) should be short, too. Nothing is left
+running or broken, and the inventory's own runs are left alone.
 """
 
 DRILL_EPILOG = """\
-faults:
-  worker             one rank's process is killed, as by the out-of-memory killer
-  rank0              the same, of rank 0
-  mid-save           a node's ranks are killed while a snapshot is being written there
-  hang               one rank stops (SIGSTOP) and does not end: nothing crashes, nothing goes on
-  agent              kit's agent is killed on a node
-  node               all that kit runs on a node is killed: its agent and its ranks
-  preempt            a node's agent is told to end (SIGTERM), as when its host shuts down
-  rendezvous         the agent that keeps the rendezvous is killed: the nodes cannot meet without another
-  control            the supervisor (kit up, here) is killed; later another kit up takes over
-on the hosts of a `kit lab` also:
-  disk-full          a node's disk is full for a while: nothing can be saved there
-  power              a host loses its power, and gets it back
-  rendezvous-power   the same, of the host that keeps the rendezvous
-  cut                a host's cable is out for a while: silence, and no error
-  rendezvous-cut     the same, of the host that keeps the rendezvous
-  slow               a host's link becomes slow and loses packets: nothing should stop
-  flap               a host's cable is out again and again, each time for less than a second
-  two-at-once        two hosts lose their power at the same moment
-  all                a power cut: every host goes down at once, and comes back
-
 examples:
   kit drill lab.yaml                      all that lab.yaml's hosts allow
   kit drill lab.yaml worker node          these two
@@ -78,7 +59,7 @@ examples:
 
 exit codes:
   0    every fault was survived
-  1    one was not (or, asked for by name, could not be tried); or the job fails even unbroken
+  1    one was not, or could not be tried though asked for, or the job fails as it is
   2    wrong usage, or a fault that is not possible there
   130  stopped by Ctrl-C
 """
@@ -207,9 +188,10 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
-        commands, "drill", _drill, "break a job on purpose, and see that it survives", DRILL, DRILL_EPILOG
-    )
+    from nodekit.deploy.faults import help_text
+
+    epilog = f"{help_text()}\n{DRILL_EPILOG}"
+    command = _add(commands, "drill", _drill, "break a job, and see that it survives", DRILL, epilog)
     command.usage = "kit drill [INVENTORY] [FAULT…] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument(
         "inventory",
@@ -266,11 +248,11 @@ def _drill(args: argparse.Namespace) -> int:
     options = Options(
         inventory=_inventory(args),
         faults=tuple(args.faults),
-        command=tuple(args.command) or None,
+        command=tuple(args.command),
         json=args.json,
         ssh=_ssh_options(args),
     )
-    return list_faults(options, sys.stdout) if args.list else drill(options)
+    return list_faults(options.inventory) if args.list else drill(options)
 
 
 def _supervise(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ ROUNDING = 1e-3
 """Sums over another number of ranks round differently, and the difference grows with the steps: so far apart, in
 parts of the curve's height, two curves may be that are the same."""
 _ROUTINE = ("phase", "first-progress", "run-ended", "drill")
-_ROUTINE_STATES = ("waiting", "succeeded")
+_ROUTINE_STATES = ("running", "waiting", "succeeded")
 _UNSAVED = re.compile(r"no snapshot of step|NO SNAPSHOT FOR")
 
 Outcome = Literal["survived", "not survived", "not tried"]
@@ -128,7 +128,8 @@ def _sign(event: Mapping[str, Any]) -> str:
         return str(event["text"])
     if state := event.get("state"):
         what += f" {state}"
-    return f"{what} on {where}" if where else what
+    by = "" if event.get("node") else " (the supervisor)"
+    return f"{what} on {where}{by}" if where else what
 
 
 def resumed(trace: Trace, struck: float) -> Step | None:
@@ -202,12 +203,55 @@ def compare(reference: Trace, trace: Trace) -> Curve:
     is_same_world = world_sizes(trace) == world_sizes(reference)
     far = next((step for step, each in apart.items() if not each <= ROUNDING), None)
     if far is None and not is_same_world:
-        return Curve("same", f"same to {greatest:.0e}", greatest)
+        return Curve("same", f"±{greatest:.0e}", greatest)
     step = other if is_same_world else far
     return Curve("different", f"differs from step {step} on", greatest)
 
 
-def is_survived(results: Iterable[Result], *, asked_for: bool) -> bool:
+def judge(
+    fault: str,
+    *,
+    where: str,
+    at: float,
+    unbroken: Trace,
+    trace: Trace,
+    problem: str,
+    run: str = "",
+    took_s: float = 0.0,
+) -> Result:
+    """What came of a fault.
+
+    Args:
+        fault: its name.
+        where: the node or nodes it struck.
+        at: when.
+        unbroken: the run to compare with.
+        trace: the run that was struck.
+        problem: why it was not survived, as far as that is known without the curve.
+        run: its id.
+        took_s: how long all of it took.
+    """
+    sign, again, curve = detected(trace, at), resumed(trace, at), compare(unbroken, trace)
+    if not problem and curve.sameness == "different":
+        problem = f"its loss curve {curve.text}"
+    return Result(
+        fault=fault,
+        where=where,
+        outcome="not survived" if problem else "survived",
+        problem=problem,
+        run=run,
+        detected_s=sign[0] - at if sign else None,
+        detected_by=sign[1] if sign else "",
+        resumed_s=again.time - at if again else None,
+        went_on=again is None and not problem,
+        steps_lost=steps_lost(trace),
+        world_sizes=world_sizes(trace),
+        curve=curve,
+        took_s=took_s,
+    )
+
+
+def are_survived(results: Iterable[Result], *, asked_for: bool) -> bool:
     """Whether all were; what could not be tried counts only when it was `asked_for` by name."""
     bad = ("not survived", "not tried") if asked_for else ("not survived",)
     return not any(result.outcome in bad for result in results)
@@ -218,19 +262,28 @@ COLUMNS = ("fault", "on", "detected", "resumed", "lost", "world", "curve", "")
 
 def row(result: Result) -> tuple[str, ...]:
     """A result as the table shows it."""
-    if result.outcome == "not tried":
-        return (result.fault, result.where, "–", "–", "–", "–", "–", "not tried")
-    went_on = result.went_on and result.resumed_s is None
+    curve = {"equal": "equal", "same": result.curve.text, "different": "differs", "unknown": "–"}
     return (
         result.fault,
-        result.where,
+        result.where or "–",
         _seconds(result.detected_s),
-        "went on" if went_on else _seconds(result.resumed_s),
-        "–" if result.steps_lost is None else str(result.steps_lost),
+        "went on" if result.went_on else _seconds(result.resumed_s),
+        "–" if result.steps_lost is None or not result.where else str(result.steps_lost),
         "→".join(map(str, result.world_sizes)) or "–",
-        result.curve.text or "–",
+        curve[result.curve.sameness],
         result.outcome,
     )
+
+
+def sentence(result: Result) -> str:
+    """How it came out, in words."""
+    if result.problem:
+        return f"{result.outcome}: {result.problem}"
+    curve = {
+        "equal": "; the curve equals the unbroken run's",
+        "same": f"; the curve is the unbroken run's to rounding ({result.curve.text})",
+    }
+    return result.outcome + curve.get(result.curve.sameness, "")
 
 
 def verdict(results: Sequence[Result]) -> str:

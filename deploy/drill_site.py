@@ -49,9 +49,14 @@ class Site:
                 self._sizes[name] = int(done.stdout.split()[0]) if done.stdout else 0
 
     @property
-    def runs_folder(self) -> str:
-        """Where the runs are on the hosts of a lab, which are all alike; "" before one was measured."""
-        return next(iter(self._folders.values()), "")
+    def small_disk_node(self) -> str:
+        """The node that is given a small disk before a run: the last to take part, as the first has the rendezvous."""
+        return self._hosts[min(self.inventory.nodes.max, len(self._hosts)) - 1]
+
+    @property
+    def small_disk(self) -> str:
+        """Where that is mounted; "" before a run was measured."""
+        return self._folders.get(self.small_disk_node, "")
 
     @property
     def nodes(self) -> list[str]:

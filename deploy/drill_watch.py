@@ -41,7 +41,7 @@ class Watch:
         self.statuses: dict[str, dict[str, Any]] = {}
         """The last of each node."""
         self.moved_at = time.monotonic()
-        """When anything was last seen to change."""
+        """When a new step was last seen."""
         self._hosts = {name: host for name, host in hosts.items() if name in run.nodes}
         self._options = options
         self._output = output
@@ -137,8 +137,7 @@ class Watch:
                 threading.Thread(target=lost.close, daemon=True).start()
             raise
         with self._lock:
-            if status != self.statuses.get(name) or events or metrics:
-                self.moved_at = time.monotonic()
+            known = len(self._steps) + len(self._progress)
             self.statuses[name] = status
             self._take_progress(name, status)
             for event in events:
@@ -148,6 +147,8 @@ class Watch:
                 with contextlib.suppress(KeyError, TypeError, ValueError):  # a user's file of the same name
                     step = Step(self.local_time(name, line["time"]), int(line["step"]), float(line["loss"]))
                     self._steps.setdefault((name, step.step, step.time), step)
+            if len(self._steps) + len(self._progress) > known:
+                self.moved_at = time.monotonic()
 
     def _take_progress(self, name: str, status: Mapping[str, Any]) -> None:
         attempt, progress = status.get("attempt"), status.get("progress")

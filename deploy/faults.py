@@ -6,10 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
+
+if TYPE_CHECKING:
+    from nodekit.deploy.drill_site import Site
 
 BACK_AFTER_S = 6.0
 """A lost host is back after this; long enough that its loss is noticed before."""
@@ -35,43 +38,6 @@ class Struck:
     """For people: what was done to them."""
     at: float
     """When, by this machine's clock."""
-
-
-class Site(Protocol):
-    """The run that a fault strikes, and what can be done to it."""
-
-    lab: Lab | None
-    """The lab whose hosts the nodes are."""
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The nodes that train now, in the inventory's order."""
-
-    @property
-    def host(self) -> str:
-        """The one that keeps the rendezvous."""
-
-    @property
-    def rank0(self) -> str:
-        """The one with rank 0."""
-
-    def inject(self, node: str, target: str, number: int, **how: Any) -> float:
-        """Signal what runs on a node (see `inject` in deploy/remote.py): when that was; NotTried if nobody got it."""
-
-    def lab_name(self, node: str) -> str:
-        """What the lab calls a node."""
-
-    def run_folder(self, node: str) -> str:
-        """Where the runs' folders are on a node."""
-
-    def size_bytes(self, node: str) -> int:
-        """How large a run's folder becomes there."""
-
-    def kill_kit(self) -> None:
-        """SIGKILL to the `kit up` of this run."""
-
-    def start_kit(self) -> None:
-        """Another `kit up` for this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +100,14 @@ def _supervise_again(site: Site) -> str:
 # --- hosts of a lab -----------------------------------------------------------------------------------------
 
 
-def lab_of(site: Site) -> Lab:
+def _lab(site: Site) -> Lab:
     """The lab, of faults that need one."""
     assert site.lab is not None
     return site.lab
 
 
 def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone") -> Struck:
-    lab = lab_of(site)
+    lab = _lab(site)
     at = time.time()
     for node in nodes:
         lab.cut(site.lab_name(node))  # first: a host without power resets no connection
@@ -150,14 +116,13 @@ def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone"
     return Struck(", ".join(nodes), what, at)
 
 
-def make_whole(lab: Lab, runs_folder: str = "") -> list[str]:
-    """Revive and mend every host of a lab, and take our small disks away: the hosts that needed it."""
+def make_whole(lab: Lab, *, small_disks_at: str = "") -> list[str]:
+    """Revive and mend every host of a lab, and take the small disks away: the hosts that were not whole."""
     mended = []
     for host in lab.hosts:
-        if runs_folder and lab.is_alive(host):
-            while lab.run(host, ["mountpoint", "-q", runs_folder]).returncode == 0:
-                if lab.run(host, ["umount", "--lazy", runs_folder], capture_output=True).returncode != 0:
-                    break
+        if small_disks_at and lab.is_alive(host):
+            while lab.run(host, ["mountpoint", "-q", small_disks_at]).returncode == 0:
+                lab.run(host, ["umount", "--lazy", small_disks_at], check=True)
         if lab.status(host) != "up":
             lab.mend(host)
             lab.revive(host)
@@ -166,24 +131,24 @@ def make_whole(lab: Lab, runs_folder: str = "") -> list[str]:
 
 
 def _power_on(site: Site) -> str:
-    mended = make_whole(lab_of(site))
+    mended = make_whole(_lab(site))
     return f"power is back on {', '.join(mended)}"
 
 
 def _cut(site: Site, node: str) -> Struck:
     at = time.time()
-    lab_of(site).cut(site.lab_name(node))
+    _lab(site).cut(site.lab_name(node))
     return Struck(node, "its cable is out", at)
 
 
 def _mend(site: Site) -> str:
-    mended = make_whole(lab_of(site))
+    mended = make_whole(_lab(site))
     return f"the link of {', '.join(mended)} is whole again"
 
 
 def _slow(site: Site) -> Struck:
     node, at = bystander(site), time.time()
-    lab_of(site).slow(site.lab_name(node), delay_ms=SLOW_MS, loss_percent=SLOW_LOSS_PERCENT)
+    _lab(site).slow(site.lab_name(node), delay_ms=SLOW_MS, loss_percent=SLOW_LOSS_PERCENT)
     return Struck(node, f"{2 * SLOW_MS:.0f} ms more per round trip, {SLOW_LOSS_PERCENT:.0f} % loss", at)
 
 
@@ -193,9 +158,9 @@ def _flap(site: Site) -> Struck:
     for number in range(FLAPS):
         if number:
             time.sleep(FLAP_S)
-        lab_of(site).cut(name)
+        _lab(site).cut(name)
         time.sleep(FLAP_S)
-        lab_of(site).mend(name)
+        _lab(site).mend(name)
     return Struck(node, f"its cable was out {FLAPS} times for {FLAP_S:g} s", at)
 
 
@@ -206,22 +171,22 @@ def _two(site: Site) -> Struck:
 
 def _small_disk(site: Site) -> None:
     """Give a host a small disk for its runs, in its own mount namespace, so that nobody else's is filled."""
-    node = site.nodes[-1]
-    folder, size = site.run_folder(node), 2 * site.size_bytes(node) + SPARE_BYTES
+    node = site.small_disk_node
+    folder, run_bytes = site.runs_of(node)
     for argv in (
         ["mkdir", "-p", folder],
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", folder],
+        ["mount", "-t", "tmpfs", "-o", f"size={2 * run_bytes + SPARE_BYTES},mode=700", "none", folder],
     ):
-        done = lab_of(site).run(site.lab_name(node), argv, capture_output=True, text=True)
+        done = _lab(site).run(site.lab_name(node), argv, capture_output=True, text=True)
         if done.returncode != 0:
             raise NotTried(f"{node}: no small disk: {done.stderr.strip()}")
 
 
 def _fill_disk(site: Site) -> Struck:
-    node, at = site.nodes[-1], time.time()
+    node, at = site.small_disk_node, time.time()
     script = 'mountpoint -q "$1" && cat /dev/zero >"$1/.drill-fills-this"; test -s "$1/.drill-fills-this"'
-    done = lab_of(site).run(
-        site.lab_name(node), ["sh", "-c", script, "sh", site.run_folder(node)], capture_output=True
+    done = _lab(site).run(
+        site.lab_name(node), ["sh", "-c", script, "sh", site.runs_of(node)[0]], capture_output=True
     )
     if done.returncode != 0:
         raise NotTried(f"{node}: its small disk is not there any more")
@@ -229,8 +194,8 @@ def _fill_disk(site: Site) -> Struck:
 
 
 def _empty_disk(site: Site) -> str:
-    node = site.nodes[-1]
-    lab_of(site).run(site.lab_name(node), ["rm", "-f", f"{site.run_folder(node)}/.drill-fills-this"])
+    node = site.small_disk_node
+    _lab(site).run(site.lab_name(node), ["rm", "-f", f"{site.runs_of(node)[0]}/.drill-fills-this"])
     return f"there is room on {node} again"
 
 
@@ -241,7 +206,7 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault(
             name="worker",
-            text="one rank's process is killed, as by the out-of-memory killer",
+            text="one rank's process is killed, as when memory runs out",
             strike=_signals("worker", signal.SIGKILL, "SIGKILL to a rank's process"),
         ),
         Fault(
@@ -253,7 +218,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="mid-save",
-            text="a node's ranks are killed while a snapshot is being written there",
+            text="a node's ranks are killed while they write a snapshot",
             strike=_signals(
                 "workers", signal.SIGKILL, "SIGKILL to its ranks, in the middle of a save",
                 saving_s=SAVE_TIMEOUT_S,
@@ -261,39 +226,39 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="hang",
-            text="one rank stops (SIGSTOP) and does not end: nothing crashes, nothing goes on",
+            text="a rank is stopped (SIGSTOP): no crash, and no progress",
             strike=_signals("worker", signal.SIGSTOP, "SIGSTOP to a rank's process"),
         ),
         Fault(
             name="agent",
-            text="kit's agent is killed on a node",
+            text="kit's agent on a node is killed",
             strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent"),
         ),
         Fault(
             name="node",
-            text="all that kit runs on a node is killed: its agent and its ranks",
+            text="all that kit runs on a node is killed",
             strike=_signals("node", signal.SIGKILL, "SIGKILL to its agent and ranks"),
         ),
         Fault(
             name="preempt",
-            text="a node's agent is told to end (SIGTERM), as when its host shuts down",
+            text="a node's agent gets SIGTERM, as when its host shuts down",
             strike=_signals("agent", signal.SIGTERM, "SIGTERM to its agent"),
         ),
         Fault(
             name="rendezvous",
-            text="the agent that keeps the rendezvous is killed: the nodes cannot meet without another",
+            text="the agent that keeps the rendezvous is killed",
             strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent", lambda site: site.host),
         ),
         Fault(
             name="control",
-            text="the supervisor (kit up, here) is killed; later another kit up takes over",
+            text="kit up, here, is killed; another one takes over",
             strike=_kill_supervisor,
             back=_supervise_again,
             back_after_s=3.0,
         ),
         Fault(
             name="disk-full",
-            text="a node's disk is full for a while: nothing can be saved there",
+            text="a node's disk is full for a while",
             prepare=_small_disk,
             strike=_fill_disk,
             back=_empty_disk,
@@ -318,7 +283,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="cut",
-            text="a host's cable is out for a while: silence, and no error",
+            text="a host's cable is out for a while: silence, no error",
             strike=lambda site: _cut(site, bystander(site)),
             back=_mend,
             needs_lab=_HOSTS,
@@ -334,7 +299,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="slow",
-            text="a host's link becomes slow and loses packets: nothing should stop",
+            text="a host's link is slow and loses packets, for a while",
             strike=_slow,
             back=_mend,
             needs_lab="it changes a host's link, which kit can do, and undo, only on a lab",
@@ -342,7 +307,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="flap",
-            text="a host's cable is out again and again, each time for less than a second",
+            text="a host's cable is out again and again, for under 1 s",
             strike=_flap,
             needs_lab=_HOSTS,
             min_nodes=2,
@@ -357,7 +322,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="all",
-            text="a power cut: every host goes down at once, and comes back",
+            text="a power cut: every host goes down, and comes back",
             strike=lambda site: _power_off(site, list(site.nodes), "their power is gone"),
             back=_power_on,
             needs_lab=_HOSTS,
@@ -374,3 +339,13 @@ def why_not(fault: Fault, *, num_nodes: int, lab: Lab | None) -> str:
     if num_nodes < fault.min_nodes:
         return f"it needs {fault.min_nodes} nodes, and there {'is' if num_nodes == 1 else 'are'} {num_nodes}"
     return ""
+
+
+def help_text() -> str:
+    """What each fault is, for `kit drill --help`."""
+    width = max(map(len, FAULTS))
+    anywhere = [fault for fault in FAULTS.values() if not fault.needs_lab]
+    on_labs = [fault for fault in FAULTS.values() if fault.needs_lab]
+    lines = ["faults:", *(f"  {fault.name.ljust(width)}  {fault.text}" for fault in anywhere)]
+    lines += ["and on the hosts of a lab (kit lab), which can be broken and mended:"]
+    return "\n".join([*lines, *(f"  {fault.name.ljust(width)}  {fault.text}" for fault in on_labs), ""])

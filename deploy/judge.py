@@ -518,7 +518,10 @@ def _why_broken(turn: _Turn) -> str | None:
         if host_ended or (orphans and not host.reachable):
             return f"the rendezvous host {state.host} is lost"
         return "too few nodes are left to go on by themselves"
-    patience_s = SLOW_START_S if coming or any(seen[n].state == "starting" for n in own) else STUCK_S
+    is_slow = any(
+        turn.known[n].asked in ("start", "join") or seen[n].state == "starting" for n in turn.in_sight
+    )
+    patience_s = SLOW_START_S if is_slow else STUCK_S
     if state.stuck_since is not None and turn.now - state.stuck_since >= patience_s:
         return f"the nodes have not met for {patience_s:.0f} s"
     return None
@@ -604,7 +607,7 @@ def _adjust_electorate(turn: _Turn) -> None:
             # What the old electorate committed must be with a majority of the new, or it could go on without.
             elif granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor]):
                 turn.change(electorate=granted, granted=None, stable_since=None)
-            return
+                return
         for name in (name for name in turn.own if name not in written):
             turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
         return
@@ -638,9 +641,8 @@ def _fill(turn: _Turn) -> None:
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
         if has_host and each.state == "orphaned" and each.reachable and name in turn.here:
-            turn.ask(
-                name, "join", STRAY_S, Join(name)
-            )  # it may have been told of an earlier process of the host
+            # What it was told of the host may be of an earlier process there.
+            turn.ask(name, "join", STRAY_S, Join(name))
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
         if name not in taken and len(taken) >= turn.rules.max_nodes:
