@@ -20,6 +20,7 @@ from nodekit.deploy.drill_run import Drill
 from nodekit.deploy.drill_site import lab_of
 from nodekit.deploy.faults import FAULTS, Fault, why_not
 from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.start import count
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -62,8 +63,8 @@ def drill(options: Options) -> int:
     with _sigterm_interrupts():
         try:
             drilling.unbroken()
-            minutes = len(faults) * (drilling.run_s + 10) / 60
-            voice.line(f"{len(faults)} faults to try, {minutes:.0f} min or more; Ctrl-C ends it early")
+            minutes = max(1, round(len(faults) * (drilling.run_s + 10) / 60))
+            voice.line(f"{count(len(faults), 'fault')} to try: {minutes} min or more; Ctrl-C ends it early")
             for fault in faults:
                 drilling.try_fault(fault)
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 from nodekit.deploy import cluster
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.drill_report import Step, Trace
-from nodekit.deploy.link import Link
+from nodekit.deploy.link import Link, LinkLost, on_all
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
@@ -53,6 +53,7 @@ class Watch:
         self._said: list[tuple[float, str]] = []
         self._read: dict[tuple[str, str], str] = {}
         self._closing = threading.Event()
+        self._is_over = False
         self._threads = [
             threading.Thread(target=self._follow, args=(name,), name=f"drill-{name}", daemon=True)
             for name in self._hosts
@@ -67,10 +68,9 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
-        for thread in self._threads:
-            thread.join(CALL_TIMEOUT_S * 4)
-        for link in self._links.values():
-            link.close()
+        with self._lock:
+            links, self._links, self._is_over = self._links, {}, True
+        on_all(links, Link.close)  # which ends the calls that wait
 
     @property
     def trace(self) -> Trace:
@@ -99,7 +99,11 @@ class Watch:
         if link is None:
             link = cluster.open_link(self._hosts[name], self._options)
             with self._lock:
-                self._links[name] = link
+                if not self._is_over:
+                    self._links[name] = link
+                    return link
+            link.close()
+            raise LinkLost(name, "it is not watched any more")
         return link
 
     def local_time(self, name: str, when: float) -> float:

@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="flap",
-            text="a host's cable is out again and again, for under 1 s",
+            text="a host's cable is out again and again, for moments",
             strike=_flap,
             needs_lab=_HOSTS,
             min_nodes=2,

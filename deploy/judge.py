@@ -518,9 +518,8 @@ def _why_broken(turn: _Turn) -> str | None:
         if host_ended or (orphans and not host.reachable):
             return f"the rendezvous host {state.host} is lost"
         return "too few nodes are left to go on by themselves"
-    is_slow = any(
-        turn.known[n].asked in ("start", "join") or seen[n].state == "starting" for n in turn.in_sight
-    )
+    called = [name for name in turn.in_sight if turn.known[name].asked in ("start", "join")]
+    is_slow = bool(called) or any(seen[name].state == "starting" for name in own)
     patience_s = SLOW_START_S if is_slow else STUCK_S
     if state.stuck_since is not None and turn.now - state.stuck_since >= patience_s:
         return f"the nodes have not met for {patience_s:.0f} s"

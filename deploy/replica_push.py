@@ -55,7 +55,7 @@ class Pusher:
         """Of the last listing given to a target."""
         self._name, self._files, self._token, self._voice = name, files, token, voice
         self._since: dict[str, tuple[object, float]] = {}
-        self._is_stopping = False
+        self._is_stopping = self._is_calling = False
         self._wake, self._settled = threading.Event(), threading.Event()
         self._settle_until = 0.0
         self._wire: Wire | None = None
@@ -63,9 +63,12 @@ class Pusher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, also in the middle of a file."""
+        """End the thread, also in the middle of a file.
+
+        One that is just calling a host that is gone is not waited for: it finds out by itself that it is to end.
+        """
         self._is_stopping = True
-        while self._thread.is_alive():
+        while self._thread.is_alive() and not self._is_calling:
             self._wake.set()
             if wire := self._wire:
                 wire.abort()
@@ -151,8 +154,14 @@ class Pusher:
         if files == target.files and (not files or now - target.asked < _REFRESH_S):
             return True
         try:
-            self._wire = replica_wire.connect(target.endpoint, self._token)
+            self._is_calling = True
             try:
+                self._wire = replica_wire.connect(target.endpoint, self._token)
+            finally:
+                self._is_calling = False
+            try:
+                if self._is_stopping:
+                    return False
                 is_done = self._bring(self._wire, node, target, files)
             finally:
                 self._wire.close()

@@ -57,6 +57,19 @@ class Run:
         """Where the record lies."""
         return folder() / self.run_id
 
+    @property
+    def is_being_stopped(self) -> bool:
+        """Whether `kit down` has been told of this run since it was started: nothing may be started any more."""
+        return (self.folder / "stop").exists()
+
+    def say_stop(self, wanted: bool) -> None:
+        """Tell whoever supervises this run that it is to end, or that it begins again."""
+        path = self.folder / "stop"
+        if not wanted:
+            path.unlink(missing_ok=True)
+        elif self.folder.exists():
+            path.touch(mode=0o600)
+
     def save(self) -> None:
         """Write the record in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

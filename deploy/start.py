@@ -251,6 +251,7 @@ def _record(
     run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
     run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
     run.save()
+    run.say_stop(False)
     return run
 
 

@@ -194,6 +194,8 @@ class Supervisor:
         if isinstance(action, Finish):
             return
         name = action.node
+        if isinstance(action, judge.Start | judge.Join) and self._run.is_being_stopped:
+            return
         self._run.event(type(action).__name__.lower(), about=name, generation=state.generation)
         work: dict[type, Callable[[], Any]] = {
             judge.Join: lambda: self._hands.call_in(name, state),

@@ -173,6 +173,7 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
         try:
             verdict = supervisor.watch()
         except KeyboardInterrupt:
+            run.say_stop(True)
             return _stop_everywhere(run, supervisor, view)
         finally:
             lock.release()
@@ -279,6 +280,7 @@ def inventory_of(run: Run) -> Inventory:
 def down(run: Run, options: SshOptions, *, force: bool) -> int:
     """Stop a run everywhere; the exit status is 1 when a node could not be asked."""
     inventory = inventory_of(run)
+    run.say_stop(True)
     with cluster.links(inventory.hosts, options, some=True) as links:
         results = Hands(run, inventory, links).stop_all(force=force)
         unheard = [name for name in run.nodes if name not in links]

@@ -284,7 +284,10 @@ def test_a_snapshot_is_damaged(
     (pid,) = run.processes("node2", "slow.py:Task")
     os.kill(pid, signal.SIGKILL)
     log = run.end()
-    assert log.count("its payload's SHA-256 is another than its manifest's") == len(damaged)
+    for host in damaged:
+        assert re.search(
+            rf"^{host}:.*its payload's SHA-256 is another than its manifest's", log, re.MULTILINE
+        )
     assert re.findall(r"resumed at step (\d+)", log) == [str(step)]
     run.trained_as(unbroken, same_world=True)
 
