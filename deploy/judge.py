@@ -637,6 +637,9 @@ def _fill(turn: _Turn) -> None:
     if turn.rounds:  # one that has not found the others for long makes room
         out |= {name for name in turn.own if seen[name].state == "orphaned" and name not in electorate}
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
+    unseen = electorate.difference(turn.in_sight)
+    if not turn.rounds and state.may_train(unseen):
+        taken |= unseen  # they may be training, and what is in sight are spares
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
         each = seen[name]
         if has_host and each.state == "orphaned" and each.reachable and name in turn.here:

@@ -208,7 +208,7 @@ class Simulation:
         self.no_starts: dict[str, float] = {}
         self.loss, self.repeat, self.slow = rng.choice([(0.0, 0.0, 0.0), (0.05, 0.05, 0.05), (0.2, 0.2, 0.2)])
         self.faults_s = rng.uniform(40, 160) if faults_s is None else faults_s
-        self.death_rate = self.wipe_rate = 0.0
+        self.death_rate = self.wipe_rate = self.treachery = 0.0
         self.total_steps = 1 << 60
         self.stores: list[Store] = []
         self.trained = -1
@@ -516,7 +516,8 @@ class Simulation:
         node.has_folder = True
         node.fence = max(node.fence, generation)
         if node.agent and node.generation < generation and node.state != "fenced":
-            node.fenced_at = self.now + self.random.uniform(0, 0.4)
+            is_slow = self.random.random() < 0.1  # to die
+            node.fenced_at = self.now + self.random.uniform(0, 8 if is_slow else 0.4)
 
     def grant(self, node: Node, electorate: Electorate) -> None:
         own = node.electorate
@@ -564,6 +565,9 @@ class Simulation:
         fields = after.to_dict()
         if fields != before.to_dict():
             self.saved = json.dumps(fields)
+            is_turn = (after.granted, after.next_generation) != (before.granted, before.next_generation)
+            if is_turn and self.now < self.faults_s and self.random.random() < self.treachery:
+                self.strike()
         self.check_state(after)
         for number, action in enumerate(actions):
             if dies and self.random.random() < 0.3:
@@ -636,6 +640,14 @@ class Simulation:
         group = self.group
         if group is None or self.now - group.progress_at > 2 * TICK_S or group.store.done:
             return
+        is_full = len(group.members) >= self.rules.max_nodes and self.now - group.progress_since > STEADY_S
+        if (
+            is_full
+            and isinstance(action, Start)
+            and action.node not in group.set
+            and self.is_known(supervisor, group)
+        ):
+            self.broken(f"{action} while {_few(group.members)} train, which are all that may")
         if (
             isinstance(action, Join)
             and action.node in group.set
@@ -679,6 +691,7 @@ class Simulation:
         every_s = rng.choice([3.0, 8.0, 20.0]) / max(1, self.num_nodes // 20)
         self.death_rate = rng.choice([0.0, 0.0, 0.003, 0.02])
         self.wipe_rate = rng.choice([0.0, 0.0, 0.15])
+        self.treachery = rng.choice([0.0, 0.5, 1.0])
         kinds = [
             self.crash_agent, self.crash_machine, self.cut_pair, self.partition, self.hide, self.hide_all,
             self.power_out, self.jump, self.fail_starts, self.flap, self.isolate,
@@ -688,6 +701,14 @@ class Simulation:
         while when < self.faults_s:
             self.at(when, rng.choice(kinds))
             when += rng.expovariate(1 / every_s)
+
+    def strike(self) -> None:
+        """Faults when they hurt most: while a generation or an electorate changes."""
+        kinds = [self.partition, self.isolate, self.crash_machine, self.crash_agent, self.hide, self.hide_all]
+        kinds += [self.kill_supervisor, self.partition]
+        for _ in range(self.random.randint(1, 3)):
+            kind = self.random.choice(kinds)
+            self.at(self.now + self.random.uniform(0, 2), kind)
 
     def some(self) -> Node:
         return self.nodes[self.random.choice(self.names)]

@@ -1,0 +1,439 @@
+"""`kit drill`: what it makes of what it saw, what it refuses, and real drills on this machine and on a lab."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import until
+from kit_runs import Kit
+from rich.console import Console
+
+from nodekit.deploy import remote
+from nodekit.deploy.drill import NotPossible, chosen, conclude, table
+from nodekit.deploy.drill_job import copied
+from nodekit.deploy.drill_report import (
+    Curve,
+    Result,
+    Step,
+    Trace,
+    are_survived,
+    compare,
+    detected,
+    judge,
+    resumed,
+    steps_lost,
+    verdict,
+    world_sizes,
+)
+from nodekit.deploy.faults import FAULTS
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory
+
+# --- what was seen, told ------------------------------------------------------------------------------------
+
+
+def attempt(name: str, started: float, *members: str) -> list[dict[str, Any]]:
+    return [
+        {"kind": "rendezvous", "time": started - 0.1, "attempt": name, "members": list(members)},
+        *({"kind": "workers-started", "time": started, "attempt": name, "node": each} for each in members),
+    ]
+
+
+def curve(first: int, last: int, began: float, *, factor: float = 1.0) -> list[Step]:
+    """A step every tenth of a second."""
+    return [
+        Step(began + 0.1 * (step - first + 1), step, factor * 10.0 / step) for step in range(first, last + 1)
+    ]
+
+
+NPROC = {"a": 1, "b": 1, "c": 2}
+UNBROKEN = Trace(events=attempt("0.0", 0.0, "a", "b", "c"), steps=curve(1, 100, 0.0), nproc=NPROC)
+
+
+def broken(*members: str, factor: float = 1.0, resumed_at: int = 41, last: int = 100) -> Trace:
+    """Struck at 5.0 after step 50; the second attempt begins at 7.0."""
+    return Trace(
+        events=[
+            *attempt("0.0", 0.0, "a", "b", "c"),
+            {"kind": "phase", "time": 5.01, "phase": "start"},
+            {"kind": "node-state", "time": 5.02, "about": "a", "state": "waiting"},
+            {"kind": "membership", "time": 5.3, "node": "a"},
+            *attempt("0.1", 7.0, *members),
+        ],
+        steps=[*curve(1, 50, 0.0), *curve(resumed_at, last, 7.0, factor=factor)],
+        nproc=NPROC,
+    )
+
+
+def test_a_fault_is_timed_from_the_strike_to_the_first_sign_and_to_the_first_step_of_a_later_attempt() -> (
+    None
+):
+    trace = broken("a", "b")
+    assert detected(trace, 5.0) == (5.3, "membership on a")
+    again = resumed(trace, 5.0)
+    assert again is not None
+    assert (again.time, again.step) == (7.1, 41)
+    assert steps_lost(trace) == 10
+    assert world_sizes(trace) == (4, 2)
+
+
+def test_a_job_that_went_on_was_not_resumed_and_its_end_is_no_sign_of_a_fault() -> None:
+    end = [
+        {"kind": "node-state", "time": 9.0, "about": "a", "state": "succeeded"},
+        {"kind": "agent-ended", "time": 9.0, "node": "a", "state": "succeeded"},
+        {"kind": "run-ended", "time": 9.5, "state": "succeeded"},
+    ]
+    trace = Trace(events=[*UNBROKEN.events, *end], steps=UNBROKEN.steps, nproc=NPROC)
+    result = judge("slow", where="c", at=5.0, unbroken=UNBROKEN, trace=trace, problem="")
+    assert (result.detected_s, result.resumed_s, result.went_on, result.steps_lost) == (None, None, True, 0)
+    assert result.outcome == "survived"
+
+
+def test_a_save_that_fails_is_a_sign() -> None:
+    said = [(4.0, "no snapshot of step 1"), (6.0, "node1:0 | *** NO SNAPSHOT FOR 3 s on node 2")]
+    assert detected(Trace(said=said), 5.0) == (6.0, "a save that failed")
+
+
+def test_a_script_that_tells_no_steps_is_resumed_when_its_workers_are() -> None:
+    trace = Trace(events=broken("a", "b").events, nproc=NPROC)
+    again = resumed(trace, 5.0)
+    assert again is not None
+    assert (again.time, again.step) == (7.0, -1)
+    assert steps_lost(trace) is None
+    assert world_sizes(trace) == (4, 2)
+    assert compare(trace, trace).sameness == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("trace", "sameness", "says"),
+    [
+        pytest.param(broken("a", "b", "c"), "equal", "equal", id="bit for bit"),
+        pytest.param(broken("a", "b", "c", factor=1.0 + 1e-12), "different", "step 41", id="a bit off"),
+        pytest.param(broken("a", "b", factor=1.0 + 1e-6), "same", "±", id="rounded by another world size"),
+        pytest.param(broken("a", "b", factor=1.1), "different", "step 41", id="too far for rounding"),
+        pytest.param(broken("a", "b", factor=float("nan")), "different", "step 41", id="nan"),
+        pytest.param(
+            broken("a", "b", resumed_at=61), "different", "lacks 10 steps from 51", id="steps left out"
+        ),
+        pytest.param(broken("a", "b", last=99), "different", "lacks 1 steps from 100", id="ended early"),
+        pytest.param(broken("a", "b", last=101), "different", "1 steps more", id="ended late"),
+    ],
+)
+def test_a_curve_is_compared_step_by_step(trace: Trace, sameness: str, says: str) -> None:
+    found = compare(UNBROKEN, trace)
+    assert found.sameness == sameness
+    assert says in found.text
+
+
+def test_a_curve_that_differs_is_not_survived_however_well_the_job_ended() -> None:
+    trace = broken("a", "b", "c", factor=2.0)
+    result = judge("worker", where="c", at=5.0, unbroken=UNBROKEN, trace=trace, problem="")
+    assert (result.outcome, result.problem) == ("not survived", "its loss curve differs from step 41 on")
+
+
+# --- what is shown ------------------------------------------------------------------------------------------
+
+RESULTS = [
+    Result(
+        fault="rendezvous-power",
+        where="node1",
+        outcome="survived",
+        detected_s=2.81,
+        detected_by="store-lost on node2",
+        resumed_s=120.3,
+        steps_lost=15,
+        world_sizes=(3, 2, 3),
+        curve=Curve("same", "±3e-05", 3e-5),
+    ),
+    Result(fault="slow", where="node3", outcome="survived", went_on=True, steps_lost=0, world_sizes=(3,)),
+    Result(fault="hang", where="node3", outcome="not survived", problem="no step in 120 s, after step 75"),
+    Result(fault="mid-save", outcome="not tried", problem="node3 saved nothing to its snapshot folder"),
+]
+
+
+def shown(width: int) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width).print(table(RESULTS))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_table_has_one_line_per_fault_also_in_a_narrow_terminal(width: int) -> None:
+    lines = shown(width)
+    assert len(lines) == 5
+    assert lines[0].split() == ["fault", "on", "detected", "resumed", "lost", "world", "curve"]
+    assert lines[1].split() == [
+        *("rendezvous-power", "node1", "2.8", "s", "120.3", "s", "15", "3→2→3", "±3e-05", "survived"),
+    ]
+    assert "went on" in lines[2]
+    assert lines[3].endswith("not survived")
+    assert lines[4].endswith("not tried")
+
+
+def test_the_verdict_names_what_was_not_survived(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = "2 of 4 faults survived; not survived: hang; not tried: mid-save"
+    assert verdict(RESULTS) == said
+    conclude(RESULTS, tmp_path, as_json=False)
+    out = capsys.readouterr().out
+    assert said in out
+    assert "hang: not survived: no step in 120 s, after step 75" in out
+    assert json.loads((tmp_path / "results.json").read_text())[2]["outcome"] == "not survived"
+
+
+def test_json_has_numbers_and_nothing_else_is_on_stdout(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    conclude(RESULTS, tmp_path, as_json=True)
+    first = json.loads(capsys.readouterr().out)[0]
+    assert (first["fault"], first["detected_s"], first["world_sizes"]) == (
+        "rendezvous-power",
+        2.81,
+        [3, 2, 3],
+    )
+    assert first["curve"] == {"sameness": "same", "text": "±3e-05", "greatest_difference": 3e-5}
+
+
+def test_what_could_not_be_tried_counts_when_it_was_asked_for() -> None:
+    assert are_survived(RESULTS[:2], asked_for=True)
+    assert not are_survived(RESULTS[:3], asked_for=False)
+    assert are_survived([RESULTS[3]], asked_for=False)
+    assert not are_survived([RESULTS[3]], asked_for=True)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def inventory_of(tmp_path: Path, num_nodes: int = 2, **values: Any) -> Inventory:
+    path = tmp_path / "mine.yaml"
+    hosts = {f"n{number}": None for number in range(num_nodes)}
+    path.write_text(yaml.safe_dump({"connection": "local", "hosts": hosts, **values}))
+    return load_inventory(path)
+
+
+ANYWHERE = ["worker", "rank0", "mid-save", "hang", "agent", "node", "preempt", "rendezvous", "control"]
+
+
+def test_without_names_all_that_is_possible_is_tried(tmp_path: Path) -> None:
+    assert [fault.name for fault in chosen([], inventory_of(tmp_path), None)] == ANYWHERE
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in ANYWHERE])
+def test_a_fault_that_needs_a_lab_is_refused_elsewhere_with_the_reason_and_what_is_possible(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(NotPossible) as raised:
+        chosen(["worker", name], inventory_of(tmp_path), None)
+    assert raised.value.exit_code == 2
+    reason, possible = str(raised.value).splitlines()
+    assert reason.startswith(f"{name}: not on ")
+    assert "lab" in reason
+    assert possible == "possible there: " + ", ".join(ANYWHERE)
+
+
+def test_an_unknown_fault_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(NotPossible, match="wroker: no such fault; did you mean worker"):
+        chosen(["wroker"], inventory_of(tmp_path), None)
+
+
+def test_a_refusal_comes_before_anything_is_started(tmp_path: Path) -> None:
+    kit = Kit(tmp_path / "project", None)
+    done = kit.run("drill", "local", "power")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "kit: power: not on " in done.stderr
+    assert kit.run("runs").stdout.startswith("no run on record")
+
+
+def test_list_tells_what_each_fault_is_and_why_it_is_not_possible(tmp_path: Path) -> None:
+    said = Kit(tmp_path / "project", None).run("drill", "local", "--list").stdout
+    for fault in FAULTS.values():
+        assert f"{fault.name.ljust(16)}  {fault.text}\n" in said
+    assert said.count("not here: ") == len(FAULTS) - len(ANYWHERE)
+
+
+# --- its parts ----------------------------------------------------------------------------------------------
+
+
+def test_the_copied_inventory_means_the_same_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    text = (
+        "nodes: 2:4\nidentity_file: keys/id\nknown_hosts: ~/known\njob: {env: {N: '010', Y: 'on'}}\n"
+        "hosts:\n  n[1-4]: {known_hosts: kh}\n  n5:\n"
+    )
+    path = tmp_path / "there/mine.yaml"
+    path.write_text(text)
+    copy = tmp_path / "inventory.yaml"
+    copy.write_text(copied(path, name="mine-drill"))
+    one, other = load_inventory(path), load_inventory(copy)
+    assert other.name == "mine-drill"
+    same = {"name": one.name, "path": one.path}
+    assert other.model_copy(update=same) == one
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: bool) -> str:
+    started = remote.start_time(worker.pid)
+    assert started is not None
+    recorded = {"rank": 3, "pid": worker.pid, "start_time": started if is_it else started - 1}
+    (tmp_path / "status.json").write_text(json.dumps({"workers": [recorded]}))
+    return str(tmp_path)
+
+
+def test_a_signal_goes_to_the_recorded_process_and_to_nobody_who_has_its_pid_now(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    other = node_dir_with(tmp_path, sleeper, is_it=False)
+    for target in ("worker", "workers", "agent", "node"):
+        assert remote.inject(other, target, signal.SIGKILL)["pids"] == []
+    assert sleeper.poll() is None
+    own = node_dir_with(tmp_path, sleeper, is_it=True)
+    assert remote.inject(own, "agent", signal.SIGKILL)["pids"] == []
+    assert remote.inject(own, "worker", signal.SIGKILL, rank=0)["pids"] == []
+    assert sleeper.poll() is None
+    assert remote.inject(own, "worker", signal.SIGKILL, rank=3)["pids"] == [sleeper.pid]
+    assert sleeper.wait(5) == -signal.SIGKILL
+
+
+def test_mid_save_waits_for_a_file_that_grows_and_sends_nothing_if_none_does(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    node_dir = node_dir_with(tmp_path, sleeper, is_it=True)
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots/old.pt").write_bytes(b"old")
+    assert remote.inject(node_dir, "workers", signal.SIGKILL, saving_s=0.2)["pids"] == []
+    assert sleeper.poll() is None
+    writer = subprocess.Popen(["sh", "-c", f"sleep 0.3; echo more >>'{tmp_path}/snapshots/old.pt'"])
+    assert remote.inject(node_dir, "workers", signal.SIGKILL, saving_s=10)["pids"] == [sleeper.pid]
+    writer.wait()
+
+
+# --- real ones ----------------------------------------------------------------------------------------------
+
+# Without torch, so that it starts soon; its ranks need no meeting.
+COUNTER = """
+import json, os, sys, time
+restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+output, snapshots = os.environ["NODEKIT_OUTPUT_DIR"], os.environ["NODEKIT_SNAPSHOT_DIR"]
+os.makedirs(output, exist_ok=True)
+done = 0
+if os.path.exists(snapshots + "/step"):
+    done = int(open(snapshots + "/step").read())
+with open(output + "/metrics.jsonl", "a") as metrics:
+    for step in range(done + 1, 61):
+        time.sleep(0.05)
+        loss = 1.0 / step + (restarted and "forgets" in sys.argv)
+        metrics.write(json.dumps({"step": step, "loss": loss, "time": time.time()}) + "\\n")
+        metrics.flush()
+        open(os.environ["NODEKIT_PROGRESS_FILE"], "w").write(str(step))
+        if step % 10 == 0:
+            open(snapshots + "/new", "w").write(str(step))
+            os.replace(snapshots + "/new", snapshots + "/step")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Kit:
+    """A project with a job of its own and two nodes on this machine."""
+    kit = Kit(tmp_path / "my 'project' $HOME; \"x\"", None)
+    (kit.folder / "job.py").write_text(COUNTER)
+    values = {"connection": "local", "workdir": str(tmp_path / "work"), "hosts": {"n1": None, "n2": None}}
+    (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
+    return kit
+
+
+@pytest.mark.slow
+def test_a_job_that_forgets_is_found_out_and_one_that_does_not_survives(project: Kit) -> None:
+    done = project.run("drill", "mine.yaml", "worker", "--json", "--", "job.py", "forgets")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (result,) = json.loads(done.stdout)
+    assert (result["outcome"], result["where"]) == ("not survived", "n2")
+    assert result["problem"].startswith("its loss curve differs from step ")
+    done = project.run("drill", "mine.yaml", "worker", "--", "job.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 faults survived" in done.stdout
+    assert "survived; the curve equals the unbroken run's" in done.stdout
+    # The inventory's own runs are left alone: the drill's are of another inventory and under another name.
+    listed = json.loads(project.run("runs", "--json").stdout)
+    assert len(listed) == 4
+    assert all(run["run_id"].startswith("mine-drill-") for run in listed)
+    assert {Path(run["inventory"]).name for run in listed} == {"inventory.yaml"}
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_unbroken_is_not_struck(project: Kit) -> None:
+    (project.folder / "job.py").write_text("raise SystemExit('no such luck')")
+    done = project.run("drill", "mine.yaml", "worker", "--", "job.py")
+    assert done.returncode == 1
+    assert "the job fails even unbroken" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_run_that_is_under_way(project: Kit, number: signal.Signals) -> None:
+    drill = project.start("drill", "mine.yaml", "worker", "--", "job.py")
+    state = Path(os.environ["XDG_STATE_HOME"]) / "nodekit"
+
+    def agents() -> list[Path]:
+        return list(Path(project.folder.parent / "work").glob("runs/*/n*/progress/*"))
+
+    until(agents, what="a step")
+    drill.send_signal(number)
+    assert drill.wait(60) == 130, project.log()
+    (run,) = json.loads(project.run("runs", "--json").stdout)
+    assert run["state"] == "stopped"
+    found = project.run("status").stdout
+    assert "running" not in found, found
+    assert list(state.glob("drills/*/unbroken.log"))
+
+
+@pytest.mark.lab
+def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
+    kit.inventory()
+    started = time.monotonic()
+    training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill_task:Paced", "--epochs", "4"]
+    done = kit.run(
+        *("drill", "lab.yaml", "power", "worker", "--json", "--", *training, "--snapshot-every", "10"),
+        timeout_s=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - started < 200
+    power, worker = json.loads(done.stdout)
+    assert (power["outcome"], power["where"], power["curve"]["sameness"]) == ("survived", "node3", "equal")
+    assert 0 < power["detected_s"] < power["resumed_s"]
+    assert (worker["outcome"], worker["where"], worker["world_sizes"]) == ("survived", "node3", [3])
+    assert 0 < worker["detected_s"] < worker["resumed_s"] < 30
+    assert 0 < worker["steps_lost"] < 30
+    assert kit.lab is not None
+    assert [kit.lab.status(host) for host in kit.lab.hosts] == ["up"] * 3
+    assert not kit.leftovers()
+
+
+@pytest.mark.lab
+def test_ctrl_c_while_a_host_is_down_leaves_the_lab_whole_and_nothing_running(kit: Kit) -> None:
+    kit.inventory()
+    (kit.folder / "job.py").write_text(COUNTER.replace("0.05", "0.2"))
+    drill = kit.start("drill", "lab.yaml", "power", "--", "job.py")
+    kit.wait_for("its power is gone", timeout_s=120)
+    assert kit.lab is not None
+    assert kit.lab.status("node3") == "crashed, cut"
+    drill.send_signal(signal.SIGINT)
+    assert drill.wait(60) == 130, kit.log()
+    assert [kit.lab.status(host) for host in kit.lab.hosts] == ["up"] * 3
+    assert not kit.leftovers()

@@ -1,0 +1,424 @@
+"""The supervisor's judgement: for each story, what is seen and what is done about it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nodekit.deploy import judge
+from nodekit.deploy.judge import (
+    Action,
+    Fence,
+    Finish,
+    Grant,
+    Join,
+    Known,
+    Rules,
+    Say,
+    Seen,
+    Start,
+    State,
+    Stop,
+    begin,
+    decide,
+)
+from nodekit.deploy.quorum import Electorate
+
+NODES = ("a", "b", "c", "d", "e")
+RULES = Rules(nodes=NODES, min_nodes=2, max_nodes=4)  # e is a spare
+FOUR = ("a", "b", "c", "d")
+UNSTARTED = Seen()
+UNSEEN = Seen(reachable=False)
+
+
+def agent(state: str = "running", *, generation: int = 0, name: str = "x", **more: Any) -> Seen:
+    fields: dict[str, Any] = {"port": 1, "fence": generation, "held": (0, 100)}
+    return Seen(alive=True, agent=name, generation=generation, state=state, **{**fields, **more})
+
+
+def ended(state: str = "running", *, generation: int = 0, **more: Any) -> Seen:
+    return dataclasses.replace(agent(state, generation=generation, **more), alive=False)
+
+
+def running(*members: str, **more: Any) -> Seen:
+    return agent("running", members=members, **more)
+
+
+def lost(seen: Seen) -> Seen:
+    """The same, last seen a while ago."""
+    return dataclasses.replace(seen, reachable=False)
+
+
+class Story:
+    """Decisions one after the other, and what was done."""
+
+    def __init__(self, rules: Rules = RULES, nodes: tuple[str, ...] = FOUR, host: str = "a") -> None:
+        self.rules = rules
+        self.state = begin(rules, generation=0, host=host, port=1, nodes=nodes)
+        self.now = 1000.0
+        self.seen: dict[str, Seen] = dict.fromkeys(rules.nodes, UNSTARTED)
+
+    def sees(self, for_s: float = 0.2, **seen: Seen) -> list[Action]:
+        """What is done in the next seconds, but for what is said."""
+        return [action for action in self.all(for_s, **seen) if not isinstance(action, Say)]
+
+    def says(self, for_s: float = 0.2, **seen: Seen) -> list[str]:
+        return [action.text for action in self.all(for_s, **seen) if isinstance(action, Say)]
+
+    def all(self, for_s: float, **seen: Seen) -> list[Action]:
+        self.seen.update(seen)
+        done: list[Action] = []
+        for _ in range(max(1, round(for_s / 0.2))):
+            self.now += 0.2
+            self.state, actions = decide(self.state, self.seen, self.now, self.rules)
+            done += actions
+        return done
+
+    def all_run(self, members: tuple[str, ...] = FOUR) -> "Story":
+        """After a good start."""
+        self.sees(1, **{name: running(*members) for name in members})
+        return self
+
+
+def test_a_job_begins_with_a_start_on_each_node_but_the_spares() -> None:
+    assert Story().sees() == [Start(name, is_new=True) for name in FOUR]
+
+
+def test_a_start_is_asked_for_again_after_a_minute_only() -> None:
+    story = Story()
+    assert len(story.sees(59)) == 4
+    assert len(story.sees(5)) == 4
+
+
+def test_nothing_is_done_while_all_train() -> None:
+    assert Story().all_run().all(600) == []
+
+
+def test_an_agent_that_ended_is_started_anew() -> None:
+    story = Story().all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    assert story.sees(c=ended(), **three) == [Start("c")]
+
+
+def test_out_of_sight_while_its_peers_train_with_it_is_nobody_lost() -> None:
+    story = Story().all_run()
+    assert story.all(600, c=lost(story.seen["c"])) == []
+    assert story.state.known["c"].failures == ()
+
+
+def test_a_spare_comes_in_for_a_node_its_peers_train_without() -> None:
+    story = Story().all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    assert story.sees(c=lost(story.seen["c"]), **three) == [Start("e", is_new=True)]
+
+
+def test_with_no_node_in_sight_nothing_is_done_and_it_is_said_once() -> None:
+    story = Story().all_run()
+    done = story.all(900, **{name: lost(story.seen[name]) for name in NODES})
+    assert [type(action) for action in done] == [Say]
+    assert not any(known.failures for known in story.state.known.values())
+    assert story.all(60, **{name: running(*FOUR) for name in FOUR}, e=UNSTARTED) == []
+
+
+def orphans(*names: str, **more: Any) -> dict[str, Seen]:
+    return {name: agent("orphaned", **more) for name in names}
+
+
+def fenced(*names: str, generation: int, fence: int) -> dict[str, Seen]:
+    return {name: agent("fenced", generation=generation, fence=fence) for name in names}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [pytest.param(ended(), id="its agent ended"), pytest.param(lost(running(*FOUR)), id="it is gone")],
+)
+def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_survivors(host: Seen) -> None:
+    story = Story().all_run()
+    in_sight = {"b", "c", "d", "e"} | ({"a"} if host.reachable else set())
+    done = story.sees(1, a=host, **orphans("b", "c", "d"))
+    assert {action for action in done if not isinstance(action, Start)} == {
+        Fence(name, 1) for name in in_sight
+    }
+    assert story.state.next_generation == 1
+    done = story.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
+    assert {Join("b"), Join("c"), Join("d")} <= set(done)
+    assert (story.state.generation, story.state.host, story.state.port) == (1, "b", 1)
+    assert story.state.electorate == Electorate(1, 0, ("b", "c", "d"))
+
+
+def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    story.sees(5, **{name: running(*FOUR, fence=1) for name in "bcd"} | {"d": agent("orphaned")})
+    assert story.state.generation == 0
+
+
+def test_the_next_generation_goes_on_from_the_newest_snapshot_only() -> None:
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    back = {
+        name: dataclasses.replace(each, held=(0, 80))
+        for name, each in fenced("b", "c", "d", generation=0, fence=1).items()
+    }
+    story.sees(5, **{**back, "d": dataclasses.replace(back["d"], held=(0, 100))})
+    assert story.state.host == "d"
+    assert story.state.electorate.nodes == ("d",)
+
+
+def test_where_only_a_node_out_of_sight_has_the_newest_snapshot_it_is_waited_for() -> None:
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    back = {
+        name: dataclasses.replace(each, held=(0, 80))
+        for name, each in fenced("b", "c", "d", generation=0, fence=1).items()
+    }
+    said = story.says(60, **{**back, "d": lost(dataclasses.replace(back["d"], held=(0, 100)))})
+    assert story.state.generation == 0
+    assert any("step 100, is only on d" in text for text in said)
+
+
+def test_those_in_sight_are_not_fenced_while_the_others_may_train() -> None:
+    story = Story(rules=dataclasses.replace(RULES, max_nodes=5), nodes=NODES)
+    story.all_run(NODES)
+    done = story.all(900, **{n: lost(story.seen[n]) for n in "abc"}, **orphans("d", "e"))
+    assert [type(action) for action in done] == [Say]
+
+
+def test_a_fencing_is_called_off_when_the_generation_trains_after_all() -> None:
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    three = {name: running("a", "b", "c") for name in "abc"}
+    assert story.sees(d=fenced("d", generation=0, fence=1)["d"], **three) == [Join("d")]
+    assert (story.state.next_generation, story.state.called_off) == (None, 1)
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    assert story.state.next_generation == 2
+
+
+def test_a_host_that_could_not_be_started_is_waited_for_and_then_another_takes_its_place() -> None:
+    story = Story()
+    story.sees(100, **{name: agent("rendezvous") for name in "bcd"})
+    assert story.state.generation == 0
+    story.sees(120)
+    assert story.state.next_generation == 1
+
+
+def test_a_round_without_a_majority_becomes_the_next_generation() -> None:
+    story = Story().all_run()
+    two = {name: agent("rendezvous", blocked=True, members=("a", "b")) for name in "ab"}
+    done = story.sees(3, c=UNSEEN, d=UNSEEN, **two)
+    assert {Fence("a", 1), Fence("b", 1)} <= set(done)
+
+
+def test_at_first_a_round_without_a_majority_waits_for_those_who_are_still_coming() -> None:
+    story = Story()
+    story.sees()
+    two = {name: agent("rendezvous", blocked=True, members=("a", "b")) for name in "ab"}
+    assert story.sees(30, **two) == []
+
+
+def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=3, wait_s=600), nodes=("a", "b", "c"))
+    story.all_run(("a", "b", "c"))
+    alone = {
+        "a": agent("rendezvous"),
+        "b": ended(problem="disk full"),
+        "c": ended(),
+        "d": UNSEEN,
+        "e": UNSEEN,
+    }
+    said = story.says(10, **alone)
+    assert any("1 of at least 3 nodes are there" in text for text in said)
+    (finish,) = {each for each in story.sees(1300) if isinstance(each, Finish)}
+    assert finish == Finish("failed", "waited 600 s for enough nodes")
+
+
+def test_it_never_gives_up_while_those_out_of_sight_may_be_training() -> None:
+    story = Story().all_run()
+    story.seen.update({name: lost(story.seen[name]) for name in "abc"})
+    done = story.sees(900, d=agent("orphaned"))
+    assert not [action for action in done if isinstance(action, Finish | Fence | Stop)]
+
+
+def test_a_node_that_is_lost_again_and_again_is_left_out_for_longer_each_time() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    pauses = []
+    for number in range(6):
+        before = story.now
+        done = story.sees(c=ended(name=str(number)), **{name: running("a", "b", "d") for name in "abd"})
+        while Start("c") not in done:
+            done = story.sees()
+            assert story.now - before < 700
+        pauses.append(story.now - before)
+        story.sees(2, **{name: running(*FOUR, name=str(number + 1)) for name in FOUR})
+    assert pauses == pytest.approx([0, 0, 10, 20, 40, 80], abs=1)
+
+
+def test_the_electorate_is_shrunk_to_those_who_train_on_and_grown_again() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR))
+    story.all_run()
+    three = {name: running("a", "b", "c") for name in "abc"}
+    smaller = Electorate(0, 1, ("a", "b", "c"))
+    done = story.sees(6, d=UNSEEN, **three)
+    assert done == [Grant(name, smaller) for name in "abc"]
+    assert (story.state.electorate.version, story.state.newest) == (0, smaller)
+    story.sees(1, a=running("a", "b", "c", electorate=smaller))
+    assert story.state.electorate.version == 0  # b, c and d could still train by the old one
+    story.sees(1, b=running("a", "b", "c", electorate=smaller))
+    assert (story.state.electorate, story.state.granted) == (smaller, None)
+    larger = Electorate(0, 2, FOUR)
+    done = story.sees(7, **{name: running(*FOUR, electorate=smaller) for name in FOUR})
+    assert done == [Grant(name, larger) for name in FOUR]
+
+
+def test_a_newcomer_has_no_vote_before_it_holds_what_the_others_do() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR), nodes=("a", "b", "c"))
+    for name in "abc":
+        story.seen[name] = running(*FOUR)
+    assert story.sees(60, d=running(*FOUR, held=(-1, 0))) == []
+    assert len(story.sees(1, d=running(*FOUR, held=(0, 120)))) == 4
+
+
+def test_while_an_electorate_is_being_written_down_both_must_be_fenced() -> None:
+    story = Story(rules=Rules(nodes=NODES, min_nodes=1, max_nodes=5), nodes=NODES)
+    story.state = dataclasses.replace(story.state, granted=Electorate(0, 1, ("a", "b", "c")))
+    assert story.state.electorate.is_fenced_by(("c", "d", "e"))
+    assert not story.state.is_fenced_by(("c", "d", "e"))
+    assert story.state.is_fenced_by(("b", "c", "d"))
+    assert story.state.may_train(("a", "b"))
+
+
+def test_a_node_whose_disk_is_lost_has_no_vote_until_it_is_a_new_one() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR))
+    story.all_run()
+    three = {name: running("a", "b", "c") for name in "abc"}
+    done = story.sees(7, d=UNSTARTED, **three)
+    smaller = Electorate(0, 1, ("a", "b", "c"))
+    assert done == [Grant(name, smaller) for name in "abc"]
+    done = story.sees(2, **{name: running("a", "b", "c", electorate=smaller) for name in "abc"})
+    assert done == [Start("d", is_new=True)]
+
+
+def test_a_fence_on_a_lost_disk_proves_nothing() -> None:
+    story = Story(rules=Rules(nodes=("a", "b", "c"), min_nodes=1, max_nodes=3), nodes=("a", "b", "c"))
+    story.all_run(("a", "b", "c"))
+    story.sees(3, a=UNSEEN, b=UNSTARTED, c=ended("orphaned"))
+    story.sees(5, b=Seen(fence=1), c=ended("orphaned", fence=1))
+    assert story.state.generation == 0  # a, and what b has forgotten, may have gone further than c
+    story.sees(5, a=Seen(fence=1, held=(0, 120)))
+    assert (story.state.generation, story.state.host) == (1, "a")
+
+
+@pytest.mark.parametrize(
+    ("states", "outcome"),
+    [
+        pytest.param(("succeeded", "succeeded"), "succeeded", id="trained to the end"),
+        pytest.param(("succeeded", "stopped"), "succeeded", id="a late one was stopped"),
+        pytest.param(("failed", "stopped"), "failed", id="failed, and the other was stopped for it"),
+        pytest.param(("failed", "succeeded"), "failed", id="failed on one"),
+        pytest.param(("stopped", "stopped"), "stopped", id="stopped by someone"),
+    ],
+)
+def test_when_nobody_runs_any_more_the_job_is_over(states: tuple[str, str], outcome: str) -> None:
+    story = Story(rules=Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b"))
+    story.all_run(("a", "b"))
+    assert story.sees(a=ended(states[0]), b=ended(states[1])) == [Finish(outcome)]  # type: ignore[arg-type]
+
+
+def test_a_node_that_finished_first_is_no_lost_host() -> None:
+    story = Story().all_run()
+    assert story.sees(60, a=ended("succeeded"), **{name: agent("waiting") for name in "bcd"}) == []
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_the_others_are_stopped_after_their_last_words(state: str) -> None:
+    story = Story().all_run()
+    assert story.sees(2.8, b=ended(state)) == []
+    assert story.sees(1) == [Stop("a"), Stop("c"), Stop("d")]
+
+
+def test_how_an_older_generation_ended_says_nothing() -> None:
+    story = Story()
+    story.state = dataclasses.replace(story.state, generation=3, electorate=Electorate(3, 0, FOUR))
+    story.seen.update({name: running(*FOUR, generation=3) for name in "abc"})
+    assert story.sees(d=ended("stopped", generation=2)) == [Start("d")]
+
+
+def test_the_end_names_who_cannot_be_reached() -> None:
+    story = Story(rules=Rules(nodes=("a", "b"), min_nodes=1, max_nodes=2), nodes=("a", "b"))
+    story.all_run(("a", "b"))
+    (finish,) = story.sees(a=ended("succeeded"), b=lost(running("a", "b")))
+    assert finish == Finish("succeeded", "b cannot be reached; an agent may still run there")
+
+
+def test_a_generation_of_another_supervisor_is_left_alone() -> None:
+    story = Story().all_run()
+    theirs = {name: running(*FOUR, generation=7) for name in FOUR}
+    done = story.all(600, **theirs)
+    assert done == [Say("generation 7 was begun by another kit up; this one leaves it alone")]
+    assert story.sees(**{name: ended("succeeded", generation=7) for name in FOUR}) == [Finish("succeeded")]
+
+
+def taken_over(story: Story) -> Story:
+    """Another supervisor, with what the one before had written down."""
+    other = Story(rules=story.rules)
+    other.state = State.from_dict(json.loads(json.dumps(story.state.to_dict())), story.rules)
+    other.seen, other.now = dict(story.seen), 5.0  # its clock is another
+    return other
+
+
+def test_who_takes_over_a_job_that_trains_does_nothing() -> None:
+    assert taken_over(Story().all_run()).all(600) == []
+
+
+def test_who_takes_over_while_fencing_goes_on_with_it() -> None:
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    other = taken_over(story)
+    assert other.sees() == [Fence(name, 1) for name in "bcde"]
+    other.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
+    assert other.state.electorate == Electorate(1, 0, ("b", "c", "d"))
+
+
+def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
+    story = Story().all_run()
+    story.state = dataclasses.replace(
+        story.state,
+        granted=Electorate(0, 1, ("a", "b")),
+        next_generation=4,
+        called_off=3,
+        forgot=frozenset("c"),
+        known={**story.state.known, "d": Known(failures=(1.0, 2.0, 900.0))},
+    )
+    fields = json.loads(json.dumps(story.state.to_dict()))
+    again = State.from_dict(fields, RULES)
+    assert again.to_dict() == fields
+    for name in ("generation", "host", "port", "electorate", "granted", "next_generation", "called_off"):
+        assert getattr(again, name) == getattr(story.state, name)
+    assert (again.voters, again.forgot) == (frozenset(FOUR), frozenset("c"))
+    assert again.known["d"].paused_until - again.elapsed_s == judge.PAUSE_S
+    before = Story().all_run()
+    fields = before.state.to_dict()
+    before.all(600)
+    assert before.state.to_dict() == fields
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_jumps_changes_nothing(jump: float) -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR), nodes=FOUR)
+    story.sees(5, a=agent("rendezvous"), **dict.fromkeys("bcd", UNSEEN))
+    story.now += jump
+    assert story.sees(5) == []
+    story.sees(1, **dict.fromkeys("bcd", UNSTARTED))
+    story.now += jump
+    assert len(story.sees(65)) == 3  # asked again after a minute of its own
+
+
+def test_decide_does_not_change_what_it_is_given() -> None:
+    story = Story().all_run()
+    state, seen = story.state, {**story.seen, "a": ended()}
+    known: Mapping[str, Known] = dict(state.known)
+    decide(state, seen, story.now, RULES)
+    assert state.known == known
+    assert decide(state, seen, story.now, RULES) == decide(state, seen, story.now, RULES)
