@@ -64,6 +64,7 @@ ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
 LOOK_S = 1.0  # how often is looked for a hang
 HANG_FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
+LINGER_S = 60.0  # how long workers may take to end, in silence, when those of other nodes have
 STACKS_S = 10.0  # to read the stacks of all ranks
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
@@ -422,9 +423,22 @@ class Agent:
                 return self._or_give_up("again")
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
-                if self._hangs(formed):
+                if self._hangs(formed) or self._lingers(formed):
                     self._end_attempt(0)
                     return self._or_give_up("again")
+
+    def _lingers(self, formed: Formed) -> bool:
+        """Whether workers do not end, and say nothing any more, though those of other nodes have long ended well."""
+        said = [*self._record.progress_dir.iterdir(), *map(Path, map(self._log_of, self._ranks.values()))]
+        quiet_s = time.time() - max((path.stat().st_mtime for path in said if path.exists()), default=0.0)
+        with contextlib.suppress(RuntimeError):
+            limit_s = min(LINGER_S, self._hang.limit_s)
+            if quiet_s > limit_s and self._spec.hang != "never" and formed.store.add("nodekit/done", 0) > 0:
+                pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
+                found = stacks(pids, python=sys.executable, timeout_s=STACKS_S)
+                self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
+                return True
+        return False
 
     def _hangs(self, formed: Formed) -> bool:
         """Whether the job hangs; if so, the agents of the round find out together who holds it up, and tell."""
@@ -606,9 +620,11 @@ def main() -> int:
     forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
     server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread
     _format_plainly()
-    if sys.stdin.readline() != "go\n":
-        return 0
-    return run(node_dir, server)
+    try:
+        return run(node_dir, server) if sys.stdin.readline() == "go\n" else 0
+    finally:
+        if server is not None:
+            server.close()
 
 
 if __name__ == "__main__":

@@ -468,9 +468,14 @@ def _regenerate(turn: _Turn) -> None:
     for name in turn.in_sight:
         if turn.seen[name].fence < following:
             turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
-    # One that lost its disk no longer knows whether it was in the last group, nor holds what that group committed.
+    # One that lost its disk no longer knows whether it was in the last group, nor holds what that group committed: then
+    # it may be anywhere.
     is_sure = turn.state.is_fenced_by(set(fenced) - turn.state.forgot)
-    if not is_sure and not {*turn.state.electorate.nodes, *turn.state.newest.nodes} <= set(fenced):
+    if not is_sure and len(fenced) < len(turn.rules.nodes):
+        if turn.state.is_fenced_by(fenced):
+            turn.lacks = (
+                f"{_names(turn.state.forgot)} lost what was on disk: all nodes are needed to find the newest"
+            )
         return
     able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
     slow = set(turn.in_sight).difference(fenced) & set(turn.state.newest.nodes)
@@ -479,12 +484,12 @@ def _regenerate(turn: _Turn) -> None:
     ):
         return
     # The last group committed on more than half of the electorate, so on one that is fenced. It goes on from there.
-    newest = max(turn.seen[name].held for name in (fenced if is_sure else turn.seen))
-    if holders := [name for name in able if turn.seen[name].held >= newest]:
+    newest = max(turn.seen[name].held for name in fenced)
+    if holders := [name for name in able if turn.seen[name].held == newest]:
         _begin_generation(turn, able, holders)
     else:
-        have = [name for name, each in turn.seen.items() if each.held == newest]
-        turn.lacks = f"the newest snapshot, of step {newest[1]}, is only on {_names(have)}; waiting for it"
+        have = [name for name in fenced if turn.seen[name].held == newest]
+        turn.lacks = f"the newest snapshot, of step {newest[1]}, is only on {_names(have)}"
 
 
 def _why_broken(turn: _Turn) -> str | None:
@@ -637,10 +642,11 @@ def _fill(turn: _Turn) -> None:
     if turn.rounds:  # one that has not found the others for long makes room
         out |= {name for name in turn.own if seen[name].state == "orphaned" and name not in electorate}
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
-    unseen = electorate.difference(turn.in_sight)
-    if not turn.rounds and state.may_train(unseen):
-        taken |= unseen  # they may be training, and what is in sight are spares
-    for name in dict.fromkeys([state.host, *state.electorate.nodes, *turn.rules.nodes]):
+    spares = turn.rules.nodes
+    if not turn.rounds and state.may_train(unseen := electorate.difference(turn.in_sight)):
+        taken |= unseen  # they may be training, with nobody knows how many others
+        spares = ()
+    for name in dict.fromkeys([state.host, *state.electorate.nodes, *spares]):
         each = seen[name]
         if has_host and each.state == "orphaned" and each.reachable and name in turn.here:
             # What it was told of the host may be of an earlier process there.
@@ -679,7 +685,7 @@ def _wait(turn: _Turn) -> None:
         absent = [name for name in rules.nodes if name not in turn.here]
         turn.say(
             "wait",
-            turn.lacks
+            (f"{turn.lacks}; waiting up to {rules.wait_s:.0f} s" if turn.lacks else "")
             or f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
             f"for {_names(absent)}",
         )

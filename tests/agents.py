@@ -132,6 +132,8 @@ class Agents:
             with contextlib.suppress(Exception):
                 link.call("stop", timeout_s=10, node_dir=str(self.node_dir(name)), grace_s=0.0, force=True)
             link.close()
+        with contextlib.suppress(AssertionError):  # a killed agent's fork server needs a moment to see it
+            until(lambda: not processes_of(self.marker), timeout_s=5)
         left = processes_of(self.marker)
         for pid in left:
             os.kill(pid, 9)

@@ -678,9 +678,10 @@ class Simulation:
         if isinstance(action, Start):
             starts = self.all_starts[action.node]
             starts.append(self.now)
+            generation = self.supervisor.state.generation if self.supervisor else 0
             if (
                 sum(when > self.now - 300 for when in starts)
-                > 9 + 2 * self.takeovers + self.excuses[action.node] + self.trained
+                > 9 + 2 * self.takeovers + self.excuses[action.node] + generation
             ):
                 self.broken(f"{len(starts)} starts on {action.node} in five minutes")
 

@@ -194,3 +194,14 @@ def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents
         found = agents.links["n0"].call("stop", timeout_s=60, node_dir=spec.node_dir, grace_s=40.0)
         assert found["was"] == "running"
         assert time.monotonic() - start < 10
+
+
+def test_a_worker_that_does_not_end_when_the_others_have_is_ended(agents: Agents) -> None:
+    script = "open(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('9/9')\n"
+    script += "if dist.get_rank() == 1: import time; time.sleep(600)\n"
+    agents.start(ALL_REDUCE + script + END, hang=3.0)
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+    events = (agents.node_dir("n1") / "events.jsonl").read_text()
+    assert '"lingering"' in events
+    assert "time.sleep" in events or "job.py" in events, "with the stack, to see why"
