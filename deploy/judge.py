@@ -638,9 +638,14 @@ def _fill(turn: _Turn) -> None:
     electorate, wiped, has_host = set(state.electorate.nodes), _wiped(turn), state.host in turn.own
     if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
+    orphans = [name for name in turn.own if seen[name].state == "orphaned"]
+    for name in (
+        orphans if has_host else ()
+    ):  # what they were told of the host may be of an earlier process there
+        turn.ask(name, "join", STRAY_S, Join(name))
     out = {name for name in turn.own if seen[name].state == "fenced"}
     if turn.rounds:  # one that has not found the others for long makes room
-        out |= {name for name in turn.own if seen[name].state == "orphaned" and name not in electorate}
+        out |= set(orphans) - electorate
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
     spares = turn.rules.nodes
     if not turn.rounds and state.may_train(unseen := electorate.difference(turn.in_sight)):
@@ -648,9 +653,6 @@ def _fill(turn: _Turn) -> None:
         spares = ()
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *spares]):
         each = seen[name]
-        if has_host and each.state == "orphaned" and each.reachable and name in turn.here:
-            # What it was told of the host may be of an earlier process there.
-            turn.ask(name, "join", STRAY_S, Join(name))
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
         if name not in taken and len(taken) >= turn.rules.max_nodes:
@@ -658,6 +660,10 @@ def _fill(turn: _Turn) -> None:
         if turn.is_paused(name) or name in wiped or (name != state.host and not turn.state.port):
             continue  # or: the rendezvous is not there yet
         taken.add(name)
+        if each.alive and name == turn.state.host and not turn.state.port:
+            if not each.port:
+                continue  # its agent is so young that it has not told yet where it listens
+            turn.change(port=each.port)
         if each.alive:
             turn.ask(name, "join", ASK_AGAIN_S, Join(name))
         elif not (turn.known[name].asked == "start" and turn.is_coming(name)):

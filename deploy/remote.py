@@ -126,8 +126,10 @@ def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[s
         raise RuntimeError("no agent is alive here")
     _enter(node_dir, own, spec, called_off)
     if own["generation"] == spec["generation"]:
-        if (_load(os.path.join(node_dir, "status.json")) or {}).get("state") not in ("fenced", "orphaned"):
-            return status(node_dir)
+        state = (_load(os.path.join(node_dir, "status.json")) or {}).get("state")
+        has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
+        if state != "fenced" and not (state == "orphaned" and has_moved):
+            return status(node_dir)  # it knows all that, and tries again by itself
         spec = dict(spec, call=own.get("call", 0) + 1)
     write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
     return status(node_dir)
