@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,17 +32,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from nodekit.deploy import blame, hang, remote
+from nodekit.deploy import remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.failures import is_echo, last_traceback
 from nodekit.deploy.forkserver import ForkServer
+from nodekit.deploy.inquiry import Inquiry
 from nodekit.deploy.lifeline import listen
 from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.replicas import Replicas
 from nodekit.deploy.spec import AgentSpec
-from nodekit.deploy.stacks import Stack, stacks
 from nodekit.deploy.workers import Workers, WorkerStart
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -62,10 +61,6 @@ EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step'
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-LOOK_S = 1.0  # how often is looked for a hang
-HANG_FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
-LINGER_S = 60.0  # how long workers may take to end, in silence, when those of other nodes have
-STACKS_S = 10.0  # to read the stacks of all ranks
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
@@ -111,7 +106,7 @@ class Agent:
         self._workers = Workers(server)
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
-        self._hang = hang.Watch(hang="off" if spec.hang == "never" else spec.hang, floor_s=HANG_FLOOR_S)
+        self._inquiry = Inquiry(spec.hang, record)
         self._replicas = (
             Replicas(
                 name=spec.name,
@@ -403,8 +398,8 @@ class Agent:
 
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
-        self._hang.begin()
-        look_at = 0.0
+        pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
+        self._inquiry.begin(formed, pids, {rank: Path(self._log_of(rank)) for rank in pids})
         while True:
             time.sleep(_POLL_S)
             self._pause()
@@ -421,69 +416,9 @@ class Agent:
                 # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
                 self._end_attempt(DYING_S if lost else self._spec.grace_s)
                 return self._or_give_up("again")
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + LOOK_S
-                if self._hangs(formed) or self._lingers(formed):
-                    self._end_attempt(0)
-                    return self._or_give_up("again")
-
-    def _lingers(self, formed: Formed) -> bool:
-        """Whether workers do not end, and say nothing any more, though those of other nodes have long ended well."""
-        said = [*self._record.progress_dir.iterdir(), *map(Path, map(self._log_of, self._ranks.values()))]
-        quiet_s = time.time() - max((path.stat().st_mtime for path in said if path.exists()), default=0.0)
-        with contextlib.suppress(RuntimeError):
-            limit_s = min(LINGER_S, self._hang.limit_s)
-            if quiet_s > limit_s and self._spec.hang != "never" and formed.store.add("nodekit/done", 0) > 0:
-                pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
-                found = stacks(pids, python=sys.executable, timeout_s=STACKS_S)
-                self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
-                return True
-        return False
-
-    def _hangs(self, formed: Formed) -> bool:
-        """Whether the job hangs; if so, the agents of the round find out together who holds it up, and tell."""
-        progress = hang.read_progress(self._record.progress_dir)
-        sizes = {rank: _size(self._log_of(rank)) for rank in self._ranks.values()}
-        self._hang.observe(time.monotonic(), progress, sizes)
-        suspicion = self._hang.suspect(time.monotonic())
-        try:
-            if suspicion is None and not formed.store.check(["nodekit/hang"]):
-                return False
-            formed.store.set("nodekit/hang", "1")
-            logs = {rank: Path(self._log_of(rank)) for rank in self._ranks.values()}
-            pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
-            found = stacks(pids, python=sys.executable, timeout_s=STACKS_S, logs=logs)
-            said = [
-                {rank: asdict(stack) for rank, stack in found.items()},
-                {rank: asdict(each) for rank, each in progress.items()},
-            ]
-            formed.store.set(f"nodekit/hang/{formed.group_rank}", json.dumps(said))
-            self._explain(formed, suspicion.text if suspicion else "")
-        except RuntimeError as error:  # the store is lost meanwhile; a hang it is all the same
-            self._record.event("hang", text=suspicion.text if suspicion else "", why=str(error))
-        return True
-
-    def _explain(self, formed: Formed, suspicion: str) -> None:
-        """Name who is behind, by the stacks of all ranks that come in time."""
-        deadline = time.monotonic() + 2 * STACKS_S
-        parts, nodes = [], {}
-        for group_rank, member in enumerate(formed.members):
-            key = f"nodekit/hang/{group_rank}"
-            while not formed.store.check([key]) and time.monotonic() < deadline:
-                self._pause()
-                time.sleep(_POLL_S)
-            if formed.store.check([key]):
-                parts.append(json.loads(formed.store.get(key)))
-                nodes.update({int(rank): str(member["name"]) for rank in parts[-1][0]})
-        found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
-        progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
-        world_size = sum(int(each["nproc"]) for each in formed.members)
-        blamed = blame.explain(found, progress, nodes=nodes, world_size=world_size)
-        own = list(itertools.takewhile(lambda line: "deploy/forkserver.py" not in line, blamed.stack))
-        stack = "\n".join(f"    {line}" for line in own if "<frozen runpy>" not in line)
-        self._record.event("hang", text=suspicion, line=blamed.line, stack=own)
-        if formed.group_rank == 0:  # one is enough to tell the user
-            self._record.update(notice=f"{blamed.line}\n{stack}".rstrip())
+            if self._inquiry.finds_a_hang(self._pause):
+                self._end_attempt(0)
+                return self._or_give_up("again")
 
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
@@ -578,12 +513,6 @@ class Agent:
         self._record.update(
             port=port, held_port=self._held.getsockname()[1], electorate=self._electorate.to_dict()
         )
-
-
-def _size(path: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size  # noqa: PTH116  # once a second and rank
-    return 0
 
 
 def run(node_dir: Path, server: ForkServer | None) -> int:

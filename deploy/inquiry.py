@@ -1,0 +1,103 @@
+"""Where the agents of a round find out together whether their workers hang, and who holds up the others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from nodekit.deploy import blame, hang
+from nodekit.deploy.record import Record
+from nodekit.deploy.rendezvous import Formed
+from nodekit.deploy.stacks import Stack, stacks
+
+LOOK_S = 1.0  # how often is looked
+FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
+LINGER_S = 60.0  # how long workers may take to end, in silence, when those of other nodes have
+STACKS_S = 10.0  # to read the stacks of all ranks
+_POLL_S = 0.05
+
+
+class Inquiry:
+    """One node's part of it, through all rounds: what was learnt of the job's pace stays."""
+
+    def __init__(self, setting: float | Literal["auto", "never"], record: Record) -> None:
+        """`setting` is the inventory's ``timings.hang``."""
+        self._is_off = setting == "never"
+        self._watch = hang.Watch(hang="off" if setting == "never" else setting, floor_s=FLOOR_S)
+        self._record = record
+
+    def begin(self, formed: Formed, pids: Mapping[int, int], logs: Mapping[int, Path]) -> None:
+        """Another round; `pids` and `logs` are this node's, by rank."""
+        self._formed, self._pids, self._logs = formed, pids, logs
+        self._look_at = 0.0
+        self._watch.begin()
+
+    def finds_a_hang(self, pause: Callable[[], None]) -> bool:
+        """Whether the workers are to be ended and started anew; why is told. `pause` is called while it waits."""
+        if self._is_off or time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        progress = hang.read_progress(self._record.progress_dir)
+        self._watch.observe(
+            time.monotonic(), progress, {rank: _size(log) for rank, log in self._logs.items()}
+        )
+        suspicion = self._watch.suspect(time.monotonic())
+        text = suspicion.text if suspicion else ""
+        store = self._formed.store
+        try:
+            if suspicion is None and not store.check(["nodekit/hang"]):
+                return self._lingers()
+            store.set("nodekit/hang", "1")
+            found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=self._logs)
+            said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
+            store.set(f"nodekit/hang/{self._formed.group_rank}", json.dumps(said))
+            self._explain(text, pause)
+        except RuntimeError as error:  # the store is lost meanwhile; a hang it is all the same
+            self._record.event("hang", text=text, why=str(error))
+        return True
+
+    def _lingers(self) -> bool:
+        """Whether workers do not end, and say nothing any more, though those of other nodes have long ended well."""
+        said = [*self._record.progress_dir.iterdir(), *self._logs.values()]
+        quiet_s = time.time() - max((path.stat().st_mtime for path in said if path.exists()), default=0.0)
+        if quiet_s < min(LINGER_S, self._watch.limit_s) or self._formed.store.add("nodekit/done", 0) == 0:
+            return False
+        found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S)
+        self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
+        return True
+
+    def _explain(self, suspicion: str, pause: Callable[[], None]) -> None:
+        """Name who is behind, by the stacks of all ranks that come in time."""
+        formed, deadline = self._formed, time.monotonic() + 2 * STACKS_S
+        parts, nodes = [], {}
+        for group_rank, member in enumerate(formed.members):
+            key = f"nodekit/hang/{group_rank}"
+            while not formed.store.check([key]) and time.monotonic() < deadline:
+                pause()
+                time.sleep(_POLL_S)
+            if formed.store.check([key]):
+                parts.append(json.loads(formed.store.get(key)))
+                nodes.update({int(rank): str(member["name"]) for rank in parts[-1][0]})
+        found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
+        progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
+        world_size = sum(int(each["nproc"]) for each in formed.members)
+        blamed = blame.explain(found, progress, nodes=nodes, world_size=world_size)
+        own = list(itertools.takewhile(lambda line: "deploy/forkserver.py" not in line, blamed.stack))
+        self._record.event("hang", text=suspicion, line=blamed.line, stack=own)
+        if formed.group_rank == 0:  # one is enough to tell the user
+            shown = [f"    {line}" for line in own if "<frozen runpy>" not in line]
+            self._record.update(notice="\n".join([blamed.line, *shown]))
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size  # noqa: PTH116  # once a second and rank
+    return 0
