@@ -60,7 +60,9 @@ class Inquiry:
             said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
             store.set(f"nodekit/hang/{self._formed.group_rank}", json.dumps(said))
             self._explain(text, pause)
-        except RuntimeError as error:  # the store is lost meanwhile; a hang it is all the same
+        except RuntimeError as error:  # the store is lost
+            if suspicion is None:
+                return False
             self._record.event("hang", text=text, why=str(error))
         return True
 

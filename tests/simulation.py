@@ -43,7 +43,6 @@ SILENCE_S = 3.0  # after which a connection that was cut is given up
 LOOK_S = 0.5
 FORM_S = 1.0
 STEPS_PER_S = 10
-SNAPSHOT_STEPS = 20
 STEADY_S = 10.0  # a group that has gone on for so long must be known to a supervisor that can see it
 AGAIN_S = 150.0  # once the faults have stopped, when the job must train at the latest (and pauses)
 CALM_S = 90.0  # for how long it must then train on undisturbed
@@ -207,6 +206,7 @@ class Simulation:
         """Nodes that the control machine cannot reach."""
         self.no_starts: dict[str, float] = {}
         self.loss, self.repeat, self.slow = rng.choice([(0.0, 0.0, 0.0), (0.05, 0.05, 0.05), (0.2, 0.2, 0.2)])
+        self.snapshot_steps = rng.choice([20, 20, 150])
         self.faults_s = rng.uniform(40, 160) if faults_s is None else faults_s
         self.death_rate = self.wipe_rate = self.treachery = 0.0
         self.total_steps = 1 << 60
@@ -400,13 +400,18 @@ class Simulation:
         held = max(node.snapshot for node in current.nodes)
         for node in current.nodes:
             node.state, node.blocked = "running", False
-            node.snapshot = held
+            if node.snapshot != held:  # it is sent, and that takes a while
+                self.at(self.now + self.random.uniform(0, 12), self.adopt, current, node, held)
         current.trains = True
         current.step = current.committed = held[1]
         generation = current.store.generation
         self.log(f"generation {generation}: {_few(current.members)} train from {held}")
         if held < self.newest_snapshot:
             self.check_regression(current, held)
+
+    def adopt(self, current: Round, node: Node, held: tuple[int, int]) -> None:
+        if current.store.round is current and node.store is current.store:
+            node.snapshot = max(node.snapshot, held)
 
     def check_regression(self, current: Round, held: tuple[int, int]) -> None:
         """What was committed may be left behind only where nobody in sight has it."""
@@ -434,7 +439,7 @@ class Simulation:
             current.progress_since = self.now
         current.progress_at = self.now
         current.step += STEPS_PER_S * TICK_S
-        if current.step - current.committed >= SNAPSHOT_STEPS:
+        if current.step - current.committed >= self.snapshot_steps:
             current.committed = int(current.step)
             age = (generation, current.committed)
             if age <= self.newest_snapshot:
@@ -454,7 +459,8 @@ class Simulation:
 
     def send(self, name: str, what: Callable[..., None], *args: Any, takes_s: float = 0.0) -> None:
         for _ in range(2 if self.random.random() < self.repeat else 1):
-            if self.random.random() >= self.loss:
+            is_hit = what in (self.grant, self.fence) and self.random.random() < self.treachery / 2
+            if self.random.random() >= self.loss and not (is_hit and self.now < self.faults_s):
                 self.at(self.now + takes_s + self.delay(), self.arrive, self.now + 20, name, what, args)
 
     def delay(self) -> float:
@@ -694,7 +700,7 @@ class Simulation:
         self.wipe_rate = rng.choice([0.0, 0.0, 0.15])
         self.treachery = rng.choice([0.0, 0.5, 1.0])
         kinds = [
-            self.crash_agent, self.crash_machine, self.cut_pair, self.partition, self.hide, self.hide_all,
+            self.crash_agent, self.crash_machine, self.cut_pair, self.partition, self.split, self.hide, self.hide_all,
             self.power_out, self.jump, self.fail_starts, self.flap, self.isolate,
         ]  # fmt: skip
         kinds = rng.sample(kinds, rng.randint(2, len(kinds)))
@@ -706,7 +712,7 @@ class Simulation:
     def strike(self) -> None:
         """Faults when they hurt most: while a generation or an electorate changes."""
         kinds = [self.partition, self.isolate, self.crash_machine, self.crash_agent, self.hide, self.hide_all]
-        kinds += [self.kill_supervisor, self.partition]
+        kinds += [self.kill_supervisor, self.split, self.split, self.heal, self.heal]
         for _ in range(self.random.randint(1, 3)):
             kind = self.random.choice(kinds)
             self.at(self.now + self.random.uniform(0, 2), kind)
@@ -773,6 +779,24 @@ class Simulation:
         if rng.random() < 0.5:
             for name in side if rng.random() < 0.5 else others:
                 self.hide_one(name, for_s)
+
+    def split(self) -> None:
+        """Part of a group is cut off with its host, from the control machine too."""
+        if self.group and self.group.store.is_alive:
+            others = [name for name in self.group.members if name != self.group.store.host.name]
+            side = [
+                self.group.store.host.name,
+                *self.random.sample(others, self.random.randint(0, len(others))),
+            ]
+            for_s = self.random.uniform(5, 60)
+            self.partition(side, for_s)
+            for name in side:
+                self.hide_one(name, for_s)
+
+    def heal(self) -> None:
+        """The network is whole again."""
+        self.log("healed")
+        self.cuts.clear()
 
     def isolate(self) -> None:
         """Cut the present host off its peers, and only it."""

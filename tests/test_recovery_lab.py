@@ -27,11 +27,11 @@ pytestmark = pytest.mark.lab
 
 # The shared module's own task, slowed down so that a fault can be aimed at the middle of a run.
 TASK = """
-import time
+import os, time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
     def loss(self, model, batch):
-        time.sleep(0.02)
+        time.sleep(0.2 if os.path.exists("/root/hold") else 0.02)
         return super().loss(model, batch)
 """
 EPOCHS, STEPS = 13, 13 * 23
@@ -90,6 +90,16 @@ class Story:
 
         self._until(there, f"world size {world_size} on {host}", timeout_s)
 
+    def hold(self, host: str) -> None:
+        """Have the job go slowly, by a rank of this host, so that it does not end before something is seen."""
+        self.kit.on_host(host, "touch", "/root/hold")
+
+    def release(self) -> None:
+        """Have it go on at its pace."""
+        for host in self.lab.hosts:
+            if (self.lab.folder / "hosts" / host / "upper/root/hold").exists():
+                self.kit.on_host(host, "rm", "-f", "/root/hold")
+
     def _until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
         try:
             until(condition, timeout_s=timeout_s, what=what)
@@ -98,6 +108,7 @@ class Story:
 
     def end(self, *, timeout_s: float = 90) -> str:
         """Wait for the end; kit's output. The job must have trained to its end."""
+        self.release()
         try:
             code = self.up.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -180,6 +191,7 @@ def test_an_agent_that_is_killed_is_started_again(
 def test_a_host_that_crashes_and_returns(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
     run = story()
     run.wait_step("node2", 50)
+    run.hold("node1")
     run.lab.crash("node3")
     run.wait_world("node1", 2)
     run.lab.revive("node3")
@@ -193,9 +205,10 @@ def test_a_cut_host_that_comes_back_after_the_others_went_on(
 ) -> None:
     run = story()
     run.wait_step("node2", 50)
+    run.hold("node1")
     run.lab.cut("node3")
     run.wait_world("node1", 2)
-    run.wait_step("node1", 110)
+    run.wait_step("node1", 70)
     stale = {path.name for path in (run.disk("node3") / "snapshots").glob("g*.pt")}
     run.lab.mend("node3")
     run.wait_world("node1", 3)
@@ -211,6 +224,7 @@ def test_the_rendezvous_host_is_lost_and_comes_back(
 ) -> None:
     run = story()
     run.wait_step("node2", 50)
+    run.hold("node2")
     getattr(run.lab, fault)("node1")
     run.wait_world("node2", 2)
     assert run.status("node2")["attempt"] == "1.0"
@@ -347,10 +361,11 @@ def test_a_node_out_of_our_sight_is_left_alone_while_its_peers_train_with_it(
 ) -> None:
     run = story()
     run.wait_step("node2", 30)
+    run.hold("node1")
     run.lab.cut_control("node2")
     run.kit.wait_for("node2: cannot be reached from here", timeout_s=20)
     before = run.step("node1")
-    run.wait_step("node1", before + 40)
+    run.wait_step("node1", before + 20)
     run.lab.mend("node2")
     log = run.end()
     assert "node2: reached again" in log
@@ -363,6 +378,7 @@ def test_blind_to_all_nodes_the_supervisor_waits(
 ) -> None:
     run = story()
     run.wait_step("node2", 30)
+    run.hold("node1")
     for host in run.lab.hosts:
         run.lab.cut_control(host)
     run.kit.wait_for("no node can be reached from here", timeout_s=20)
@@ -380,6 +396,7 @@ def test_the_supervisor_is_killed_and_another_takes_over(
 ) -> None:
     run = story()
     run.wait_step("node2", 30)
+    run.hold("node2")
     second = run.kit.start("up", run.file, "--", *run.command)
     run.kit.wait_for("this one watches", timeout_s=20)
     run.up.kill()
@@ -396,7 +413,7 @@ def test_the_supervisor_is_killed_and_another_takes_over(
 def test_a_detached_run_is_supervised_and_can_be_stopped(kit: Kit, lab: Lab) -> None:
     (kit.folder / "slow.py").write_text(TASK)
     kit.inventory(nodes="1:3")
-    done = kit.run("up", "lab.yaml", "-d", "--", *COMMAND)
+    done = kit.run("up", "lab.yaml", "-d", "--", *COMMAND[:-4], "--epochs", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
     lab.crash("node1")
 
