@@ -304,10 +304,10 @@ class _Turn:
         """Whose agents of this generation can be seen."""
         # Most nodes name the same round: by identity first, for a thousand tuples of a thousand are long to compare.
         rounds = {id(seen[name].members): seen[name].members for name in self.own if seen[name].trains}
-        self.rounds = {frozenset(members) for members in rounds.values()}
+        self.rounds = {frozenset(members).intersection(seen) for members in rounds.values()}
         """The rounds that train, as those in sight say."""
         unseen = {member for members in self.rounds for member in members}.difference(self.in_sight)
-        self.here = {*self.own, *(name for name in unseen if name in seen)}
+        self.here = {*self.own, *unseen}
         """Who is in the job: in sight, or out of sight but training with one in sight."""
 
     def change(self, **changes: Any) -> None:
@@ -523,7 +523,7 @@ def _why_broken(turn: _Turn) -> str | None:
         if host_ended or (orphans and not host.reachable):
             return f"the rendezvous host {state.host} is lost"
         return "too few nodes are left to go on by themselves"
-    called = [name for name in turn.in_sight if turn.known[name].asked in ("start", "join")]
+    called = [n for n in turn.in_sight if n not in turn.here and turn.known[n].asked in ("start", "join")]
     is_slow = bool(called) or any(seen[name].state == "starting" for name in own)
     patience_s = SLOW_START_S if is_slow else STUCK_S
     if state.stuck_since is not None and turn.now - state.stuck_since >= patience_s:

@@ -8,7 +8,14 @@ from pathlib import Path as FilePath
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nodekit.inventory.schema import HostBlock, InventoryFile, Job, SlurmSettings
+from nodekit.inventory.schema import (
+    HostBlock,
+    InventoryFile,
+    Job,
+    SlurmSettings,
+    SnapshotSettings,
+    Timings,
+)
 from nodekit.inventory.source import Document, Path, Problem, quoted
 
 
@@ -156,10 +163,18 @@ def _as_arguments(path: Path, line: str) -> list[str]:
         return line.split()
 
 
+_SECTIONS: dict[object, type[BaseModel]] = {
+    "hosts": HostBlock,
+    "job": Job,
+    "slurm": SlurmSettings,
+    "snapshots": SnapshotSettings,
+    "timings": Timings,
+}
+
+
 def _model(path: Path) -> type[BaseModel]:
     """The model of the mapping at a path."""
-    models: dict[object, type[BaseModel]] = {"hosts": HostBlock, "job": Job, "slurm": SlurmSettings}
-    return models[path[0]] if path else InventoryFile
+    return _SECTIONS[path[0]] if path else InventoryFile
 
 
 def _valid_keys(path: Path) -> str:
@@ -167,7 +182,13 @@ def _valid_keys(path: Path) -> str:
     valid = sorted(_model(tuple(parent)).model_fields)
     elsewhere = [
         f"{section}.{key}" if section else f"{key} at the top of the file"
-        for section, model in (("job", Job), ("", InventoryFile), ("slurm", SlurmSettings))
+        for section, model in (
+            ("job", Job),
+            ("", InventoryFile),
+            ("slurm", SlurmSettings),
+            ("snapshots", SnapshotSettings),
+            ("timings", Timings),
+        )
         if key in model.model_fields
     ]
     longer = [name for name in valid if name.startswith(f"{key}_")]

@@ -677,9 +677,9 @@ class Simulation:
         while self.recent[0][0] < self.now - 60:
             self.recent_says -= self.recent.popleft()[1]
         says = self.recent_says
-        if says > 60 + 12 * self.takeovers or len(self.recent) - says > (60 + 10 * self.takeovers) * len(
-            self.names
-        ):
+        if says > 60 + 12 * self.takeovers + len(self.names) or len(self.recent) - says > (
+            60 + 10 * self.takeovers
+        ) * len(self.names):
             self.broken(f"{says} sayings and {len(self.recent) - says} actions in a minute")
         if isinstance(action, Start):
             starts = self.all_starts[action.node]

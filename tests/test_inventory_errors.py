@@ -134,6 +134,25 @@ def told(folder: Path, text: str, name: str = "lab.yaml", **options: Any) -> lis
             f"job.port: found an unknown key, wanted port at the top of the file (valid here: {JOB_KEYS})",
         ),
         (
+            "timings: {keepalive: 1}",
+            "timings.keepalive: found an unknown key, wanted keep_alive (valid here: collective, hang, "
+            "keep_alive, last_call, lost_after, wait)",
+        ),
+        ("timings: {wait: 0}", "timings.wait: found 0, wanted seconds, a number above 0"),
+        (
+            "timings: {hang: soon}",
+            'timings.hang: found "soon", wanted auto, never, or seconds, a number above 0',
+        ),
+        (
+            "snapshots: {share: /x}",
+            "snapshots.share: found an unknown key, wanted shared (valid here: copies, every, shared)",
+        ),
+        (
+            "snapshots: {every: often}",
+            'snapshots.every: found "often", wanted auto, or seconds, a number above 0',
+        ),
+        ("job: {start: fork}", 'job.start: found "fork", wanted forkserver or spawn'),
+        (
             "job: {secrets: [A], env: {A: x}}",
             "job.env.A: found among job.secrets too, wanted in one of the two "
             "(a secret's value is not written here)",

@@ -149,10 +149,21 @@ def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_surv
 
 
 def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
-    story = Story().all_run()
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=1)).all_run()
     story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
-    story.sees(5, **{name: running(*FOUR, fence=1) for name in "bcd"} | {"d": agent("orphaned")})
+    story.sees(5, b=lost(running(*FOUR, fence=1)), d=UNSEEN, **fenced("c", generation=0, fence=1))
     assert story.state.generation == 0
+    story.sees(5, **fenced("b", generation=0, fence=1))
+    assert story.state.generation == 1
+
+
+def test_where_the_others_cannot_reach_the_host_it_is_another() -> None:
+    story = Story().all_run()
+    done = story.sees(62, a=agent("rendezvous"), **orphans("b", "c", "d"))
+    assert {Fence(name, 1) for name in NODES} <= set(done)
+    story.sees(2, **fenced(*FOUR, generation=0, fence=1))
+    assert story.state.host == "b"
+    assert story.state.electorate.nodes == ("b", "c", "d")
 
 
 def test_the_next_generation_goes_on_from_the_newest_snapshot_only() -> None:
