@@ -635,7 +635,8 @@ def _adjust_electorate(turn: _Turn) -> None:
 def _fill(turn: _Turn) -> None:
     """Bring nodes in until there are as many as the job takes: those of the electorate first, then spares."""
     seen, state = turn.seen, turn.state
-    electorate, wiped, has_host = set(state.electorate.nodes), _wiped(turn), state.host in turn.own
+    electorate = {*state.electorate.nodes, *state.newest.nodes}
+    wiped, has_host = _wiped(turn), state.host in turn.own
     if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
     orphans = [name for name in turn.own if seen[name].state == "orphaned"]
