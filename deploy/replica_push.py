@@ -25,6 +25,7 @@ STABLE_S = 1.0
 WAIT_FOR_REST_S = 30.0
 """How long the files of a folder wait for one among them that is still written."""
 _REFRESH_S = 10.0  # so often a target is asked whether it still holds all, though nothing changed
+_CALL_S = 0.3  # a host that is there answers sooner
 _RETRY_S = (2.0, 30.0)  # first and longest pause after a target failed
 
 
@@ -65,10 +66,11 @@ class Pusher:
     def stop(self) -> None:
         """End the thread, also in the middle of a file.
 
-        One that is just calling a host that is gone is not waited for: it finds out by itself that it is to end.
+        One that is calling a host that is gone is not waited for: it finds out by itself that it is to end.
         """
         self._is_stopping = True
-        while self._thread.is_alive() and not self._is_calling:
+        patience = time.monotonic() + _CALL_S
+        while self._thread.is_alive() and not (self._is_calling and time.monotonic() > patience):
             self._wake.set()
             if wire := self._wire:
                 wire.abort()
