@@ -37,7 +37,6 @@ from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.failures import is_echo, last_traceback
 from nodekit.deploy.forkserver import ForkServer
 from nodekit.deploy.inquiry import Inquiry
-from nodekit.deploy.lifeline import listen
 from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
@@ -120,7 +119,7 @@ class Agent:
             if spec.copies > 1 and len(spec.nodes) > 1
             else None
         )
-        self._held = listen()  # for the rendezvous, should the supervisor choose this node
+        self._held = remote.listen()  # for the rendezvous, should the supervisor choose this node
         self._orphaned: list[float] = []
         self._electorate = spec.known_electorate()
         self._attempt = ""
@@ -174,13 +173,13 @@ class Agent:
                 return self._end("failed", f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes")
             finally:
                 self._is_meeting = False
-            names = [str(each["name"]) for each in formed.members]
+            names = formed.names
             self._electorate = newest(Electorate.of(each["electorate"]) for each in formed.members)
             if not self._electorate.may_train(names):
                 self._wait_blocked(rendezvous, names)
                 continue
             self._share_snapshots(formed)
-            self._start(formed, names)
+            self._start(formed)
             why = self._watch(rendezvous, formed)
             if why == "done":
                 self._wait_for_the_others(rendezvous, formed)
@@ -198,7 +197,7 @@ class Agent:
         if spec.is_host:
             # The port was found free by being held: it goes over to the store, and another is held from now on.
             spec = replace(spec, listen_fd=self._held.detach())
-            self._held = listen()
+            self._held = remote.listen()
         if spec.generation > old.generation:
             self._is_orphan = False
         self._spec = spec
@@ -321,19 +320,19 @@ class Agent:
 
     # --- workers ---
 
-    def _start(self, formed: Formed, names: list[str]) -> None:
+    def _start(self, formed: Formed) -> None:
         spec = self._spec
         self._attempt = f"{spec.generation}.{formed.round}"
         self._record.forget_progress()
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
-        world_size = sum(int(each["nproc"]) for each in formed.members)
+        world_size = formed.world_size
         self._ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
         self._record.event(
             "rendezvous",
             attempt=self._attempt,
             group_rank=formed.group_rank,
-            num_nodes=len(names),
-            members=names,
+            num_nodes=len(formed.members),
+            members=formed.names,
             master=f"{formed.master_addr}:{formed.master_port}",
         )
         self._pause()  # fenced meanwhile, it must not start any
@@ -360,7 +359,7 @@ class Agent:
             rank=first,
             world_size=world_size,
             workers=workers,
-            members=names,
+            members=formed.names,
             blocked="",
         )
         self._record.event("workers-started", attempt=self._attempt, workers=workers)
@@ -403,7 +402,6 @@ class Agent:
         while True:
             time.sleep(_POLL_S)
             self._pause()
-            self._read_electorate()
             exits = self._workers.poll()
             if any(exits.values()):
                 return self._after_failure()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +19,7 @@ from nodekit.deploy.drill_site import lab_of
 from nodekit.deploy.faults import FAULTS, Fault, why_not
 from nodekit.deploy.lab_cluster import Lab
 from nodekit.deploy.start import count
+from nodekit.deploy.up import sigterm_interrupts
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -60,7 +59,7 @@ def drill(options: Options) -> int:
     folder = runs.folder().parent / "drills" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
     voice = Voice(sys.stderr if options.json else sys.stdout)
     drilling = Drill(inventory, options.command, options.ssh, folder, voice.say)
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         try:
             drilling.unbroken()
             minutes = max(1, round(len(faults) * (drilling.run_s + 10) / 60))
@@ -156,17 +155,3 @@ def table(results: Sequence[Result]) -> Table:
         *cells, last = drill_report.row(result)
         found.add_row(*cells, Text(last, style=_STYLES[result.outcome]))
     return found
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C too: what is broken is mended in either case."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -63,8 +63,8 @@ class Hands:
             called_off=state.called_off,
         )
 
-    def start(self, name: str, state: State, *, is_new: bool) -> int:
-        """Start the agent on a node that has none, after looking at its host anew; the port, on the rendezvous host.
+    def start(self, name: str, state: State, *, is_new: bool) -> None:
+        """Start the agent on a node that has none, after looking at its host anew.
 
         `is_new`: it may lack the run's folder, and gets one.
 
@@ -94,7 +94,6 @@ class Hands:
         if self.run.is_being_stopped:
             raise HostError(name, "the run is being stopped")
         self.go(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
-        return port or 0
 
     def call_in(self, name: str, state: State) -> None:
         """Call a live agent into the present generation."""

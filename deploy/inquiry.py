@@ -80,18 +80,17 @@ class Inquiry:
         """Name who is behind, by the stacks of all ranks that come in time."""
         formed, deadline = self._formed, time.monotonic() + 2 * STACKS_S
         parts, nodes = [], {}
-        for group_rank, member in enumerate(formed.members):
+        for group_rank, name in enumerate(formed.names):
             key = f"nodekit/hang/{group_rank}"
             while not formed.store.check([key]) and time.monotonic() < deadline:
                 pause()
                 time.sleep(_POLL_S)
             if formed.store.check([key]):
                 parts.append(json.loads(formed.store.get(key)))
-                nodes.update({int(rank): str(member["name"]) for rank in parts[-1][0]})
+                nodes.update({int(rank): name for rank in parts[-1][0]})
         found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
         progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
-        world_size = sum(int(each["nproc"]) for each in formed.members)
-        blamed = blame.explain(found, progress, nodes=nodes, world_size=world_size)
+        blamed = blame.explain(found, progress, nodes=nodes, world_size=formed.world_size)
         own = list(itertools.takewhile(lambda line: "deploy/forkserver.py" not in line, blamed.stack))
         self._record.event("hang", text=suspicion, line=blamed.line, stack=own)
         if formed.group_rank == 0:  # one is enough to tell the user

@@ -253,7 +253,8 @@ class Finish:
     text: str = ""
 
 
-Action = Start | Join | Fence | Grant | Stop | Say | Finish
+NodeAction = Start | Join | Fence | Grant | Stop
+Action = NodeAction | Say | Finish
 
 
 def begin(rules: Rules, *, generation: int, host: str, port: int, nodes: Iterable[str]) -> State:

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from nodekit.deploy import remote
+
 _HELLO_TIMEOUT_S = 10.0
 _MAX_WIDENING = 8
 
@@ -45,7 +47,7 @@ class Hub:
         self._lock = threading.Lock()
         self._connected: dict[str, socket.socket] = {}
         self._lost: set[str] = set()
-        self._listener = listen()
+        self._listener = remote.listen()
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="lifeline-hub", daemon=True).start()
 
@@ -172,11 +174,3 @@ def cut_connections(address: str, port: int) -> None:
                 peer = each.getpeername()
                 if peer[1] == port and str(peer[0]).removeprefix("::ffff:") == address:
                     each.shutdown(socket.SHUT_RDWR)
-
-
-def listen() -> socket.socket:
-    """A listening socket on all addresses, at a free port."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)

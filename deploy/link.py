@@ -23,7 +23,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
-SILENCE_S = 15.0  # a followed node says something every 2 s; this long without a word, the link is lost
+SILENCE_S = (
+    15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
+)
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
 _BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import remote
+from nodekit.deploy import hang, remote
 from nodekit.deploy.spec import AgentSpec
 
 STATUS_INTERVAL_S = 0.5
@@ -91,20 +90,15 @@ class Record:
 
     def read_progress(self) -> None:
         """Take over what the ranks say of their progress: the least advanced one speaks for the node."""
-        said = []
-        for path in self.progress_dir.iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                text = path.read_text(encoding="utf-8", errors="replace").strip()
-                said.append((path.stat().st_mtime, text[:200]))
+        said = hang.read_progress(self.progress_dir).values()
         if said:
-            changed, text = min(said)
+            changed, text = min((each.mtime, each.text.strip()) for each in said)
             self.update(progress=text, progress_time=changed)
 
     @property
     def step(self) -> int | None:
         """The step the node's least advanced rank has told of; None: it tells no number."""
-        found = re.match(r"\s*(\d+)", str(self._status["progress"] or ""))
-        return int(found.group(1)) if found else None
+        return hang.Progress.parse(str(self._status["progress"] or ""), 0.0).step
 
     def _write(self, data: bytes) -> None:
         path = str(self._folder / "status.json")

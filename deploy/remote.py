@@ -39,6 +39,14 @@ _agents: Dict[str, subprocess.Popen[bytes]] = {}
 
 def hold_port() -> int:
     """A free port of this host, kept listening so that nobody else gets it before the agent does."""
+    held = listen()
+    port: int = held.getsockname()[1]
+    _held_ports[port] = held
+    return port
+
+
+def listen() -> socket.socket:
+    """A listening socket on all of this host's addresses, at a free port."""
     try:
         held = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -47,9 +55,7 @@ def hold_port() -> int:
         held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         held.bind(("", 0))
     held.listen(1024)
-    port: int = held.getsockname()[1]
-    _held_ports[port] = held
-    return port
+    return held
 
 
 def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Dict[str, Any]:
@@ -249,7 +255,10 @@ def _load(path: str) -> Any:
 
 def agent_alive(node_dir: str) -> Optional[int]:
     """The pid of this node's agent if exactly the recorded process is running, else None."""
-    record = _load(os.path.join(os.path.expanduser(node_dir), "agent.json"))
+    return _pid_if_alive(_load(os.path.join(os.path.expanduser(node_dir), "agent.json")))
+
+
+def _pid_if_alive(record: Any) -> Optional[int]:
     if (
         record
         and record["boot_id"] == hostfacts.boot_id()
@@ -265,13 +274,13 @@ def status(node_dir: str) -> Dict[str, Any]:
     agent = _agents.get(node_dir)
     if agent is not None:
         agent.poll()  # reaps it, so that a dead agent is not taken for a live one
-    alive = agent_alive(node_dir)
+    record = _load(os.path.join(node_dir, "agent.json"))
+    alive = _pid_if_alive(record)
     found: Dict[str, Any] = _load(os.path.join(node_dir, "status.json")) or {}
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
     found["fence"] = _fence_in(node_dir)
     found["granted"] = _load(os.path.join(node_dir, "electorate.json"))
-    record = _load(os.path.join(node_dir, "agent.json"))
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
         spec = _load(os.path.join(node_dir, "spec.json")) or {}

@@ -86,6 +86,16 @@ class Formed:
     master_addr: str
     master_port: int
 
+    @property
+    def names(self) -> list[str]:
+        """The members' names, in the order of ranks."""
+        return [str(each["name"]) for each in self.members]
+
+    @property
+    def world_size(self) -> int:
+        """How many workers they have together."""
+        return sum(int(each["nproc"]) for each in self.members)
+
 
 class Rendezvous:
     """One generation's rendezvous, as one node sees it.

@@ -15,7 +15,7 @@ from typing import Any
 from nodekit.deploy import check, cluster, judge, plan, runs, sync
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
-from nodekit.deploy.judge import FINAL, Rules, State
+from nodekit.deploy.judge import FINAL, Rules
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
 from nodekit.deploy.runs import Run
@@ -88,9 +88,7 @@ def hold_port(links: Mapping[str, Link]) -> int:
     return port
 
 
-def start(
-    stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None, options: Options
-) -> tuple[Hands, State]:
+def start(stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None, options: Options) -> Hands:
     """Start a run, or go on with `resumed`.
 
     Args:
@@ -168,7 +166,7 @@ def start(
         raise
     for name, seconds in phases.done:
         run.event("phase", phase=name, seconds=round(seconds, 3))
-    return hands, state
+    return hands
 
 
 def rules_of(inventory: Inventory) -> Rules:

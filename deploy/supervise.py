@@ -14,7 +14,7 @@ from typing import Any
 from nodekit.deploy import judge
 from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander
 from nodekit.deploy.hands import Hands
-from nodekit.deploy.judge import FINAL, Action, Finish, Outcome, Rules, Seen, State
+from nodekit.deploy.judge import FINAL, Action, Finish, NodeAction, Outcome, Rules, Seen, State
 from nodekit.deploy.link import Link, RemoteError
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.runs import SupervisorLock
@@ -190,36 +190,29 @@ class Supervisor:
         if isinstance(action, judge.Say):
             self._view.say(action.text)
             self._run.event("said", text=action.text)
-            return
-        if isinstance(action, Finish):
-            return
-        name = action.node
-        if isinstance(action, judge.Start | judge.Join) and self._run.is_being_stopped:
-            return
-        self._run.event(type(action).__name__.lower(), about=name, generation=state.generation)
-        work: dict[type, Callable[[], Any]] = {
-            judge.Join: lambda: self._hands.call_in(name, state),
-            judge.Stop: lambda: self._hands.stop(name),
-        }
-        if isinstance(action, judge.Start):
-            is_new = action.is_new
-            work[judge.Start] = lambda: self._start(name, state, is_new)
-        if isinstance(action, judge.Fence):
-            generation = action.generation
-            work[judge.Fence] = lambda: self._hands.fence(name, generation)
-        if isinstance(action, judge.Grant):
-            electorate = action.electorate
-            work[judge.Grant] = lambda: self._hands.grant(name, electorate)
-        threading.Thread(
-            target=self._attempt, args=(name, type(action), work[type(action)]), daemon=True
-        ).start()
+        elif isinstance(action, judge.Start | judge.Join) and self._run.is_being_stopped:
+            pass
+        elif not isinstance(action, Finish):
+            self._run.event(type(action).__name__.lower(), about=action.node, generation=state.generation)
+            threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 
-    def _attempt(self, name: str, kind: type, work: Callable[[], Any]) -> None:
+    def _attempt(self, action: NodeAction, state: State) -> None:
         try:
-            work()
+            match action:
+                case judge.Start(name, is_new):
+                    self._start(name, state, is_new)
+                case judge.Join(name):
+                    self._hands.call_in(name, state)
+                case judge.Fence(name, generation):
+                    self._hands.fence(name, generation)
+                case judge.Grant(name, electorate):
+                    self._hands.grant(name, electorate)
+                case judge.Stop(name):
+                    self._hands.stop(name)
         except KitError as error:
             problem = error.problem if isinstance(error, HostError) else str(error)
-            self._queue.put((name, "problem" if kind is judge.Start else "refused", problem))
+            kind = "problem" if isinstance(action, judge.Start) else "refused"
+            self._queue.put((action.node, kind, problem))
 
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))

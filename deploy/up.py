@@ -46,7 +46,7 @@ def up(options: Options) -> int:
             if hands is None:
                 # A run that was stopped or failed goes on; one that trained to its end is done.
                 resumed = run if run is not None and run.state != "succeeded" else None
-                hands, _ = start.start(stack, inventory, resumed, options)
+                hands = start.start(stack, inventory, resumed, options)
         if options.detach:
             _leave_a_supervisor(hands.run)
             shown = shlex.quote(_shown(str(options.inventory)))
@@ -159,7 +159,7 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
     hosts = {host.name: host for host in inventory.hosts}
     rules = start.rules_of(inventory)
     lock = runs.SupervisorLock(run)
-    with View(list(rules.nodes), logs=not options.quiet) as view, _sigterm_interrupts():
+    with View(list(rules.nodes), logs=not options.quiet) as view, sigterm_interrupts():
         if not lock.take():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         supervisor = Supervisor(
@@ -182,7 +182,9 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is a Ctrl-C too: what that ends or mends is ended or mended in either case."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
