@@ -123,6 +123,7 @@ class Agent:
         self._orphaned: list[float] = []
         self._electorate = spec.known_electorate()
         self._attempt = ""
+        self._world_size = 0
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._is_meeting = self._is_orphan = False
@@ -325,7 +326,7 @@ class Agent:
         self._attempt = f"{spec.generation}.{formed.round}"
         self._record.forget_progress()
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
-        world_size = formed.world_size
+        world_size = self._world_size = formed.world_size
         self._ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
         self._record.event(
             "rendezvous",
@@ -465,6 +466,7 @@ class Agent:
             "attempt": self._attempt,
             "rank": rank,
             "local_rank": local_rank,
+            "world_size": self._world_size,
             "exitcode": exitcode,
             "when": when,
             "log": log,

@@ -257,7 +257,8 @@ class Drill:
                 results = Hands(run, load_inventory(self._inventory), links).stop_all(force=True)
             run.reload()
             if run.state not in runs.ENDED:
-                run.finish("stopped", "stopped by kit drill")
+                run.say_stop("kit drill")
+                run.finish_stopped()
             unsure = [name for name in run.nodes if isinstance(results.get(name, KitError()), Exception)]
             if unsure:
                 self._say(

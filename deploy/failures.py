@@ -31,6 +31,8 @@ class Failure:
 
     node: str
     rank: int
+    world_size: int
+    """Of its attempt: all of these ended with it."""
     attempt: str
     exitcode: int
     """Negative: the signal that killed it."""
@@ -86,16 +88,15 @@ def never_starts(error: str, exitcode: int) -> bool:
     return bool(_NEVER_STARTS.match(last_line))
 
 
-def first_cause(failures: Sequence[Failure]) -> tuple[Failure, int] | None:
-    """The failure that began it, and how many others followed from it; None without failures.
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that began it; None without failures.
 
     The earliest one that is nobody's echo; when all are echoes (a node died), the earliest of these.
     """
     if not failures:
         return None
     causes = [failure for failure in failures if not is_bystander(failure)] or list(failures)
-    first = min(causes, key=lambda failure: failure.when)
-    return first, len(failures) - 1
+    return min(causes, key=lambda failure: failure.when)
 
 
 def how_it_ended(exitcode: int) -> str:

@@ -91,7 +91,7 @@ class Hands:
         self.warm(name, secrets_of(self.inventory))
         if self._call(name, "read_file", path=f"{self.node(name).node_dir}/spec.json", limit_bytes=1) is None:
             self._send_code(name, facts[name])  # its disk is new
-        if self.run.is_being_stopped:
+        if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
         self.go(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
 

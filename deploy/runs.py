@@ -58,17 +58,23 @@ class Run:
         return folder() / self.run_id
 
     @property
-    def is_being_stopped(self) -> bool:
-        """Whether `kit down` has been told of this run since it was started: nothing may be started any more."""
-        return (self.folder / "stop").exists()
+    def stopped_by(self) -> str:
+        """Who has told this run to end since it was started ("kit down"): nothing may be started any more."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "stop").read_text(encoding="utf-8")
+        return ""
 
-    def say_stop(self, wanted: bool) -> None:
-        """Tell whoever supervises this run that it is to end, or that it begins again."""
+    def say_stop(self, by: str) -> None:
+        """Tell whoever supervises this run that it is to end, and who wants that; "": that it begins again."""
         path = self.folder / "stop"
-        if not wanted:
+        if not by:
             path.unlink(missing_ok=True)
         elif self.folder.exists():
-            path.touch(mode=0o600)
+            write_private(str(path), by.encode())
+
+    def finish_stopped(self) -> None:
+        """Record that it was stopped; all who see it end write down the same."""
+        self.finish("stopped", f"stopped by {self.stopped_by}" if self.stopped_by else "stopped")
 
     def save(self) -> None:
         """Write the record in one step."""

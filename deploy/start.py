@@ -249,7 +249,7 @@ def _record(
     run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
     run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
     run.save()
-    run.say_stop(False)
+    run.say_stop("")
     return run
 
 

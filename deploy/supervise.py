@@ -69,7 +69,7 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
     failures = [failure for told in nodes.values() for failure in told.failures]
     last = max((_order(failure.attempt) for failure in failures), default=(0, 0))
     last_attempts = [failure for failure in failures if _order(failure.attempt) == last]
-    cause = first_cause(last_attempts)
+    failure = first_cause(last_attempts)
     said = [
         f"{name}: {told.message}" for name, told in nodes.items() if told.message and told.outcome != "gone"
     ]
@@ -78,12 +78,11 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
             return Verdict("failed", "\n".join([also, *said]), no_progress)
         if "stopped" in outcomes.values():
             return Verdict("stopped", "stopped")
-    if gone and (cause is None or all(is_bystander(failure) for failure in last_attempts)):
+    if gone and (failure is None or all(is_bystander(failure) for failure in last_attempts)):
         words = "\n".join(f"  {nodes[name].message}" for name in gone if nodes[name].message)
         return Verdict("failed", f"the agent on {', '.join(gone)} is gone without a word\n{words}".rstrip())
-    if cause is None:
+    if failure is None:
         return Verdict("failed", "\n".join(said) or "every node failed without a word", no_progress)
-    failure, num_others = cause
     attempts = {each.attempt for each in failures}
     text = [
         f"rank {failure.rank} on {failure.node} failed first ({how_it_ended(failure.exitcode)})"
@@ -92,8 +91,8 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
         *(f"    {line}" for line in (failure.error or "it wrote nothing").splitlines()),
         "",
     ]
-    if num_others:
-        text.append(f"  {num_others} other rank(s) ended because of it")
+    if (num_others := failure.world_size - 1) > 0:
+        text.append(f"  {num_others} other rank{'s' * (num_others > 1)} ended because of it")
     text.append(f"  full log: {failure.node}:{failure.log}")
     if len(attempts) == 1 and max_restarts == 0:
         text.append("  (job.max_restarts is 0: a failed rank ends the job)")
@@ -190,7 +189,7 @@ class Supervisor:
         if isinstance(action, judge.Say):
             self._view.say(action.text)
             self._run.event("said", text=action.text)
-        elif isinstance(action, judge.Start | judge.Join) and self._run.is_being_stopped:
+        elif isinstance(action, judge.Start | judge.Join) and self._run.stopped_by:
             pass
         elif not isinstance(action, Finish):
             self._run.event(type(action).__name__.lower(), about=action.node, generation=state.generation)
@@ -352,6 +351,7 @@ class Supervisor:
         return Failure(
             node=node,
             rank=failure["rank"],
+            world_size=failure["world_size"],
             attempt=failure["attempt"],
             exitcode=failure["exitcode"],
             when=failure["when"] - self._run.clock_offsets.get(node, 0.0),

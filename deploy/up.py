@@ -173,11 +173,14 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
         try:
             verdict = supervisor.watch()
         except KeyboardInterrupt:
-            run.say_stop(True)
+            run.say_stop("Ctrl-C")
             return _stop_everywhere(run, supervisor, view)
         finally:
             lock.release()
-    run.finish(verdict.outcome, verdict.text.partition("\n")[0])
+    if verdict.outcome == "stopped":
+        run.finish_stopped()
+    else:
+        run.finish(verdict.outcome, verdict.text.partition("\n")[0])
     return conclude(run, hands.links, verdict)
 
 
@@ -212,7 +215,7 @@ def _stop_everywhere(run: Run, supervisor: Supervisor, view: View) -> int:
             view.say("killing it")
             stop(True)
             break
-    run.finish("stopped", "stopped by Ctrl-C")
+    run.finish_stopped()
     view.say(stopped_text(run, results))
     return 130
 
@@ -282,7 +285,7 @@ def inventory_of(run: Run) -> Inventory:
 def down(run: Run, options: SshOptions, *, force: bool) -> int:
     """Stop a run everywhere; the exit status is 1 when a node could not be asked."""
     inventory = inventory_of(run)
-    run.say_stop(True)
+    run.say_stop("kit down")
     with cluster.links(inventory.hosts, options, some=True) as links:
         results = Hands(run, inventory, links).stop_all(force=force)
         unheard = [name for name in run.nodes if name not in links]
@@ -291,7 +294,7 @@ def down(run: Run, options: SshOptions, *, force: bool) -> int:
     )
     clean = not unheard and not any(isinstance(each, Exception) for each in results.values())
     if run.state not in runs.ENDED and clean:
-        run.finish("stopped", "stopped by kit down")
+        run.finish_stopped()
     if not was_running and clean:
         print(f"{run.run_id} is not running ({run.state})")
     else:

@@ -16,30 +16,33 @@ GLOO = (
 
 def failure(rank: int, when: float, error: str, exitcode: int = 1) -> Failure:
     return Failure(
-        node=f"gpu{rank}", rank=rank, attempt="0.0", exitcode=exitcode, when=when, log="x.log", error=error
+        node=f"gpu{rank}",
+        rank=rank,
+        world_size=2,
+        attempt="0.0",
+        exitcode=exitcode,
+        when=when,
+        log="x.log",
+        error=error,
     )
 
 
 @pytest.mark.parametrize(
-    ("failures", "first", "others"),
+    ("failures", "first"),
     [
-        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, BOOM)], 1, 1, id="the cause came first"),
-        pytest.param([failure(0, 1.0, GLOO), failure(1, 2.0, BOOM)], 1, 1, id="clocks lie, words do not"),
-        pytest.param(
-            [failure(0, 1.0, "", -15), failure(1, 2.0, BOOM)], 1, 1, id="our own SIGTERM is no cause"
-        ),
-        pytest.param(
-            [failure(0, 1.0, "", -9), failure(1, 2.0, GLOO)], 0, 1, id="a killed rank writes nothing"
-        ),
-        pytest.param([failure(0, 2.0, BOOM), failure(1, 1.0, BOOM)], 1, 1, id="both raised: the earlier one"),
-        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, GLOO)], 1, 1, id="only echoes: the earlier one"),
-        pytest.param([failure(2, 1.0, BOOM)], 2, 0, id="alone"),
+        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, BOOM)], 1, id="the cause came first"),
+        pytest.param([failure(0, 1.0, GLOO), failure(1, 2.0, BOOM)], 1, id="clocks lie, words do not"),
+        pytest.param([failure(0, 1.0, "", -15), failure(1, 2.0, BOOM)], 1, id="our own SIGTERM is no cause"),
+        pytest.param([failure(0, 1.0, "", -9), failure(1, 2.0, GLOO)], 0, id="a killed rank writes nothing"),
+        pytest.param([failure(0, 2.0, BOOM), failure(1, 1.0, BOOM)], 1, id="both raised: the earlier one"),
+        pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, GLOO)], 1, id="only echoes: the earlier one"),
+        pytest.param([failure(2, 1.0, BOOM)], 2, id="alone"),
     ],
 )
-def test_the_first_cause_is_nobodys_echo(failures: list[Failure], first: int, others: int) -> None:
+def test_the_first_cause_is_nobodys_echo(failures: list[Failure], first: int) -> None:
     found = first_cause(failures)
     assert found is not None
-    assert (found[0].rank, found[1]) == (first, others)
+    assert found.rank == first
 
 
 def test_without_failures_there_is_no_cause() -> None:

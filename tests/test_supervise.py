@@ -13,7 +13,9 @@ GONE = Told(state="running")
 
 
 def failure(node: str, rank: int, attempt: str, error: str, when: float = 0.0) -> Failure:
-    return Failure(node=node, rank=rank, attempt=attempt, exitcode=1, when=when, log="/l", error=error)
+    return Failure(
+        node=node, rank=rank, world_size=2, attempt=attempt, exitcode=1, when=when, log="/l", error=error
+    )
 
 
 def test_all_succeeded_is_success() -> None:
@@ -41,7 +43,7 @@ def test_the_last_attempts_first_failure_is_the_verdict() -> None:
     assert found.text.startswith("rank 1 on b failed first (exit status 1), in the last of 2 attempts")
     assert "ValueError: new" in found.text
     assert "old" not in found.text
-    assert "1 other rank(s) ended because of it" in found.text
+    assert "1 other rank ended because of it" in found.text
     assert "b: 2 crashes without progress" in found.text
     assert found.no_progress
 
