@@ -12,6 +12,7 @@ import errno
 import glob
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from nodekit.deploy import hostfacts
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 NO_WORKERS_GRACE_S = 3.0
+_SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
 _POLL_S = 0.1
 _BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
@@ -281,12 +283,29 @@ def status(node_dir: str) -> Dict[str, Any]:
     found["known"] = os.path.isdir(node_dir)
     found["fence"] = _fence_in(node_dir)
     found["granted"] = _load(os.path.join(node_dir, "electorate.json"))
+    found["snapshot"] = _newest_snapshot(node_dir)
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
         spec = _load(os.path.join(node_dir, "spec.json")) or {}
         found["generation"] = max(found.get("generation", -1), spec.get("generation", -1))
         found["agent_log"] = _tail(os.path.join(node_dir, "agent.log"))
     return found
+
+
+def _snapshot_folder(node_dir: str) -> str:
+    spec = _load(os.path.join(node_dir, "spec.json")) or {}
+    folder: str = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
+    return folder
+
+
+def _newest_snapshot(node_dir: str) -> List[int]:
+    """(generation, step) of the newest snapshot that is committed here; (-1, 0) without one."""
+    try:
+        names = os.listdir(_snapshot_folder(node_dir))
+    except OSError:  # not there yet
+        names = []
+    found = (_SNAPSHOT.fullmatch(name) for name in names)
+    return list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
 
 
 def _tail(path: str, size: int = 4096) -> str:
@@ -405,8 +424,7 @@ def inject(
 
 def _wait_for_save(node_dir: str, timeout_s: float) -> bool:
     """Wait until a file of the snapshot folder is new or grows."""
-    spec = _load(os.path.join(node_dir, "spec.json")) or {}
-    folder = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
+    folder = _snapshot_folder(node_dir)
     deadline = time.monotonic() + timeout_s
     before = _sizes_in(folder)
     while time.monotonic() < deadline:

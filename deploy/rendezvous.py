@@ -1,7 +1,7 @@
 """torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
 
-It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.13);
-tests/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
+It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
+tests/test_rendezvous_releases.py fails when upstream moves them. What differs from stock c10d:
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
 - the store takes over a socket that already listens, so the port found free cannot be lost in between;

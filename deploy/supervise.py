@@ -385,5 +385,6 @@ def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
         fence=fence if is_clear else min(fence, generation),
         electorate=max((each for each in electorates if each.generation == generation), default=None),
         port=int(status.get("port") or 0),
+        held=tuple(status.get("snapshot", (-1, 0))),
         problem=problem,
     )

@@ -89,7 +89,7 @@ class Kit:
             raise AssertionError(f"{error}; it said:\n{self.log()}") from None
 
     def leftovers(self) -> dict[str, dict[int, str]]:
-        """What kit left running on each host: anything that carries its name, or the job's."""
+        """What kit left on each host: a process that carries its name or the job's, a port that is listened at."""
         assert self.lab is not None
         found = {
             host: {
@@ -101,7 +101,20 @@ class Kit:
             }
             for host in self.lab.hosts
         }
-        return {host: processes for host, processes in found.items() if processes}
+        with contextlib.suppress(AssertionError):  # a connection's far end closes its ports a moment later
+            until(lambda: not any(self._ports(host) for host in self.lab.hosts), timeout_s=3)
+        return {
+            host: {**processes, **dict.fromkeys(self._ports(host), "listens")}
+            for host, processes in found.items()
+            if processes or self._ports(host)
+        }
+
+    def _ports(self, host: str) -> set[int]:
+        assert self.lab is not None
+        if not self.lab.is_alive(host):
+            return set()
+        lines = self.on_host(host, "ss", "-Hltn").splitlines()
+        return {int(line.split()[3].rpartition(":")[2]) for line in lines} - {22}
 
     def on_host(self, host: str, *argv: str) -> str:
         assert self.lab is not None

@@ -65,6 +65,24 @@ def test_an_error_there_keeps_its_type_and_names_the_host(link: Link) -> None:
     assert (caught.value.host, caught.value.type) == ("here", "KeyError")
 
 
+def test_the_newest_committed_snapshot_is_told(link: Link, tmp_path: Path) -> None:
+    def newest() -> object:
+        return link.call("status", timeout_s=5, node_dir=str(tmp_path))["snapshot"]
+
+    assert newest() == [-1, 0]
+    (tmp_path / "snapshots").mkdir()
+    for name in (
+        "g0000-s000000900.json",
+        "g0001-s000000020.json",
+        "g0001-s000000040-0123456789abcdef.pt",
+        "mine",
+    ):
+        (tmp_path / "snapshots" / name).touch()
+    assert newest() == [1, 20]
+    (tmp_path / "spec.json").write_text(json.dumps({"env": {"NODEKIT_SNAPSHOT_DIR": str(tmp_path / "no")}}))
+    assert newest() == [-1, 0]
+
+
 def test_what_takes_too_long_is_not_waited_for(link: Link, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "agent.json")  # reading it blocks
     with pytest.raises(LinkLost, match="here: no answer to 'status' within 0 s"):

@@ -101,6 +101,7 @@ STATUS = {
         pytest.param({"fence": 2, "workers": []}, {"fence": 2}, id="they have ended"),
         pytest.param({"fence": 2, "alive": False}, {"fence": 2, "alive": False}, id="no agent is left"),
         pytest.param({"fence": -1, "alive": False}, {"fence": -1}, id="no folder of the run"),
+        pytest.param({"snapshot": [2, 40]}, {"held": (2, 40)}, id="the newest snapshot it holds"),
         pytest.param({"no_quorum": True}, {"blocked": True}, id="it waits for a majority"),
         pytest.param(
             {"granted": {"generation": 1, "version": 3, "nodes": ["a"]}},
