@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nodekit.deploy.lab_cluster import Lab, down, lab_folder
 from nodekit.deploy.lab_network import LabHost
+from nodekit.inventory.errors import KitError
 
 __all__ = ["Lab", "LabHost", "add_commands"]
 
@@ -33,6 +34,14 @@ def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "n", metavar="N", type=int, nargs="?", default=3, help="how many hosts (default: %(default)s)"
     )
     up.add_argument("--name", default="lab", help="the name in the inventory (default: %(default)s)")
+    up.add_argument(
+        "--slurm",
+        action="store_true",
+        help="make the hosts a Slurm cluster, too, with this machine to submit",
+    )
+    up.add_argument(
+        "--accounting", action="store_true", help="with --slurm: keep accounts, so that sacct works"
+    )
     _add(commands, "down", "remove the lab, with its hosts' disks", run_down)
     _add(commands, "status", "show the hosts and how they are", run_status)
     for name, text in HOST_COMMANDS.items():
@@ -52,11 +61,18 @@ def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 def run_up(args: argparse.Namespace) -> int:
     """Make the lab, or say that it is there."""
     was_there = (lab_folder(args.folder) / "lab.json").exists()
-    lab = Lab.up(args.n, folder=args.folder, name=args.name)
+    lab = Lab.up(args.n, folder=args.folder, name=args.name, slurm=args.slurm, accounting=args.accounting)
     print(f"{'already up' if was_there else 'up'}: {len(lab.hosts)} hosts in {lab.network}")
     _print_hosts(lab)
     print(f"train:   kit up {shlex.quote(str(lab.inventory))}")
     print(f"log in:  {shlex.join(lab.ssh_argv(next(iter(lab.hosts))))}")
+    if lab.has_slurm:
+        print(
+            f"slurm:   export SLURM_CONF={shlex.quote(str(lab.slurm.conf))}   # then sinfo, squeue, srun, sbatch"
+        )
+        print(
+            f"shared:  {shlex.quote(str(lab.slurm.shared))}   (the same folder on every host: submit from there)"
+        )
     return 0
 
 
@@ -104,5 +120,17 @@ def _add(
 
 
 def _print_hosts(lab: Lab) -> None:
+    nodes, error = _nodes(lab)
     for host in lab.hosts.values():
-        print(f"  {host.name:8} {host.address:15} {host.interface:12} {lab.status(host.name)}")
+        node = f"   slurm: {nodes[host.name]}" if host.name in nodes else ""
+        print(f"  {host.name:8} {host.address:15} {host.interface:12} {lab.status(host.name)}{node}")
+    if error:
+        print(f"slurm:   {error}")
+
+
+def _nodes(lab: Lab) -> tuple[dict[str, str], KitError | None]:
+    """Slurm's nodes, none without Slurm, and why they are not known."""
+    try:
+        return (lab.slurm.node_states() if lab.has_slurm else {}), None
+    except KitError as error:
+        return {}, error

@@ -8,6 +8,7 @@ not attackers: its root is this machine's root, and kernel settings are shared. 
           /id_ed25519, known_hosts
           /switch         the switch's network namespace (a mount)
           /hosts/NAME/    net (a mount), upper (the disk), console.log; init.json, wire.json (processes)
+          /slurm/         with Slurm: see lab_slurm
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 from nodekit.deploy import lab_disk, lab_needs, lab_network, lab_process
 from nodekit.deploy.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab_process import ProcessRecord
+from nodekit.deploy.lab_slurm import LabSlurm
 from nodekit.inventory.errors import HostError, KitError
 
 T = TypeVar("T")
@@ -45,18 +47,42 @@ class Lab:
     control_interface: str
     """This machine's end of its cable to the switch."""
     hosts: dict[str, LabHost]
+    has_slurm: bool = False
+    has_accounting: bool = False
 
     @classmethod
-    def up(cls, n: int, *, folder: Path | None = None, name: str = "lab") -> "Lab":
-        """Make a lab of n hosts and wait until each answers by SSH; a lab that is there is left as it is."""
+    def up(
+        cls,
+        n: int,
+        *,
+        folder: Path | None = None,
+        name: str = "lab",
+        slurm: bool = False,
+        accounting: bool = False,
+    ) -> "Lab":
+        """Make a lab of n hosts and wait until each answers by SSH; a lab that is there is left as it is.
+
+        Args:
+            n: how many hosts.
+            folder: where the lab is; None for the default.
+            name: the name in the inventory.
+            slurm: make the hosts a Slurm cluster, too, and wait until its nodes are idle.
+            accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
+        """
+        if accounting and not slurm:
+            raise KitError("accounting is Slurm's: ask for Slurm, too")
         lab_needs.require_root()
-        lab_needs.require_programs()
+        lab_needs.require_programs(slurm=slurm, accounting=accounting)
         folder = lab_folder(folder)
         if (folder / "lab.json").exists():
             lab = cls.load(folder)
+            hint = "`kit lab down` it first, or choose another --folder"
             if len(lab.hosts) != n:
-                found = f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}"
-                raise KitError(f"{found}: `kit lab down` it first, or choose another --folder")
+                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}: {hint}")
+            if (lab.has_slurm, lab.has_accounting) != (slurm, accounting):
+                found = _kind(slurm=lab.has_slurm, accounting=lab.has_accounting)
+                asked = _kind(slurm=slurm, accounting=accounting)
+                raise KitError(f"the lab in {folder} is one {found}, not {asked}: {hint}")
             return lab
         if not 1 <= n <= MAX_HOSTS:
             raise KitError(f"a lab has 1 to {MAX_HOSTS} hosts, not {n}")
@@ -68,7 +94,7 @@ class Lab:
         folder.chmod(0o700)  # it will hold the hosts' disks and keys
         (folder / "lab.json").touch(exist_ok=False)
         try:
-            return cls._make(n, folder, name)
+            return cls._make(n, folder, name, slurm=slurm, accounting=accounting)
         except BaseException:
             down(folder)
             raise
@@ -91,14 +117,18 @@ class Lab:
         return cls(folder=folder, hosts=hosts, **record)
 
     @classmethod
-    def _make(cls, n: int, folder: Path, name: str) -> "Lab":
+    def _make(cls, n: int, folder: Path, name: str, *, slurm: bool, accounting: bool) -> "Lab":
         (folder / "hosts").mkdir()
         network = LabNetwork.make(folder)
         lab_needs.provide_disks(folder)
         hosts = {host.name: host for host in lab_network.plan_hosts(n, network.network)}
-        lab = cls(folder, name, network.network, network.control_interface, hosts)
+        lab = cls(folder, name, network.network, network.control_interface, hosts, slurm, accounting)
         addresses = {host.name: host.address for host in hosts.values()}
         public_key = lab_disk.make_key(lab.identity_file, comment=f"the lab {name}")
+        hidden = [Path("/tmp"), Path("/var/tmp"), lab_disk.root_home(), folder]  # noqa: S108
+        if slurm:
+            lab.slurm.write_files()
+            lab.slurm.start_control(public_key=public_key, hidden=hidden)
 
         def build(host: LabHost) -> str:
             host_key = lab_disk.write_disk(
@@ -106,8 +136,12 @@ class Lab:
                 name=host.name,
                 addresses={"control": lab_network.control_address(lab.network), **addresses},
                 public_key=public_key,
-                hidden=[Path("/tmp"), Path("/var/tmp"), lab_disk.root_home(), folder],  # noqa: S108
+                hidden=hidden,
+                shared=[lab.slurm.shared] if slurm else [],
+                daemons=lab.slurm.daemons_of(host) if slurm else [],
             )
+            if slurm:
+                lab.slurm.copy_to(host)
             network.plug_in(host)
             lab._boot(host)
             _greet(host)
@@ -124,6 +158,8 @@ class Lab:
                 addresses=addresses,
             )
         )
+        if slurm:
+            lab.slurm.wait_idle()
         record = asdict(lab) | {"hosts": [asdict(host) for host in hosts.values()]}
         del record["folder"]
         (folder / "lab.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -143,6 +179,13 @@ class Lab:
     def known_hosts(self) -> Path:
         """Every host's key."""
         return self.folder / "known_hosts"
+
+    @property
+    def slurm(self) -> LabSlurm:
+        """Its Slurm cluster; KitError if it was made without."""
+        if not self.has_slurm:
+            raise KitError(f"the lab in {self.folder} has no Slurm: `kit lab up --slurm` makes one that has")
+        return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
 
     def down(self) -> None:
         """Remove the lab."""
@@ -280,11 +323,18 @@ def down(folder: Path | None = None) -> bool:
     lab_network.unmount(folder)
     if (folder / "hosts").exists():
         shutil.rmtree(folder / "hosts")
+    if (folder / "slurm").exists():
+        shutil.rmtree(folder / "slurm")
     for name in ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub", "lab.json"):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # someone keeps something else in it
         folder.rmdir()
     return True
+
+
+def _kind(*, slurm: bool, accounting: bool) -> str:
+    """A kind of lab, in words."""
+    return "with Slurm and its accounting" if accounting else "with Slurm" if slurm else "without Slurm"
 
 
 def lab_folder(folder: Path | None) -> Path:

@@ -61,7 +61,15 @@ def environment() -> dict[str, str]:
 
 
 def write_disk(
-    folder: Path, *, name: str, addresses: dict[str, str], public_key: str, hidden: Iterable[Path]
+    folder: Path,
+    *,
+    name: str,
+    addresses: dict[str, str],
+    public_key: str,
+    hidden: Iterable[Path],
+    shared: Iterable[Path] = (),
+    daemons: Iterable[list[str]] = (),
+    has_sshd: bool = True,
 ) -> str:
     """Make a host's folder (disk, mount point, ``boot.json``) for lab_host.py; returns its public host key.
 
@@ -71,6 +79,10 @@ def write_disk(
         addresses: name → address of every machine that the host should know by name.
         public_key: the key that may log in as root.
         hidden: the machine's folders that are empty in the host.
+        shared: the machine's folders that are the same ones in the host, at the same path.
+        daemons: what the host starts when it boots, one after the other; each goes to the background when it
+            is ready.
+        has_sshd: whether it starts sshd, before those.
     """
     for part in ("upper", "work", "root"):
         (folder / part).mkdir(parents=True)
@@ -79,8 +91,8 @@ def write_disk(
     for path in hidden:
         if any(path != other and path.is_relative_to(other) for other in hidden):
             continue  # its parent is empty
-        os.setxattr(_make_folder(disk, path), "trusted.overlay.opaque", b"y")
-    ssh = _make_folder(disk, Path("/etc/ssh"))
+        os.setxattr(make_folder(disk, path), "trusted.overlay.opaque", b"y")
+    ssh = make_folder(disk, Path("/etc/ssh"))
     (ssh / "sshd_config").write_text(SSHD_CONFIG)
     host_key = make_key(ssh / "ssh_host_ed25519_key", comment=f"root@{name}")
     (disk / "etc/hostname").write_text(f"{name}\n")
@@ -90,7 +102,7 @@ def write_disk(
     )
     (disk / "etc/shadow").touch(mode=0o600)
     (disk / "etc/shadow").write_text(_unlock_root(Path("/etc/shadow").read_text()))
-    home = _make_folder(disk, root_home().resolve())
+    home = make_folder(disk, root_home().resolve())
     for startup_file in (".bashrc", ".profile"):
         (home / startup_file).touch()
     (home / ".ssh").mkdir(mode=0o700)
@@ -100,7 +112,13 @@ def write_disk(
         for prefix in sorted({sys.prefix, sys.base_prefix})
         if _is_missing_in_host(Path(prefix), hidden)
     ]
-    boot = {"hostname": name, "sshd": shutil.which("sshd", path=search_path()), "python_prefixes": prefixes}
+    boot = {
+        "hostname": name,
+        "sshd": shutil.which("sshd", path=search_path()) if has_sshd else None,
+        "python_prefixes": prefixes,
+        "shared": [str(path) for path in shared],
+        "daemons": list(daemons),
+    }
     (folder / "boot.json").write_text(json.dumps(boot))
     return host_key
 
@@ -140,7 +158,7 @@ hosts:
 {hosts}"""
 
 
-def _make_folder(disk: Path, path: Path) -> Path:
+def make_folder(disk: Path, path: Path) -> Path:
     """A folder on the disk, with the owners and modes that the machine has along the way."""
     source, target = Path("/"), disk
     for part in path.parts[1:]:

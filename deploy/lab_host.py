@@ -1,4 +1,4 @@
-"""PID 1 of a lab host: mounts the host's disk, becomes its root, runs sshd and buries orphans.
+"""PID 1 of a lab host: mounts the host's disk, becomes its root, starts its daemons and buries orphans.
 
 A script of its own, run as ``python -I -S lab_host.py`` inside the host's network namespace, in the host's
 folder: standard library only, and nothing of ours, so that a host starts in tens of milliseconds.
@@ -36,18 +36,28 @@ def main() -> None:
     os.dup2(2, 1)
     os.close(null)
     socket.sethostname(boot["hostname"])
-    become_root_of_disk(boot["python_prefixes"])
-    sshd = os.posix_spawn(
-        boot["sshd"],
-        [boot["sshd"], "-D", "-e"],
-        {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
-        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores these, and a child would inherit that
-    )
-    print(f"{boot['hostname']} is up, sshd is process {sshd}", flush=True)
+    become_root_of_disk(boot["python_prefixes"], boot.get("shared", []))
+    if boot["sshd"]:
+        print(f"sshd is process {spawn([boot['sshd'], '-D', '-e'])}", flush=True)
+    for argv in boot.get("daemons", []):
+        # Each puts itself in the background when it is ready, and the next one needs it.
+        _, status = os.waitpid(spawn(argv), 0)
+        print(f"{argv[0]} {'failed' if status else 'is in the background'}", flush=True)
+    print(f"{boot['hostname']} is up", flush=True)
     bury_orphans()
 
 
-def become_root_of_disk(python_prefixes: list[str]) -> None:
+def spawn(argv: list[str]) -> int:
+    """Start a program of the host's, found by our own PATH; returns its pid."""
+    return os.posix_spawnp(
+        argv[0],
+        argv,
+        {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores these, and a child would inherit that
+    )
+
+
+def become_root_of_disk(python_prefixes: list[str], shared: list[str]) -> None:
     """Make the overlay of the machine's ``/`` and the host's own disk the root of this mount namespace."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     # Relative paths: a folder's name may hold a comma, which would end an option.
@@ -65,6 +75,10 @@ def become_root_of_disk(python_prefixes: list[str]) -> None:
         mount(prefix, target, None, MS_BIND | MS_REC)
         # What a host writes must not reach this machine's python; the flag is ignored on the first mount.
         mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY)
+    for folder in shared:
+        target = folder.lstrip("/")
+        Path(target).mkdir(parents=True, exist_ok=True)
+        mount(folder, target, None, MS_BIND)
     check(LIBC.pivot_root(b".", b"."), "pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount the machine's root")
     os.chdir("/")

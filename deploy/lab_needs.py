@@ -18,6 +18,14 @@ DEBIAN_PACKAGES = {
     "umount": "mount",
 }
 """Program → the package that has it."""
+SLURM_PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
+ACCOUNTING_PACKAGES = {
+    "slurmdbd": "slurmdbd",
+    "sacctmgr": "slurm-wlm",
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+    "mariadb-admin": "mariadb-client",
+}
 
 
 def require_root() -> None:
@@ -26,10 +34,15 @@ def require_root() -> None:
         raise KitError("a lab needs root, for its namespaces and mounts: run this as root, or with sudo")
 
 
-def require_programs() -> None:
+def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
     """KitError that names the programs that are missing and what to install."""
-    if missing := [name for name in DEBIAN_PACKAGES if not shutil.which(name, path=search_path())]:
-        packages = " ".join(sorted({DEBIAN_PACKAGES[name] for name in missing}))
+    wanted = {
+        **DEBIAN_PACKAGES,
+        **(SLURM_PACKAGES if slurm else {}),
+        **(ACCOUNTING_PACKAGES if accounting else {}),
+    }
+    if missing := [name for name in wanted if not shutil.which(name, path=search_path())]:
+        packages = " ".join(sorted({wanted[name] for name in missing}))
         raise KitError(f"a lab needs {', '.join(missing)}: on Debian, `apt-get install {packages}`")
 
 
