@@ -269,6 +269,10 @@ def _status(args: argparse.Namespace) -> int:
     from nodekit.deploy.view import status_line
 
     run = runs.find(args.run_id)
+    if run.slurm:
+        from nodekit.slurm import backend
+
+        return backend.status(run, _ssh_options(args), as_json=args.json)
     with cluster.links(up.inventory_of(run).hosts, _ssh_options(args), some=True) as links:
         found = up.statuses(run, links)
     alive = any(status["alive"] for status in found.values())
@@ -295,6 +299,10 @@ def _logs(args: argparse.Namespace) -> int:
     from nodekit.deploy.showlogs import show
 
     run = runs.find(args.run_id)
+    if run.slurm:
+        from nodekit.slurm import backend
+
+        return backend.logs(run, _ssh_options(args), node=args.node, rank=args.rank, follow=args.follow)
     hosts = [host for host in up.inventory_of(run).hosts if args.node in (None, host.name)]
     if not hosts:
         raise KitError(f"{run.run_id} has no node '{args.node}'; it has {', '.join(run.nodes)}")
@@ -306,7 +314,12 @@ def _logs(args: argparse.Namespace) -> int:
 def _down(args: argparse.Namespace) -> int:
     from nodekit.deploy import runs, up
 
-    return up.down(runs.find(args.run_id), _ssh_options(args), force=args.force)
+    run = runs.find(args.run_id)
+    if run.slurm:
+        from nodekit.slurm import backend
+
+        return backend.down(run, _ssh_options(args))
+    return up.down(run, _ssh_options(args), force=args.force)
 
 
 def _runs(args: argparse.Namespace) -> int:

@@ -23,6 +23,8 @@ class SshOptions:
 
     accept_new_host_keys: bool = False
     notice: Callable[[str], None] = print
+    open: Callable[[Host], Link] | None = None
+    """What opens a link in place of SSH, where the hosts are a Slurm allocation's."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_passphrase(self, path: str) -> str:
@@ -39,6 +41,8 @@ def open_link(host: Host, options: SshOptions) -> Link:
     Raises:
         HostError: it cannot be reached, or its python does not run.
     """
+    if options.open is not None:
+        return options.open(host)
     if host.connection == "local":
         return open_local(host.name, host.python)
     from nodekit.deploy import ssh  # paramiko is slow to import, and a local run does without

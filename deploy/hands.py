@@ -42,13 +42,21 @@ class Hands:
     def warm(self, name: str, secrets: Mapping[str, str]) -> None:
         """Have a node's agent import torch, until it gets its go."""
         node = self.node(name)
+        env = {**node.env, "NODEKIT_START": self.inventory.job.start}
+        if (
+            self.run.is_placed
+        ):  # they lie in the run's folder too, for a link there is not SSH: it is not encrypted
+            secrets_at = {"env_file": f"{Path(node.code_dir).parent}/slurm/secrets.json"}
+        else:
+            secrets_at, env = {}, {**env, **secrets}
         self._call(
             name,
             "warm",
             node_dir=node.node_dir,
             python=node.python,
             kit_dir=node.kit_dir,
-            env={**node.env, "NODEKIT_START": self.inventory.job.start, **secrets},
+            env=env,
+            **secrets_at,
         )
 
     def go(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
@@ -89,7 +97,8 @@ class Hands:
             sync.send_package(self._package, {name: link}, workdirs, timeout_s=SYNC_TIMEOUT_S)
         port = int(self._call(name, "hold_port")) if name == state.host else None
         self.warm(name, secrets_of(self.inventory))
-        if self._call(name, "read_file", path=f"{self.node(name).node_dir}/spec.json", limit_bytes=1) is None:
+        spec = f"{self.node(name).node_dir}/spec.json"
+        if not self.run.is_placed and self._call(name, "read_file", path=spec, limit_bytes=1) is None:
             self._send_code(name, facts[name])  # its disk is new
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")

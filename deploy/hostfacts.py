@@ -185,10 +185,13 @@ def gpus() -> List[Dict[str, Any]]:
         )
     except subprocess.TimeoutExpired:
         return []
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # where Slurm, or the user, has chosen some of them
     found = []
     for line in done.stdout.decode("utf-8", "replace").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 3 and cells[0].isdigit():
+            if ours.replace(",", "").isdigit() and cells[0] not in ours.split(","):
+                continue
             memory = int(cells[2]) if cells[2].isdigit() else 0
             found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
     return found

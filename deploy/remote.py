@@ -60,10 +60,13 @@ def listen() -> socket.socket:
     return held
 
 
-def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Dict[str, Any]:
+def warm(
+    node_dir: str, python: str, kit_dir: str, env: Mapping[str, str], env_file: str = ""
+) -> Dict[str, Any]:
     """Start this node's agent; it imports torch and then waits for `go`, or ends when we do.
 
-    `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere.
+    `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere, or
+    they are in `env_file` (JSON).
     """
     node_dir = os.path.expanduser(node_dir)
     os.makedirs(node_dir, mode=0o700, exist_ok=True)
@@ -72,6 +75,7 @@ def warm(node_dir: str, python: str, kit_dir: str, env: Mapping[str, str]) -> Di
         raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
     full = dict(os.environ)
     full.update(env)
+    full.update((_load(env_file) or {}) if env_file else {})
     full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
     full["PYTHONUNBUFFERED"] = "1"
     log = os.open(
@@ -519,6 +523,30 @@ def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
         return None
 
 
+def write_file(path: str, text: str) -> None:
+    """Write a 0600 file, and its folder if there is none."""
+    path = os.path.expanduser(path)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    write_private(path, text.encode(), durable=True)
+
+
+def execute(
+    argv: List[str], limit_s: float, text: str = "", env: Optional[Mapping[str, Optional[str]]] = None
+) -> Dict[str, Any]:
+    """Run a program with `text` on its stdin: ``{"status", "out", "err"}``; what is None in `env` is taken away."""
+    full = {**os.environ, **(env or {})}
+    done = subprocess.run(
+        argv,
+        input=text,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        env={name: value for name, value in full.items() if value is not None},
+        timeout=limit_s,
+    )
+    return {"status": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
 # --- the server ---------------------------------------------------------------------------------------------
 
 OPS: Dict[str, Callable[..., Any]] = {
@@ -536,6 +564,8 @@ OPS: Dict[str, Callable[..., Any]] = {
         logs,
         follow,
         read_file,
+        write_file,
+        execute,
     )
 }
 

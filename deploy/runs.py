@@ -45,6 +45,10 @@ class Run:
     """What the agents of this run know each other by."""
     code_digest: str = ""
     """Of the code that was synced."""
+    is_placed: bool = False
+    """Whether the code lies in a folder that all nodes share: a new node finds it there."""
+    slurm: dict[str, str] = field(default_factory=dict)
+    """Of a run that was submitted: its job_id, and its run_dir in the shared folder."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
     """node → its clock minus ours, in seconds."""
     skew_s: float = 0.0

@@ -88,7 +88,14 @@ def hold_port(links: Mapping[str, Link]) -> int:
     return port
 
 
-def start(stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None, options: Options) -> Hands:
+def start(
+    stack: contextlib.ExitStack,
+    inventory: Inventory,
+    resumed: Run | None,
+    options: Options,
+    *,
+    placed: str = "",
+) -> Hands:
     """Start a run, or go on with `resumed`.
 
     Args:
@@ -96,13 +103,14 @@ def start(stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None
         inventory: what the cluster is.
         resumed: the run to go on with, None for a new one.
         options: the command line's.
+        placed: the id of a run whose code lies in its place on all hosts already.
     """
     phases = Phases(silent=options.quiet)
     secrets = secrets_of(inventory)
-    run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
+    run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
     # The code is read while the hosts are reached: a run has what was there when it was asked for.
-    reading = _Reading(inventory, options)
+    reading = None if placed else _Reading(inventory, options)
     with phases.phase("connect") as said:
         links = _connect(stack, inventory, options, phases)
         said.append(count(len(links), "host"))
@@ -122,6 +130,7 @@ def start(stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None
     for warning in check.warnings(facts):
         phases.say(f"warning: {warning}")
     run = _record(inventory, resumed, planned, facts, options)
+    run.is_placed = bool(placed)
     hands = Hands(run, inventory, links)
     active = [node.name for node in planned.active]
     state = judge.begin(
@@ -143,9 +152,13 @@ def start(stack: contextlib.ExitStack, inventory: Inventory, resumed: Run | None
             )
             # From here the agents import torch, which takes longer than an unchanged tree.
             _on_nodes(active, lambda name: hands.warm(name, secrets))
-            tree, targets = _send(reading, firsts, facts, run_id, options)
-            run.code_digest = tree.digest
-            said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
+            targets: dict[str, sync.Target] = {}
+            if reading is not None:
+                tree, targets = _send(reading, firsts, facts, run_id, options)
+                run.code_digest = tree.digest
+                said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
+            else:
+                said.append("in the shared folder")
         with phases.phase("start") as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: hands.fence(name, run.generation))

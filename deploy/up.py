@@ -35,7 +35,7 @@ def up(options: Options) -> int:
     """Bring the job of an inventory to where it runs, and watch it; the exit status."""
     inventory = load_inventory(options.inventory)
     if inventory.slurm is not None:
-        raise KitError(f"{options.inventory}: the Slurm backend is not there yet; use `hosts:` (SSH) for now")
+        return _up_on_slurm(inventory, options)
     if options.dry_run:
         return dry_run(inventory, options)
     with contextlib.ExitStack() as stack:
@@ -55,6 +55,25 @@ def up(options: Options) -> int:
             )
             return 0
         return watch(hands, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
+
+
+def _up_on_slurm(inventory: Inventory, options: Options) -> int:
+    from nodekit.slurm import backend
+
+    if options.dry_run:
+        return backend.dry_run(inventory, options)
+    with runs.starting(inventory.path):
+        run = _current(inventory, options)
+        attached = run is not None and run.state in LIVE and backend.is_there(run, options.ssh)
+        if run is None or not attached:
+            run = backend.start(inventory, run if run and run.state != "succeeded" else None, options)
+    if attached:
+        print(f"attached to {run.run_id}, job {run.slurm['job_id']}; Ctrl-C cancels it", flush=True)
+    if options.detach:
+        shown = shlex.quote(_shown(str(options.inventory)))
+        print(f"{run.run_id} is queued: kit up {shown} attaches to it, kit down cancels it", flush=True)
+        return 0
+    return backend.watch(run, options, tail_bytes=ATTACH_TAIL_BYTES if attached else 0)
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | None:
@@ -172,8 +191,8 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
         )
         try:
             verdict = supervisor.watch()
-        except KeyboardInterrupt:
-            run.say_stop("Ctrl-C")
+        except KeyboardInterrupt as interrupt:
+            run.say_stop(str(interrupt) or "Ctrl-C")
             return _stop_everywhere(run, supervisor, view)
         finally:
             lock.release()
@@ -189,7 +208,7 @@ def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM is a Ctrl-C too: what that ends or mends is ended or mended in either case."""
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("SIGTERM")
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -251,7 +270,7 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
         print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, links, first)}")
     node_dir = run.nodes[first]["node_dir"]
     print(f"  logs       {first}:{node_dir}/logs   (kit logs {run.run_id})")
-    print(f"  snapshots  {first}:{node_dir}/snapshots")
+    print(f"  snapshots  {first}:{run.nodes[first]['env']['NODEKIT_SNAPSHOT_DIR']}")
     print(f"  curves     {first}:{node_dir}/output   (tensorboard --logdir …/output)")
     if verdict.outcome == "succeeded":
         return 0

@@ -1,0 +1,62 @@
+"""What is asked of Slurm, as submitit takes it; pure."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from typing import Any
+
+from nodekit.inventory.schema import Inventory
+
+MAX_SIGNAL_S = 90
+"""How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
+SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0")  # a lost node is not the end of the others
+
+
+def parameters(
+    inventory: Inventory, *, name: str, run_dir: str, kit_dir: str, minutes: int
+) -> dict[str, Any]:
+    """The parameters for submitit's SlurmExecutor, of one task on each node.
+
+    Args:
+        inventory: with a `slurm:` section.
+        name: the job's.
+        run_dir: the run's folder, in the shared one.
+        kit_dir: kit's package, in the shared folder.
+        minutes: the time limit.
+    """
+    settings = inventory.slurm
+    assert settings is not None
+    asked: dict[str, Any] = {
+        "job_name": name,
+        "nodes": settings.nodes.max,
+        "ntasks_per_node": 1,
+        "time": minutes,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "gpus_per_node": settings.gpus_per_node or None,
+        "cpus_per_task": settings.cpus_per_task,
+        "mem": None if settings.mem_gb is None else f"{round(settings.mem_gb * 1024)}M",
+        "constraint": settings.constraint,
+        "exclude": settings.exclude,
+        "signal_delay_s": min(MAX_SIGNAL_S, minutes * 60 // 3),
+        "stderr_to_stdout": True,
+        # After the user's own lines: a module or a conda environment may set PYTHONPATH anew.
+        "setup": [*settings.setup, f"export PYTHONPATH={shlex.quote(kit_dir)}${{PYTHONPATH:+:$PYTHONPATH}}"],
+        "srun_args": list(SRUN_ARGS),
+    }
+    further: dict[str, Any] = {"requeue": True, "no_kill": True, "chdir": run_dir}
+    for key, value in settings.extra.items():
+        (asked if key in _submitits_own() else further)[key] = value
+    return {
+        **{key: value for key, value in asked.items() if value is not None},
+        "additional_parameters": further,
+    }
+
+
+def _submitits_own() -> frozenset[str]:
+    """The parameters that submitit knows by name; all others are sbatch's, and go through it as they are."""
+    from submitit.slurm import slurm
+
+    return frozenset(inspect.signature(slurm._make_sbatch_string).parameters)

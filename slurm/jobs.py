@@ -1,0 +1,149 @@
+"""What Slurm says of a job and of the cluster: its commands, run where they are there, and what they print, read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nodekit.deploy.link import Link, RemoteError
+from nodekit.inventory.errors import KitError
+
+COMMAND_TIMEOUT_S = 60.0
+ENDED = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+)  # fmt: skip
+_UNLIMITED_MINUTES = 365 * 1440
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, as Slurm knows it."""
+
+    state: str
+    """Slurm's own word: PENDING, RUNNING, COMPLETING, COMPLETED…; "" for one that Slurm knows no more."""
+    reason: str = ""
+    """Why it waits, or how it ended, in Slurm's words."""
+    start: str = ""
+    """When it started, or is expected to."""
+    nodes: str = ""
+    restarts: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and is not to run again."""
+        return self.state in ENDED or not self.state
+
+    def line(self) -> str:
+        """For people: ``waits in the queue (Resources), expected to start 2026-11-21T12:00:00``."""
+        again = f", {self.restarts} time(s) queued again" if self.restarts else ""
+        if self.state == "PENDING":
+            expected = f", expected to start {self.start}" if self.start else ""
+            return f"waits in the queue ({self.reason or 'no reason yet'}){expected}{again}"
+        where = f" on {self.nodes}" if self.nodes else ""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{(self.state or 'gone').lower()}{where}{why}{again}"
+
+
+class Slurm:
+    """Slurm's commands on one host."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def run(self, *argv: str) -> tuple[int, str, str]:
+        """Run one; its status, output and error output.
+
+        Raises:
+            KitError: it is not there.
+        """
+        try:
+            done = self._link.call(
+                "execute", timeout_s=COMMAND_TIMEOUT_S + 5, argv=argv, limit_s=COMMAND_TIMEOUT_S
+            )
+        except RemoteError as error:
+            if error.type == "FileNotFoundError":
+                raise KitError(
+                    f"{self._link.host}: no {argv[0]} there: is it a login node of a Slurm cluster? "
+                    "From elsewhere, name one as slurm.login"
+                ) from error
+            raise
+        return done["status"], done["out"], done["err"]
+
+    def job(self, job_id: str) -> Job:
+        """What it knows of a job now."""
+        status, out, err = self.run("scontrol", "show", "job", "--oneliner", job_id)
+        if status == 0:
+            return parse_job(out)
+        if "Invalid job id" in err:
+            return Job(state="")
+        raise KitError(f"{self._link.host}: scontrol show job {job_id}: {err.strip()}")
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """Name → what scontrol shows of it; the default one is first."""
+        status, out, err = self.run("scontrol", "show", "partition", "--oneliner")
+        if status:
+            raise KitError(f"{self._link.host}: Slurm does not answer: {err.strip()}")
+        found = [_fields(line) for line in out.splitlines() if line.strip()]
+        found.sort(key=lambda each: each.get("Default") != "YES")
+        return {each["PartitionName"]: each for each in found}
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job; nothing where it is over."""
+        self.run("scancel", job_id)
+
+
+def parse_job(text: str) -> Job:
+    """What `scontrol show job --oneliner` printed."""
+    fields = _fields(text)
+
+    def known(name: str) -> str:
+        value = fields.get(name, "")
+        return "" if value in ("(null)", "None", "Unknown", "N/A") else value
+
+    return Job(
+        state=known("JobState"),
+        reason=known("Reason"),
+        start=known("StartTime"),
+        nodes=known("NodeList"),
+        restarts=int(known("Restarts") or 0),
+    )
+
+
+def _fields(line: str) -> dict[str, str]:
+    """``A=1 B=two words C=3``: a value may hold blanks, a name does not."""
+    parts = re.split(r"(?:^|\s)([A-Za-z][\w/:]*)=", line.strip())
+    return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def minutes(written: str) -> int | None:
+    """Slurm's ``[D-]HH:MM:SS`` or ``UNLIMITED`` in minutes; None where there is none."""
+    if written in ("", "NONE", "(null)"):
+        return None
+    if written in ("UNLIMITED", "INFINITE"):
+        return _UNLIMITED_MINUTES
+    days, _, clock = written.rpartition("-")
+    hours, mins, secs = ([0, 0] + [int(part) for part in clock.split(":")])[-3:]
+    return int(days or 0) * 1440 + hours * 60 + mins + (secs > 0)
+
+
+def time_limit(asked: int | None, partition: dict[str, str]) -> int:
+    """The limit in minutes: what was asked for, else the partition's."""
+    own = minutes(partition.get("DefaultTime", "")) or minutes(partition.get("MaxTime", ""))
+    return asked or own or _UNLIMITED_MINUTES
+
+
+def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict[str, str]:
+    """The partition a job would run in; of several names (``a,b``) the first.
+
+    Raises:
+        KitError: there is none of that name.
+    """
+    names = [name for name in (name or "").split(",") if name] or list(there)[:1]
+    absent: Sequence[str] = [each for each in names if each not in there]
+    if absent or not names:
+        raise KitError(
+            f"slurm.partition: found {', '.join(absent)!r}, wanted one of {', '.join(there)} (see sinfo)"
+        )
+    return there[names[0]]
