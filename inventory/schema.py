@@ -199,6 +199,10 @@ class SlurmSettings(_Model):
     """Indexes of a job array, as 0-15%4."""
     setup: tuple[Text, ...] = ()
     """Shell lines to run first on every node, as module load cuda/12.4."""
+    srun_args: tuple[Text, ...] = ()
+    """Further arguments for srun, one item each, as --container-image=/images/torch.sqsh."""
+    max_requeues: Count = 10
+    """How often the job may be queued again (time limit, preemption, lost node) before it has failed."""
     extra: dict[Text, Scalar] = Field(default_factory=dict)
     """Any further parameter of sbatch that submitit passes on, as {licenses: matlab}."""
     shared_dir: Text = "~/nodekit"

@@ -289,14 +289,18 @@ def _up(run_dir: Path, tasks: Tasks) -> int:
     from nodekit.inventory.load import restore
 
     job = json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))
+    inventory = restore(job["inventory"])
+    assert inventory.slurm is not None
+    if (again := int(os.environ.get("SLURM_RESTART_COUNT", "0"))) > inventory.slurm.max_requeues:
+        raise KitError(
+            f"the job was queued again {again} times: slurm.max_requeues is {inventory.slurm.max_requeues}"
+        )
     with contextlib.suppress(FileNotFoundError):
         os.environ.update(json.loads((run_dir / "slurm" / "secrets.json").read_text(encoding="utf-8")))
     os.environ["XDG_STATE_HOME"] = str(run_dir / "state")
-    inventory = restore(job["inventory"])
     names = [str(name) for name in NodeSet(os.environ["SLURM_JOB_NODELIST"])]
     least = min(inventory.nodes.min, len(names))
     here = tasks.wait(names, least=least, say=lambda text: print(text, flush=True))
-    assert inventory.slurm is not None
     given = inventory.defaults.model_dump(exclude_none=True)
     hosts = tuple(
         Host.model_validate(

@@ -44,7 +44,7 @@ def parameters(
         "stderr_to_stdout": True,
         # After the user's own lines: a module or a conda environment may set PYTHONPATH anew.
         "setup": [*settings.setup, f"export PYTHONPATH={shlex.quote(kit_dir)}${{PYTHONPATH:+:$PYTHONPATH}}"],
-        "srun_args": list(SRUN_ARGS),
+        "srun_args": [*SRUN_ARGS, *settings.srun_args],
     }
     further: dict[str, Any] = {"requeue": True, "no_kill": True, "chdir": run_dir}
     for key, value in settings.extra.items():
