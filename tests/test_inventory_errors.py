@@ -23,8 +23,8 @@ HOST_KEYS = (
 )
 JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets, start"
 SLURM_KEYS = (
-    "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, mem_gb, nodes, partition, "
-    "qos, setup, shared_dir, time"
+    "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, max_requeues, mem_gb, nodes, partition, "
+    "qos, setup, shared_dir, srun_args, time"
 )
 HOSTLIST = "a host's name or a hostlist, as gpu[01-16,20]"
 NAME = "letters, digits, '.', '-' and '_' make a name, and it starts with no '-' or '.'"
