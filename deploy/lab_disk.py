@@ -126,7 +126,10 @@ def write_disk(
 def hosts_file(name: str, addresses: dict[str, str]) -> str:
     """``/etc/hosts`` as Debian leaves it, own name on 127.0.1.1 and all, plus the lab's machines."""
     lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", "::1 localhost ip6-localhost ip6-loopback"]
-    return "\n".join([*lines, *(f"{address} {other}" for other, address in addresses.items())]) + "\n"
+    lines += [f"{address} {other}" for other, address in addresses.items()]
+    # By this form torch looks up who has called it, and warns of every caller that it cannot name.
+    lines += [f"::ffff:{address} {other}.lab" for other, address in addresses.items()]
+    return "\n".join(lines) + "\n"
 
 
 def known_hosts_file(addresses: dict[str, str], host_keys: dict[str, str]) -> str:
