@@ -152,12 +152,15 @@ def _processes(lab: Lab, host: str) -> set[ProcessRecord]:
 
 
 @contextlib.contextmanager
-def bench(num_hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> Iterator[Bench]:
+def bench(
+    num_hosts: int, prepare: Callable[[Path], None] = lambda _: None, *, slurm: bool = False
+) -> Iterator[Bench]:
     """A lab of so many hosts, removed at the end, with all files.
 
     Args:
         num_hosts: how many.
         prepare: puts into the folder it is given what the hosts shall see, under the same name.
+        slurm: with a Slurm cluster on them.
     """
     SHARED.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is removed then, too
@@ -169,7 +172,7 @@ def bench(num_hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> I
         Path(folder, "home").mkdir()
         prepare(Path(shared))
         note(f"starting {num_hosts} hosts")
-        lab = Lab.up(num_hosts, folder=Path(folder, "lab"))
+        lab = Lab.up(num_hosts, folder=Path(folder, "lab"), slurm=slurm)
         try:
             yield Bench(lab, Path(folder), Path(shared))
         finally:
