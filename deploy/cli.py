@@ -37,7 +37,15 @@ examples:
   kit up inventory/lab.yaml              the job the inventory names
   kit up lab.yaml -- train.py --lr 0.1   this script, as torchrun would run it
   kit up lab.yaml --dry-run              print what each node would run, and run nothing
+  kit up slurm.yaml --sweep lr=1e-3,3e-4 --sweep seed=0,1     four runs, as a Slurm array
 
+"""
+
+EXPORT = """\
+Write a script that runs, by plain sbatch, what `kit up` would submit to Slurm.
+All is checked as by kit up; the run's folder with the code is put in its place
+in slurm.shared_dir now; nothing is queued. The script says what it does, and
+has no secret in it. Such a run is sbatch's and yours: kit status does not know it.
 """
 
 DRILL = """\
@@ -70,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
-        argv[:1] in (["up"], ["drill"]) and "--" in argv
+        argv[:1] in (["up"], ["drill"], ["export"]) and "--" in argv
     ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
@@ -108,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _add(commands, name, function, help_text)
         command.add_argument(
-            "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
+            "run_id",
+            metavar="RUN",
+            nargs="?",
+            help="a run's id or its beginning, or a sweep's (the latest run)",
         )
         _add_ssh(command)
         if name == "logs":
@@ -119,6 +130,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--force", action="store_true", help="kill at once, with no time for a snapshot"
             )
+            command.add_argument(
+                "--lost",
+                action="store_true",
+                help="nodes that cannot be reached are off, you know it: kit up may go on without them",
+            )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
     command = _add(
@@ -128,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ssh(command)
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
     listing.add_argument("--json", action="store_true", help="for programs")
+    _add_export(commands)
     _add_drill(commands)
     _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
     from nodekit.deploy import lab
@@ -184,6 +201,25 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     command.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
     command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
+    command.add_argument(
+        "--sweep",
+        metavar="OPTION=V,V…",
+        action="append",
+        default=[],
+        help="under Slurm: a run for each value, with `--OPTION V` after the command, in one array; given again, "
+        "every value with every other",
+    )
+    _add_ssh(command)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands, "export", _export, "write the job of an inventory as a script for sbatch", EXPORT
+    )
+    command.usage = "kit export INVENTORY [options] [-- SCRIPT.py ARGS…]"
+    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file, with a slurm section")
+    command.add_argument("--to", choices=["sbatch"], default="sbatch", help="what for (sbatch)")
+    command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there (stdout)")
     _add_ssh(command)
 
 
@@ -228,6 +264,7 @@ def _up(args: argparse.Namespace) -> int:
             detach=args.detach,
             new=args.new,
             quiet=args.quiet,
+            sweep=tuple(args.sweep),
             ssh=_ssh_options(args),
         )
     )
@@ -255,6 +292,14 @@ def _drill(args: argparse.Namespace) -> int:
     return list_faults(options.inventory) if args.list else drill(options)
 
 
+def _export(args: argparse.Namespace) -> int:
+    from nodekit.deploy.start import Options
+    from nodekit.slurm.export import export
+
+    options = Options(inventory=_inventory(args), command=tuple(args.command) or None, ssh=_ssh_options(args))
+    return export(options, args.output)
+
+
 def _supervise(args: argparse.Namespace) -> int:
     from nodekit.deploy import runs
     from nodekit.deploy.start import Options
@@ -268,11 +313,15 @@ def _status(args: argparse.Namespace) -> int:
     from nodekit.deploy import cluster, runs, up
     from nodekit.deploy.view import status_line
 
+    if members := runs.sweep(args.run_id):
+        from nodekit.slurm import sweep
+
+        return sweep.status(members, _ssh_options(args), as_json=args.json)
     run = runs.find(args.run_id)
     if run.slurm:
-        from nodekit.slurm import backend
+        from nodekit.slurm import show
 
-        return backend.status(run, _ssh_options(args), as_json=args.json)
+        return show.status(run, _ssh_options(args), as_json=args.json)
     with cluster.links(up.inventory_of(run).hosts, _ssh_options(args), some=True) as links:
         found = up.statuses(run, links)
     alive = any(status["alive"] for status in found.values())
@@ -300,9 +349,9 @@ def _logs(args: argparse.Namespace) -> int:
 
     run = runs.find(args.run_id)
     if run.slurm:
-        from nodekit.slurm import backend
+        from nodekit.slurm import show as slurm_show
 
-        return backend.logs(run, _ssh_options(args), node=args.node, rank=args.rank, follow=args.follow)
+        return slurm_show.logs(run, _ssh_options(args), node=args.node, rank=args.rank, follow=args.follow)
     hosts = [host for host in up.inventory_of(run).hosts if args.node in (None, host.name)]
     if not hosts:
         raise KitError(f"{run.run_id} has no node '{args.node}'; it has {', '.join(run.nodes)}")
@@ -314,12 +363,16 @@ def _logs(args: argparse.Namespace) -> int:
 def _down(args: argparse.Namespace) -> int:
     from nodekit.deploy import runs, up
 
+    if members := runs.sweep(args.run_id):
+        from nodekit.slurm import sweep
+
+        return sweep.down(members, _ssh_options(args))
     run = runs.find(args.run_id)
     if run.slurm:
         from nodekit.slurm import backend
 
         return backend.down(run, _ssh_options(args))
-    return up.down(run, _ssh_options(args), force=args.force)
+    return up.down(run, _ssh_options(args), force=args.force, lost=args.lost)
 
 
 def _runs(args: argparse.Namespace) -> int:
@@ -334,8 +387,13 @@ def _runs(args: argparse.Namespace) -> int:
     width = max((len(run.run_id) for run in found), default=0)
     for run in found:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created))
-        nodes = f"{len(run.nodes)} node" + ("" if len(run.nodes) == 1 else "s")
-        print(f"{run.run_id.ljust(width)}  {started}  {nodes:<9} {run.state:<10} {run.verdict}".rstrip())
+        # Which nodes a run has that is in Slurm's queue, Slurm knows.
+        num_nodes = str(run.inventory["slurm"]["nodes"] if run.slurm else len(run.nodes))
+        nodes = f"{num_nodes} node" + ("" if num_nodes == "1" else "s")
+        values = f"{run.slurm['values']}  " if "values" in run.slurm else ""
+        print(
+            f"{run.run_id.ljust(width)}  {started}  {nodes:<9} {run.state:<10} {values}{run.verdict}".rstrip()
+        )
     return 0
 
 

@@ -681,7 +681,10 @@ def _wait(turn: _Turn) -> None:
     unseen = [n for n in rules.nodes if not turn.seen[n].reachable and turn.seen[n].fence < fenced_for]
     is_short = len(turn.here) < rules.min_nodes or state.next_generation is not None
     if turn.rounds or not is_short or state.may_train(unseen):
-        text = f"{_names(unseen)} cannot be reached and may be training together; waiting for them"
+        text = (
+            f"{_names(unseen)} cannot be reached and may be training together; waiting for them "
+            "(if they are off: kit down --lost, and kit up goes on without them)"
+        )
         turn.say("wait", "" if turn.rounds or not state.may_train(unseen) else text)
         turn.change(short_since=None)
         return

@@ -48,7 +48,8 @@ class Run:
     is_placed: bool = False
     """Whether the code lies in a folder that all nodes share: a new node finds it there."""
     slurm: dict[str, str] = field(default_factory=dict)
-    """Of a run that was submitted: its job_id, and its run_dir in the shared folder."""
+    """Of a run that was submitted: its job_id, and its run_dir in the shared folder; in a sweep also that, and its
+    values there."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
     """node → its clock minus ours, in seconds."""
     skew_s: float = 0.0
@@ -147,9 +148,27 @@ def find(run_id: str | None) -> Run:
 
 
 def latest_of(inventory_path: Path) -> Run | None:
-    """The latest run of an inventory file."""
-    runs = [run for run in all_runs() if run.inventory_path == str(inventory_path.resolve())]
+    """The latest run of an inventory file; those of a sweep are another matter."""
+    path = str(inventory_path.resolve())
+    runs = [run for run in all_runs() if run.inventory_path == path and "sweep" not in run.slurm]
     return runs[-1] if runs else None
+
+
+def sweep(run_id: str | None) -> list[Run]:
+    """The runs of the sweep with this id, or an unambiguous beginning of it; without an id of the latest run's.
+
+    Empty where that is not a sweep.
+    """
+    runs = all_runs()
+    if run_id is None:
+        ids = {run.slurm.get("sweep", "") for run in runs[-1:]}
+    else:
+        ids = {run.slurm.get("sweep", run.run_id) for run in runs if run.run_id.startswith(run_id)}
+        ids = ids & {run_id} or ids
+    if len(ids) != 1 or (run_id and not all(each.startswith(run_id) for each in ids)):
+        return []
+    found = [run for run in runs if run.slurm.get("sweep") in ids]
+    return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
 
 
 class SupervisorLock:

@@ -37,6 +37,8 @@ class Options:
     detach: bool = False
     new: bool = False
     quiet: bool = False
+    sweep: tuple[str, ...] = ()
+    """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 

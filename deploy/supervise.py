@@ -117,6 +117,7 @@ class Supervisor:
         rules: Rules,
         reopen: Callable[[str], Link],
         tail_bytes: int | None = None,
+        shown: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         """Nothing happens before `watch`.
 
@@ -127,6 +128,7 @@ class Supervisor:
             rules: the inventory's.
             reopen: a new link to a host; HostError where it cannot be reached.
             tail_bytes: of each log that is there already, show only this much.
+            shown: node → log → how much of it has been shown.
         """
         self._hands = hands
         self._run = hands.run
@@ -138,6 +140,7 @@ class Supervisor:
         self._acts = lock.take()
         self._reopen = reopen
         self._tail_bytes = tail_bytes
+        self._shown = shown or {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
@@ -237,7 +240,7 @@ class Supervisor:
     # --- what the nodes say ---
 
     def _follow(self, name: str) -> None:
-        offsets: dict[str, int] | None = None
+        offsets = dict(self._shown[name]) if name in self._shown else None
 
         def take(part: Any) -> None:
             nonlocal offsets

@@ -36,6 +36,10 @@ def up(options: Options) -> int:
     inventory = load_inventory(options.inventory)
     if inventory.slurm is not None:
         return _up_on_slurm(inventory, options)
+    if options.sweep:
+        raise KitError(
+            f"{inventory.path}: --sweep submits to Slurm's queue, and this inventory has no slurm section"
+        )
     if options.dry_run:
         return dry_run(inventory, options)
     with contextlib.ExitStack() as stack:
@@ -58,10 +62,13 @@ def up(options: Options) -> int:
 
 
 def _up_on_slurm(inventory: Inventory, options: Options) -> int:
-    from nodekit.slurm import backend
+    from nodekit.slurm import backend, show, sweep
 
+    assert inventory.slurm is not None
+    if options.sweep or inventory.slurm.array:
+        return sweep.up(inventory, options)
     if options.dry_run:
-        return backend.dry_run(inventory, options)
+        return show.dry_run(inventory, options)
     with runs.starting(inventory.path):
         run = _current(inventory, options)
         attached = run is not None and run.state in LIVE and backend.is_there(run, options.ssh)
@@ -147,7 +154,7 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
         missing = ", ".join(name for name in run.nodes if name not in found)
         raise KitError(
             f"{run.run_id} may still be running on {missing}, which cannot be reached; "
-            f"kit down {run.run_id} when it can, or kit up --new after making sure"
+            f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost {run.run_id}"
         )
     states = {status.get("state") for status in found.values()}
     run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
@@ -172,13 +179,29 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     return 0
 
 
-def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> int:
-    """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status."""
+def watch(
+    hands: Hands,
+    options: Options,
+    *,
+    tail_bytes: int | None = None,
+    shown: Mapping[str, Mapping[str, int]] | None = None,
+    is_asked: bool = True,
+) -> int:
+    """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
+
+    Args:
+        hands: what acts on the nodes.
+        options: the command line's.
+        tail_bytes: of each log that is there already, show only this much.
+        shown: node → log → how much of it has been shown.
+        is_asked: whether a user sits there; else the signals are the caller's.
+    """
     run, inventory = hands.run, hands.inventory
     hosts = {host.name: host for host in inventory.hosts}
     rules = start.rules_of(inventory)
     lock = runs.SupervisorLock(run)
-    with View(list(rules.nodes), logs=not options.quiet) as view, sigterm_interrupts():
+    handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
+    with View(list(rules.nodes), logs=not options.quiet) as view, handling:
         if not lock.take():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         supervisor = Supervisor(
@@ -188,12 +211,13 @@ def watch(hands: Hands, options: Options, *, tail_bytes: int | None = None) -> i
             rules=rules,
             reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
             tail_bytes=tail_bytes,
+            shown=shown or {},
         )
         try:
             verdict = supervisor.watch()
         except KeyboardInterrupt as interrupt:
             run.say_stop(str(interrupt) or "Ctrl-C")
-            return _stop_everywhere(run, supervisor, view)
+            return _stop_everywhere(run, supervisor, view, is_asked=is_asked)
         finally:
             lock.release()
     if verdict.outcome == "stopped":
@@ -217,11 +241,12 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _stop_everywhere(run: Run, supervisor: Supervisor, view: View) -> int:
+def _stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: bool) -> int:
     again = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # no longer an exception, which could come at a bad moment
-        signal.signal(number, lambda *_: again.set())
-    view.say(f"stopping {run.run_id} on {count(len(run.nodes), 'node')}; Ctrl-C again kills it at once")
+    for number in (signal.SIGINT, signal.SIGTERM) if is_asked else ():
+        signal.signal(number, lambda *_: again.set())  # an exception could come at a bad moment
+    hint = "; Ctrl-C again kills it at once" if is_asked else ""
+    view.say(f"stopping {run.run_id} on {count(len(run.nodes), 'node')}{hint}")
     results: dict[str, Any] = {}
 
     def stop(force: bool) -> None:
@@ -301,8 +326,11 @@ def inventory_of(run: Run) -> Inventory:
     return restore(run.inventory)
 
 
-def down(run: Run, options: SshOptions, *, force: bool) -> int:
-    """Stop a run everywhere; the exit status is 1 when a node could not be asked."""
+def down(run: Run, options: SshOptions, *, force: bool, lost: bool = False) -> int:
+    """Stop a run everywhere; the exit status is 1 when a node could not be asked.
+
+    `lost`: the user knows that nodes that cannot be reached are off, and the run may go on without them.
+    """
     inventory = inventory_of(run)
     run.say_stop("kit down")
     with cluster.links(inventory.hosts, options, some=True) as links:
@@ -311,7 +339,7 @@ def down(run: Run, options: SshOptions, *, force: bool) -> int:
     was_running = any(
         not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
     )
-    clean = not unheard and not any(isinstance(each, Exception) for each in results.values())
+    clean = (lost or not unheard) and not any(isinstance(each, Exception) for each in results.values())
     if run.state not in runs.ENDED and clean:
         run.finish_stopped()
     if not was_running and clean:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
-from nodekit.inventory.schema import Inventory
+from nodekit.inventory.schema import Inventory, SlurmSettings
 
 MAX_SIGNAL_S = 90
 """How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
 SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0")  # a lost node is not the end of the others
+
+KEYS = {"mem": "mem_gb"}
+"""Parameter → the key below `slurm:` it comes from, where they are not called the same."""
+
+
+def blame(names: Iterable[str], settings: SlurmSettings) -> str:
+    """The inventory's keys that these parameters come from, each with what it says: ``slurm.mem_gb (64)``."""
+    said = []
+    for name in names:
+        key = KEYS.get(name, name)
+        if key in settings.extra:
+            said.append(f"slurm.extra.{key} ({settings.extra[key]})")
+        elif key in SlurmSettings.model_fields and (value := getattr(settings, key)) is not None:
+            said.append(f"slurm.{key} ({value})")
+    return " or ".join(said)
 
 
 def parameters(
@@ -27,6 +43,7 @@ def parameters(
     """
     settings = inventory.slurm
     assert settings is not None
+    at_once = (settings.array or "").partition("%")[2]
     asked: dict[str, Any] = {
         "job_name": name,
         "nodes": settings.nodes.max,
@@ -44,6 +61,7 @@ def parameters(
         "stderr_to_stdout": True,
         # After the user's own lines: a module or a conda environment may set PYTHONPATH anew.
         "setup": [*settings.setup, f"export PYTHONPATH={shlex.quote(kit_dir)}${{PYTHONPATH:+:$PYTHONPATH}}"],
+        "array_parallelism": int(at_once) if at_once else None,
         "srun_args": [*SRUN_ARGS, *settings.srun_args],
     }
     further: dict[str, Any] = {"requeue": True, "no_kill": True, "chdir": run_dir}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nodekit.deploy.link import Link, RemoteError
 from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import SlurmSettings
 
 COMMAND_TIMEOUT_S = 60.0
 ENDED = (
@@ -23,6 +24,8 @@ class Job:
 
     state: str
     """Slurm's own word: PENDING, RUNNING, COMPLETING, COMPLETED…; "" for one that Slurm knows no more."""
+    job_id: str = ""
+    """What the job itself sees as SLURM_JOB_ID: of an array's task that is another number than ARRAY_INDEX."""
     reason: str = ""
     """Why it waits, or how it ended, in Slurm's words."""
     start: str = ""
@@ -73,12 +76,17 @@ class Slurm:
 
     def job(self, job_id: str) -> Job:
         """What it knows of a job now."""
+        return next(iter(self.jobs(job_id).values()), Job(state=""))
+
+    def jobs(self, job_id: str) -> dict[str, Job]:
+        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more."""
         status, out, err = self.run("scontrol", "show", "job", "--oneliner", job_id)
         if status == 0:
-            return parse_job(out)
-        if "Invalid job id" in err:
-            return Job(state="")
-        raise KitError(f"{self._link.host}: scontrol show job {job_id}: {err.strip()}")
+            return parse_jobs(out)
+        # The first is for a number that is nobody's, the second for an index that the array does not have.
+        if "Invalid job id" in err or re.search(r"^Job \S+ not found", out + err, re.MULTILINE):
+            return {}
+        raise KitError(f"{self._link.host}: scontrol show job {job_id}: {(err or out).strip()}")
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Name → what scontrol shows of it; the default one is first."""
@@ -94,15 +102,27 @@ class Slurm:
         self.run("scancel", job_id)
 
 
-def parse_job(text: str) -> Job:
-    """What `scontrol show job --oneliner` printed."""
-    fields = _fields(text)
+def parse_jobs(text: str) -> dict[str, Job]:
+    """What `scontrol show job --oneliner` printed: ``7`` → it, or of an array ``7_0`` → it, ``7_1`` → it."""
+    found = {}
+    for line in filter(str.strip, text.splitlines()):
+        fields = _fields(line)
+        job = _job(fields)
+        if "ArrayJobId" not in fields:
+            found[job.job_id] = job
+            continue
+        for index in indexes(fields.get("ArrayTaskId", "")):  # those that wait are together in one line
+            found[f"{fields['ArrayJobId']}_{index}"] = job
+    return found
 
+
+def _job(fields: dict[str, str]) -> Job:
     def known(name: str) -> str:
         value = fields.get(name, "")
         return "" if value in ("(null)", "None", "Unknown", "N/A") else value
 
     return Job(
+        job_id=known("JobId"),
         state=known("JobState"),
         reason=known("Reason"),
         start=known("StartTime"),
@@ -111,8 +131,23 @@ def parse_job(text: str) -> Job:
     )
 
 
+def indexes(written: str) -> list[int]:
+    """The indexes of an array, as Slurm writes them: ``0-3,7,10-20:5%4``; after ``%`` is how many at once.
+
+    Where scontrol cuts a long list (``0-99,150,15...%4``), without those it left out.
+    """
+    listed = written.partition("%")[0]
+    parts = listed.split(",")
+    found: list[int] = []
+    for part in filter(None, parts[:-1] if listed.endswith("...") else parts):
+        numbers, _, step = part.partition(":")
+        first, _, last = numbers.partition("-")
+        found += range(int(first), int(last or first) + 1, int(step or 1))
+    return found
+
+
 def _fields(line: str) -> dict[str, str]:
-    """``A=1 B=two words C=3``: a value may hold blanks, a name does not."""
+    """``A=1 B=two words C=3``: a value may hold blanks, a name does not. Of two with one name the later counts."""
     parts = re.split(r"(?:^|\s)([A-Za-z][\w/:]*)=", line.strip())
     return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -147,3 +182,33 @@ def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict
             f"slurm.partition: found {', '.join(absent)!r}, wanted one of {', '.join(there)} (see sinfo)"
         )
     return there[names[0]]
+
+
+def beyond_limits(settings: SlurmSettings, time_min: int, partition: dict[str, str]) -> str:
+    """What is asked for that the partition never gives; "" if nothing.
+
+    Slurm would take such a job and let it wait for ever, where EnforcePartLimits is not set (the default). A quality
+    of service may allow more, and of several partitions another one: then nothing is said here.
+    """
+    if settings.qos or "," in (settings.partition or ""):
+        return ""
+    name, nodes = partition.get("PartitionName", ""), settings.nodes.max
+    longest = minutes(partition.get("MaxTime", ""))
+    if longest is not None and time_min > longest:
+        return (
+            f"slurm.time: found {time_min} minutes, and partition {name} allows at most {longest} "
+            f"({partition['MaxTime']}); ask for less, or name another slurm.partition"
+        )
+    for key, is_wrong, word in (
+        ("MaxNodes", nodes.__gt__, "at most"),
+        ("TotalNodes", nodes.__gt__, "has"),
+        ("MinNodes", nodes.__lt__, "at least"),
+    ):
+        limit = partition.get(key, "")
+        if limit.isdecimal() and is_wrong(int(limit)):
+            says = f"has {limit}" if word == "has" else f"gives {word} {limit} to a job"
+            return (
+                f"slurm.nodes: found {nodes}, and partition {name} {says}; "
+                "ask for as many, or name another slurm.partition"
+            )
+    return ""

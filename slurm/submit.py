@@ -1,7 +1,9 @@
-"""Submits one job through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
+"""Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
 
-``python -m nodekit.slurm.submit``, with {"run_dir", "parameters", "max_timeouts"}, answers {"job_id"}, or {"problem"}
-with what Slurm said. With {"test": true} it only asks Slurm whether it would take the job.
+``python -m nodekit.slurm.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "test"}, answers
+{"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said. With {"test":
+true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which Slurm would take
+it if that one was not there: so one can tell which is wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import submitit
@@ -18,26 +19,54 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from nodekit.slurm.allocation import Allocated
 
+OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
+"""Parameters that are kit's, or that sbatch does not see."""
 
-def submit(run_dir: str, parameters: dict[str, Any], max_timeouts: int, test: bool) -> dict[str, str]:
-    """Submit the job of a run, or ask whether it would be taken."""
-    folder = Path(run_dir) / "slurm"
+
+def submit(
+    folder: str, run_dirs: list[str], parameters: dict[str, Any], max_timeouts: int, test: bool
+) -> dict[str, Any]:
+    """Submit the jobs of runs, or ask whether they would be taken."""
+    if test:
+        return _test(folder, parameters)
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
     executor.update_parameters(**parameters)
-    if test:
-        return _ask(executor._make_submission_file_text("true", "test"))
     try:
-        return {"job_id": str(executor.submit(Allocated(run_dir)).job_id)}
+        return {"job_ids": [str(job.job_id) for job in _submit(executor, run_dirs)]}
     except (FailedJobError, FailedSubmissionError) as error:
         return {"problem": _words(str(error))}
 
 
-def _ask(script: str) -> dict[str, str]:
+def _submit(executor: submitit.SlurmExecutor, run_dirs: list[str]) -> list[submitit.Job[int]]:
+    # As `map_array` would, for each an object that can be queued again.
+    with executor.batch():
+        return [executor.submit(Allocated(run_dir)) for run_dir in run_dirs]
+
+
+def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    problem = _ask(folder, parameters)
+    if not problem:
+        return {}
+    further = parameters.get("additional_parameters", {})
+    fewer = {key: _without(parameters, key) for key in parameters if key != "additional_parameters"}
+    fewer |= {key: {**parameters, "additional_parameters": _without(further, key)} for key in further}
+    without = [key for key, each in fewer.items() if key not in OWN and not _ask(folder, each)]
+    return {"problem": problem, "without": without}
+
+
+def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def _ask(folder: str, parameters: dict[str, Any]) -> str:
+    """What Slurm has against a job; "" if nothing."""
+    executor = submitit.SlurmExecutor(folder=folder)
+    executor.update_parameters(**parameters)
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
-        file.write(script)
+        file.write(executor._make_submission_file_text("true", "test"))
         file.flush()
         done = subprocess.run(["sbatch", "--test-only", file.name], capture_output=True, text=True)
-    return {} if done.returncode == 0 else {"problem": _words(done.stderr)}
+    return "" if done.returncode == 0 else _words(done.stderr)
 
 
 def _words(text: str) -> str:

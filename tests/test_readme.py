@@ -115,10 +115,29 @@ def test_the_commands_for_a_cluster_run_in_their_order(readme_lab: Kit) -> None:
     assert not readme_lab.leftovers()
 
 
+def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -> None:
+    lab = Lab.up(2, folder=labs / "cluster", slurm=True)
+    folder = tmp_path / "project"
+    folder.mkdir()
+    slurm = {"nodes": "1:2", "time": 5, "shared_dir": str(lab.slurm.shared / "kit")}
+    (folder / "slurm.yaml").write_text(yaml.safe_dump({"slurm": slurm, "job": {"command": ["train.py"]}}))
+    for command in commands(BLOCKS[2]):
+        endless = " -d " in command
+        (folder / "train.py").write_text(
+            TRAIN.replace('os.environ.get("ENDLESS")', '"1"') if endless else TRAIN
+        )
+        done = sh(command, folder, SLURM_CONF=str(lab.slurm.conf))
+        assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+        if command == "kit up slurm.yaml":
+            assert re.search(r"^node1:0 \| up 0$", done.stdout, re.MULTILINE), done.stdout
+    assert "is stopped" in done.stdout
+    assert lab.slurm.run(["squeue", "--noheader"]) == ""
+
+
 def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     lab_folder = own_home / "mylab"
     try:
-        for command in commands(BLOCKS[2]):
+        for command in commands(BLOCKS[3]):
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
     finally:
@@ -127,11 +146,16 @@ def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Pat
     assert not lab_folder.exists()
 
 
-def test_the_inventory_it_shows_is_one(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    (tmp_path / "lab.yaml").write_text(block)
-    found = load_inventory(tmp_path / "lab.yaml")
-    assert [host.name for host in found.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
+def test_the_inventories_it_shows_are_some(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    found = []
+    for number, block in enumerate(blocks):
+        (tmp_path / f"{number}.yaml").write_text(block)
+        found.append(load_inventory(tmp_path / f"{number}.yaml"))
+    lab, cluster = found
+    assert [host.name for host in lab.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
+    assert cluster.slurm is not None
+    assert (cluster.nodes.min, cluster.nodes.max) == (2, 4)
 
 
 def test_every_link_leads_somewhere() -> None:

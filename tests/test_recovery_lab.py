@@ -325,6 +325,26 @@ def test_two_of_four_hosts_are_lost_at_once_the_rendezvous_among_them(
         lab.down()
 
 
+def test_most_are_lost_at_once_and_the_user_says_that_they_are_off(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="1:3")
+    run.wait_step("node3", 50)
+    run.lab.crash("node1")
+    run.lab.crash("node2")
+    run.kit.wait_for("node1, node2 cannot be reached and may be training together", timeout_s=30)
+    run.up.kill()  # one that still watches would take the `kit down` for the end of the run
+    run.up.wait()
+    unsure = run.kit.run("down")
+    assert (unsure.returncode, "not known: node1 cannot be reached" in unsure.stdout) == (1, True)
+    refused = run.kit.run("up", run.file, "--", *run.command)
+    assert (refused.returncode, "kit down --lost" in refused.stderr) == (1, True), refused.stderr
+    assert run.kit.run("down", "--lost").returncode == 0
+    run.up = run.kit.start("up", run.file, "--", *run.command)
+    assert "start    1 node, world size 1" in run.end()
+    run.trained_as(unbroken)
+
+
 def test_a_spare_takes_the_place_of_a_lost_node(
     story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:

@@ -1,0 +1,52 @@
+"""A link to the node that jobs are submitted from: this machine, or a login node over SSH."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from nodekit.deploy import cluster
+from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.link import Link
+from nodekit.inventory.schema import Host, Inventory, SlurmSettings
+
+LOGIN = "login"
+CALL_TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def login(inventory: Inventory, options: SshOptions) -> Iterator[Link]:
+    """A link to the login node."""
+    settings = settings_of(inventory)
+    values = inventory.defaults.model_dump(exclude_none=True)
+    user, _, address = (settings.login or "").rpartition("@")
+    here = {"address": "127.0.0.1", "connection": "local", "python": values.get("python", sys.executable)}
+    there = {"address": address, "connection": "ssh", "python": values.get("python", "python3")}
+    host = Host.model_validate(
+        {
+            **values,
+            **(there if settings.login else here),
+            **({"user": user} if user else {}),
+            "name": LOGIN,
+            "workdir": settings.shared_dir,
+        }
+    )
+    with cluster.links([host], options) as links:
+        yield links[LOGIN]
+
+
+def settings_of(inventory: Inventory) -> SlurmSettings:
+    """The `slurm:` section."""
+    assert inventory.slurm is not None
+    return inventory.slurm
+
+
+def write(link: Link, path: str, text: str) -> None:
+    """Write a file there, 0600, in one step; its folder is made."""
+    link.call("write_file", timeout_s=CALL_TIMEOUT_S, path=path, text=text)
+
+
+def read(link: Link, path: str) -> str:
+    """What is in a file there; "" if there is none."""
+    return str(link.call("read_file", timeout_s=CALL_TIMEOUT_S, path=path) or "")

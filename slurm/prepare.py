@@ -1,0 +1,250 @@
+"""All that happens before a job is queued: checks on the login node, code and secrets in their place, Slurm asked.
+
+Nobody should learn after a night in the queue that a path was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from nodekit.deploy import sync
+from nodekit.deploy.check import all_or_raise
+from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
+from nodekit.deploy.link import Link
+from nodekit.deploy.start import Options, Phases, count
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import dump
+from nodekit.inventory.schema import Inventory, SlurmSettings
+from nodekit.slurm.accounts import account_problem
+from nodekit.slurm.batch import blame, parameters
+from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
+from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, login, settings_of, write
+
+MAX_TIMEOUTS = 100
+NEEDED_MODULES = ("ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
+
+
+def prepare(
+    stack: contextlib.ExitStack,
+    inventory: Inventory,
+    run_id: str,
+    options: Options,
+    phases: Phases,
+    *,
+    secrets: Mapping[str, str],
+) -> Ready:
+    """Check all that can be checked, and put the code in its place; nothing is queued.
+
+    Args:
+        stack: closes the link.
+        inventory: with a `slurm:` section.
+        run_id: whose code it is to be.
+        options: the command line's.
+        phases: told how it goes.
+        secrets: those that the run's folder is to have.
+
+    Raises:
+        KitError: what is wrong.
+    """
+    settings = settings_of(inventory)
+    warn = options.ssh.notice if options.quiet else phases.say
+    tree = take(inventory, options.command)
+    with phases.phase("connect") as said:
+        link = stack.enter_context(login(inventory, options.ssh))
+        said.append(settings.login or "this machine")
+    package = sync.package()
+    with phases.phase("check") as said:
+        found = link.call(
+            "hostfacts.facts",
+            timeout_s=CALL_TIMEOUT_S,
+            workdir=settings.shared_dir,
+            kit_digest=package.digest,
+        )
+        _check_host(link, found)
+        shared_dir = str(found["workdir"])
+        run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
+        partition = choose_partition(settings.partition, Slurm(link).partitions())
+        minutes = time_limit(settings.time_min, partition)
+        problem = beyond_limits(settings, minutes, partition) or account_problem(Slurm(link), settings)
+        if problem:
+            raise KitError(problem)
+        sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
+        ready = Ready(
+            link=link,
+            python=found["executable"],
+            shared_dir=shared_dir,
+            kit_dir=kit_dir,
+            run_dir=run_dir,
+            parameters=parameters(inventory, name=run_id, run_dir=run_dir, kit_dir=kit_dir, minutes=minutes),
+            settings=settings,
+            secrets=secrets,
+            code_digest=tree.digest,
+        )
+        ready.ask()
+        said.append(
+            f"torch {found['torch']}; {count(settings.nodes.max, 'node')} of {partition['PartitionName']}"
+        )
+    if problem := _not_shared(link, shared_dir, settings):
+        warn(f"warning: {problem}")
+    with phases.phase("sync") as said:
+        cache = f"{shared_dir}/code/{sync.project_key(tree.root)}"
+        target = sync.Target(link, dest=f"{run_dir}/code", cache=cache)
+        all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.settle({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
+        said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
+    if problem := _script_problem(ready, inventory, options.command):
+        warn(f"warning: {problem}")
+    return ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What has been checked and lies in its place, so that jobs can be submitted."""
+
+    link: Link
+    python: str
+    shared_dir: str
+    kit_dir: str
+    run_dir: str
+    parameters: Mapping[str, Any]
+    """submitit's."""
+    settings: SlurmSettings
+    secrets: Mapping[str, str] = field(repr=False)
+    code_digest: str
+
+    def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
+        """Write what a run's tasks read first: what to run, and the secrets."""
+        job = {
+            "inventory": dump(inventory),
+            "command": list(command) if command else None,
+            "shared_dir": self.shared_dir,
+        }
+        write(self.link, f"{run_dir}/slurm/job.json", json.dumps(job))
+        write(self.link, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
+        if self.secrets:
+            write(self.link, f"{run_dir}/slurm/secrets.json", json.dumps(self.secrets))
+
+    def ask(self) -> None:
+        """Ask Slurm whether it would take the job.
+
+        Raises:
+            KitError: it would not, and why.
+        """
+        self._call([self.run_dir], test=True)
+
+    def submit(self, run_dirs: Sequence[str]) -> list[str]:
+        """Submit a job for each run, as one array where there are several; their ids.
+
+        Raises:
+            KitError: Slurm takes none.
+        """
+        return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
+
+    def _call(self, run_dirs: Sequence[str], *, test: bool) -> dict[str, Any]:
+        spec = {
+            "folder": f"{self.run_dir}/slurm",
+            "run_dirs": run_dirs,
+            "parameters": self.parameters,
+            "max_timeouts": MAX_TIMEOUTS,
+            "test": test,
+        }
+        done = self.link.call(
+            "execute",
+            timeout_s=CALL_TIMEOUT_S + 5,
+            limit_s=CALL_TIMEOUT_S,
+            argv=[self.python, "-m", "nodekit.slurm.submit"],
+            text=json.dumps(spec),
+            # Slurm keeps the environment that a job was submitted from: no secret may be in it.
+            env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(self.secrets)},
+        )
+        if done["status"]:
+            raise KitError(f"{self.link.host}: submitit failed:\n{done['err'].strip()}")
+        answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
+        if "problem" in answer:
+            wrong = blame(answer.get("without", ()), self.settings)
+            raise KitError(f"{wrong and wrong + ': '}Slurm does not take this job: {answer['problem']}")
+        return answer
+
+
+def _check_host(link: Link, found: Mapping[str, Any]) -> None:
+    python = found["executable"]
+    if found["workdir_problem"]:
+        raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
+    program = "import importlib.util as u,sys;print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+    done = link.call(
+        "execute",
+        timeout_s=CALL_TIMEOUT_S + 5,
+        limit_s=CALL_TIMEOUT_S,
+        argv=[python, "-c", program, "torch", *NEEDED_MODULES],
+    )
+    if done["status"] or done["out"].strip():
+        absent = ", ".join(done["out"].split()) or done["err"].strip()
+        raise KitError(
+            f"{link.host}: {python} lacks {absent}; {python} -m pip install 'nodekit[slurm,train]', "
+            "or set `python:` to an interpreter that the login node and the nodes share"
+        )
+
+
+def _not_shared(link: Link, shared_dir: str, settings: SlurmSettings) -> str:
+    """Have a node read a file from the shared folder; what to warn of, where that cannot be tried now.
+
+    Raises:
+        KitError: the node sees another folder.
+    """
+    name, word = f"{shared_dir}/.kit-{token_hex(4)}", token_hex(8)
+    write(link, name, word)
+    where = [f"--partition={settings.partition}"] if settings.partition else []
+    where += [f"--account={settings.account}"] if settings.account else []
+    try:
+        status, out, err = Slurm(link).run(
+            "srun", "--nodes=1", "--ntasks=1", "--time=1", "--immediate=5", "--quiet", "--job-name=kit-check", *where,
+            "cat", name,
+        )  # fmt: skip
+    finally:
+        Slurm(link).run("rm", "-f", name)
+    if out.strip() == word:
+        return ""
+    if "No such file" in err or (status == 0 and out.strip() != word):
+        raise KitError(
+            f"slurm.shared_dir: {shared_dir} on the nodes is not the folder that the login node has "
+            f"({err.strip().splitlines()[0] if err.strip() else 'its file is another'}); name one that they share"
+        )
+    return "no idle node to try whether slurm.shared_dir is shared"
+
+
+def _script_problem(ready: Ready, inventory: Inventory, command: Sequence[str] | None) -> str:
+    """What the script lacks, where the nodes may have it all the same.
+
+    Raises:
+        KitError: it lacks something, and nothing that the inventory names could bring it.
+    """
+    argv = list(command or inventory.job.command or ("-m", "nodekit.training"))
+    code, further = f"{ready.run_dir}/code", dict(inventory.job.env).get("PYTHONPATH", "")
+    paths = [ready.kit_dir, *(str(Path(code, path)) for path in further.split(os.pathsep) if path)]
+    done = ready.link.call(
+        "execute",
+        timeout_s=CALL_TIMEOUT_S + 5,
+        limit_s=CALL_TIMEOUT_S,
+        argv=[ready.python, "-m", "nodekit.slurm.imports", code],
+        text=json.dumps(argv),
+        env={"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    if done["status"]:
+        return f"the script's imports could not be looked for: {done['err'].strip().splitlines()[-1:]}"
+    problems: list[str] = json.loads(done["out"].splitlines()[-1])
+    if not problems:
+        return ""
+    told = f"{'; '.join(problems)} (looked for with {ready.python} on {ready.link.host})"
+    if ready.settings.setup or ready.settings.srun_args:
+        return f"{told}: fine if slurm.setup or slurm.srun_args bring it on the nodes"
+    raise KitError(
+        f"{told}: install what is missing into that python, add it to the code that is synced (job.code), "
+        "or set `python:` to an interpreter that has it"
+    )

@@ -1,0 +1,292 @@
+"""Many runs of one inventory as a Slurm array: `kit up --sweep lr=1e-3,3e-4`, or `slurm.array: 0-15%4`.
+
+A sweep is nothing but its runs: each has its record, and in it the sweep's id, which begins the ids of them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy import runs
+from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.hands import secrets_of
+from nodekit.deploy.link import Link
+from nodekit.deploy.runs import Run
+from nodekit.deploy.start import Options, Phases, count
+from nodekit.inventory.errors import JobFailed, KitError
+from nodekit.inventory.load import restore
+from nodekit.inventory.schema import Inventory
+from nodekit.slurm import backend, show
+from nodekit.slurm.jobs import Job, Slurm, indexes
+from nodekit.slurm.login import login, read, settings_of
+from nodekit.slurm.prepare import prepare
+from nodekit.slurm.show import record_of, settle
+
+LIVE = ("starting", "running")
+LOOK_S = 2.0
+STOPPED = 130
+MAX_NUMBERS = 3
+"""Of a run's result.json, in the table: the first ones, as accuracy and loss."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one run of a sweep has for itself."""
+
+    index: int
+    values: str
+    """For people: ``lr=1e-3 batch-size=32``."""
+    args: tuple[str, ...] = ()
+    """What is appended to the command."""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
+    """The runs of `--sweep` options, every value with every other, or of `slurm.array`; pure.
+
+    Raises:
+        KitError: an option that names no values, or the same twice; or both kinds at once.
+    """
+    if sweep and array:
+        raise KitError(
+            "found --sweep and slurm.array, wanted one of them: take slurm.array out of the inventory"
+        )
+    if array:
+        name = "SLURM_ARRAY_TASK_ID"
+        return [Variant(index, f"{name}={index}", env={name: str(index)}) for index in indexes(array)]
+    options: dict[str, list[str]] = {}
+    for each in sweep:
+        key, _, values = each.partition("=")
+        key = key.removeprefix("--")
+        options.setdefault(key, [])
+        listed = values.split(",")
+        if not key or "" in listed or options[key] or len(set(listed)) < len(listed):
+            raise KitError(
+                f"--sweep: found '{each}', wanted an option and its values, once each, as lr=1e-3,3e-4"
+            )
+        options[key] = listed
+    found = []
+    for index, chosen in enumerate(itertools.product(*options.values())):
+        pairs = list(zip(options, chosen, strict=True))
+        args = [word for key, value in pairs for word in (f"--{key}", value)]
+        found.append(Variant(index, " ".join(f"{key}={value}" for key, value in pairs), tuple(args)))
+    return found
+
+
+def up(inventory: Inventory, options: Options) -> int:
+    """Bring the runs of a sweep to where they are in the queue, and watch them; the exit status."""
+    wanted = variants(options.sweep, settings_of(inventory).array)
+    if options.dry_run:
+        for each in wanted if not options.json else ():
+            print(f"run {each.index}: {each.values}")
+        return show.dry_run(inventory, options)
+    with runs.starting(inventory.path):
+        before = [run for run in runs.all_runs() if run.inventory_path == str(inventory.path.resolve())]
+        sweep_id = next((run.slurm["sweep"] for run in reversed(before) if "sweep" in run.slurm), "")
+        members = runs.sweep(sweep_id) if sweep_id else []
+        pairs = [(_command(inventory, options, each), each.values) for each in wanted]
+        same = [(run.command, run.slurm["values"]) for run in members] == pairs
+        live = _live(members)
+        if live:
+            _look(live, options.ssh)
+            live = _live(live)
+        if live and (options.new or not same):
+            raise KitError(f"{sweep_id} of this inventory is not over; kit down {sweep_id} stops it")
+        if not live:
+            if options.new or not same or all(run.state == "succeeded" for run in members):
+                sweep_id, members = runs.new_id(inventory.name), []
+            members = _start(inventory, options, sweep_id, members, wanted)
+    if live:
+        print(f"attached to {sweep_id}; Ctrl-C cancels it", flush=True)
+    if options.detach:
+        print(
+            f"{sweep_id} is queued: kit status {sweep_id} shows it, kit down {sweep_id} cancels it",
+            flush=True,
+        )
+        return 0
+    return watch(members, options)
+
+
+def _command(inventory: Inventory, options: Options, variant: Variant) -> list[str]:
+    return [*(options.command or inventory.job.command or ("-m", "nodekit.training")), *variant.args]
+
+
+def _start(
+    inventory: Inventory, options: Options, sweep_id: str, members: list[Run], wanted: list[Variant]
+) -> list[Run]:
+    """Submit the runs of a sweep that are not done, as one array; all its runs."""
+    phases = Phases(silent=options.quiet)
+    phases.say(
+        f"{'resuming' if members else 'sweep'} {sweep_id}" + ("; --new starts over" if members else "")
+    )
+    all_runs = []
+    with contextlib.ExitStack() as stack:
+        ready = prepare(stack, inventory, sweep_id, options, phases, secrets=secrets_of(inventory))
+        todo: list[tuple[Run, Inventory, str]] = []
+        for number, variant in enumerate(wanted):
+            command = _command(inventory, options, variant)
+            run_id = f"{sweep_id}.{variant.index}"
+            run = members[number] if members else backend.new_run(inventory, run_id, command)
+            all_runs.append(run)
+            if run.state == "succeeded":
+                continue
+            job = inventory.job.model_copy(update={"env": {**inventory.job.env, **variant.env}})
+            own = inventory.model_copy(update={"job": job})
+            run_dir = f"{ready.shared_dir}/runs/{run_id}"
+            ready.place(run_dir, own, command)
+            # They share the code: none of them changes it.
+            status, _, err = Slurm(ready.link).run("ln", "-sfn", f"../{sweep_id}/code", f"{run_dir}/code")
+            if status:
+                raise KitError(f"{ready.link.host}: {err.strip()}")
+            run.slurm["values"] = variant.values
+            todo.append((run, own, run_dir))
+        with phases.phase("submit") as said:
+            job_ids = ready.submit([run_dir for _, _, run_dir in todo])
+            said.append(f"{count(len(job_ids), 'run')}, job {job_ids[0].partition('_')[0]}")
+    for (run, own, run_dir), job_id in zip(todo, job_ids, strict=True):
+        slurm = {"job_id": job_id, "run_dir": run_dir, "sweep": sweep_id, "values": run.slurm["values"]}
+        backend.begin(run, own, ready, slurm)
+    return all_runs
+
+
+def _live(members: Sequence[Run]) -> list[Run]:
+    """Those whose end is not on record."""
+    return [run for run in members if run.state in LIVE]
+
+
+def _jobs(slurm: Slurm, members: Sequence[Run]) -> dict[str, Job]:
+    """Run → its job, of those whose end is not on record."""
+    live = _live(members)
+    found: dict[str, Job] = {}
+    for job_id in _arrays(live):
+        found |= slurm.jobs(job_id)
+    # One that is not among them is gone; or not named, for scontrol cuts a long list of those that wait.
+    return {run.run_id: found.get(run.slurm["job_id"]) or slurm.job(run.slurm["job_id"]) for run in live}
+
+
+def _arrays(members: Sequence[Run]) -> list[str]:
+    return sorted({run.slurm["job_id"].partition("_")[0] for run in members})
+
+
+def _look(members: Sequence[Run], options: SshOptions) -> None:
+    """Write down of those that are over how they ended."""
+    with login(restore(members[0].inventory), options) as link:
+        _settle(link, members, _jobs(Slurm(link), members))
+
+
+def _settle(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
+    for run in _live(members):
+        if jobs[run.run_id].is_over:
+            settle(run, link, jobs[run.run_id])
+
+
+def watch(members: list[Run], options: Options) -> int:
+    """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
+    from nodekit.deploy.up import sigterm_interrupts
+
+    with login(restore(members[0].inventory), options.ssh) as link, sigterm_interrupts():
+        told: dict[str, str] = {}
+        try:
+            while live := _live(members):
+                jobs = _jobs(Slurm(link), live)
+                _settle(link, live, jobs)
+                for run in live:
+                    line = jobs[run.run_id].line() if run.state in LIVE else f"{run.state}: {run.verdict}"
+                    if told.get(run.run_id) != line:
+                        print(f"{run.run_id}  {run.slurm['values']}  {line}", flush=True)
+                        told[run.run_id] = line
+                if _live(live):
+                    time.sleep(LOOK_S)
+        except KeyboardInterrupt as interrupt:
+            _stop(link, members, str(interrupt) or "Ctrl-C")
+            return STOPPED
+        print(f"\n{_table(link, members)}")
+    return 0 if all(run.state == "succeeded" for run in members) else JobFailed.exit_code
+
+
+def down(members: list[Run], options: SshOptions) -> int:
+    """Cancel what is left of a sweep; the exit status."""
+    with login(restore(members[0].inventory), options) as link:
+        _settle(link, members, _jobs(Slurm(link), members))
+        if not _live(members):
+            print(f"{members[0].slurm['sweep']} is not running")
+            return 0
+        _stop(link, members, "kit down")
+    return 0
+
+
+def _stop(link: Link, members: list[Run], by: str) -> None:
+    live = _live(members)
+    slurm, sweep_id = Slurm(link), members[0].slurm["sweep"]
+    for run in live:
+        run.say_stop(by)
+    print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
+    for job_id in _arrays(live):
+        slurm.cancel(job_id)
+    deadline = time.monotonic() + backend.STOP_S
+    while not all(job.is_over for job in _jobs(slurm, live).values()):
+        if time.monotonic() > deadline:
+            jobs = ",".join(_arrays(live))
+            raise KitError(
+                f"{sweep_id} is still there {backend.STOP_S:.0f} s after scancel; see squeue --job {jobs}"
+            )
+        time.sleep(backend.POLL_S)
+    _settle(link, live, _jobs(slurm, live))
+    print(f"{sweep_id} is stopped", flush=True)
+
+
+def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
+    """Print a table of the runs of a sweep; the exit status."""
+    with login(restore(members[0].inventory), options) as link:
+        jobs = _jobs(Slurm(link), members)
+        _settle(link, members, jobs)
+        if as_json:
+            rows = [
+                {**runs.public(run), "values": run.slurm["values"], **_progress(link, run)} for run in members
+            ]
+            print(json.dumps(rows, indent=2))
+            return 0
+        print(_table(link, members, jobs))
+    return 0
+
+
+def _table(link: Link, members: list[Run], jobs: dict[str, Job] | None = None) -> str:
+    rows = [("run", "values", "state", "step", "result")]
+    for run in members:
+        found = _progress(link, run)
+        job = (jobs or {}).get(run.run_id)
+        state = run.state
+        if job is not None and run.state in LIVE:
+            state = job.state.lower() + (f" ({job.reason})" if job.reason else "")
+        result = " ".join(f"{key}={value:.4g}" for key, value in list(found["result"].items())[:MAX_NUMBERS])
+        last = run.verdict if run.state == "failed" else result
+        rows.append((run.run_id, run.slurm["values"], state, found["progress"].partition(" ")[0], last))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _progress(link: Link, run: Run) -> dict[str, Any]:
+    """How far a run is (``12/46 …``), and the numbers in its result.json, as its first node has them."""
+    record = record_of(run, link)
+    node = (
+        min(record.nodes.values(), key=lambda each: int(each["node_rank"]), default=None) if record else None
+    )
+    if node is None:
+        return {"progress": "", "result": {}}
+    told = json.loads(read(link, f"{node['node_dir']}/status.json") or "{}")
+    result: Any = None
+    with contextlib.suppress(ValueError):
+        result = json.loads(read(link, f"{node['node_dir']}/output/result.json") or "{}")
+    numbers = result.items() if isinstance(result, dict) else ()
+    return {
+        "progress": str(told.get("progress") or ""),
+        "result": {key: value for key, value in numbers if isinstance(value, float)},
+    }

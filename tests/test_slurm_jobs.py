@@ -1,0 +1,517 @@
+"""What goes to Slurm and what comes back, read: pure parts, on what a Slurm 22.05 printed (tests/recorded)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_runs import Site
+
+from nodekit.deploy import runs
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory, SlurmSettings
+from nodekit.slurm import submit
+from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
+from nodekit.slurm.batch import blame, parameters
+from nodekit.slurm.jobs import (
+    Job,
+    Slurm,
+    beyond_limits,
+    choose_partition,
+    indexes,
+    minutes,
+    parse_jobs,
+    time_limit,
+)
+
+RECORDED = Path(__file__).with_name("recorded")
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / f"{name}.txt").read_text()
+
+
+def inventory(tmp_path: Path, **slurm: Any) -> Inventory:
+    path = tmp_path / "lab.yaml"
+    path.write_text(json.dumps({"slurm": slurm}))
+    return load_inventory(path)
+
+
+def settings(**given: Any) -> SlurmSettings:
+    return SlurmSettings.model_validate({"nodes": 2, **given})
+
+
+class Recorded:
+    """A link that answers each command with what was recorded."""
+
+    host = "login"
+
+    def __init__(self, answers: dict[str, tuple[int, str, str]]) -> None:
+        self.answers = answers
+
+    def call(self, op: str, *, argv: tuple[str, ...], **_: Any) -> dict[str, Any]:
+        status, out, err = self.answers[argv[0]]
+        return {"status": status, "out": out, "err": err}
+
+
+def slurm(**answers: tuple[int, str, str]) -> Slurm:
+    return Slurm(Recorded(answers))  # type: ignore[arg-type]  # all that is called
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "is_over", "line"),
+    [
+        ("running", False, r"running on node\[1-3\]"),
+        ("pending", False, r"waits in the queue \(Resources\), expected to start 20\d\d-\d\d-\d\dT[\d:]{8}"),
+        ("pending-for-ever", False, r"waits in the queue \(PartitionTimeLimit\)"),
+        ("requeued", False, r"waits in the queue \(.*\), expected to start .*, 1 time\(s\) queued again"),
+        ("completed", True, r"completed on node3"),
+        ("failed", True, r"failed on node\[1-3\] \(NonZeroExitCode\)"),
+        ("timeout", True, r"timeout on node\[1-3\] \(TimeLimit\)"),
+        ("node-fail", True, r"node_fail on node2 \(NodeDown\)"),
+        ("cancelled-pending", True, r"cancelled \(PartitionTimeLimit\)"),
+    ],
+)
+def test_a_job_is_told_in_one_line(name: str, is_over: bool, line: str) -> None:
+    (job,) = parse_jobs(recorded(f"scontrol-{name}")).values()
+    assert job.is_over is is_over
+    assert re.fullmatch(line, job.line())
+
+
+def test_a_job_named_like_a_field_is_read_all_the_same() -> None:
+    text = recorded("scontrol-running")
+    assert "JobName=lr=1e-3 JobState=mine " in text
+    (job,) = parse_jobs(text).values()
+    assert job.state == "RUNNING"
+
+
+def test_an_array_is_its_tasks() -> None:
+    waiting = parse_jobs(recorded("scontrol-array-pending"))
+    assert len(waiting) == 10
+    (array,) = {key.partition("_")[0] for key in waiting}
+    assert set(waiting) == {f"{array}_{index}" for index in range(10)}
+    assert {job.state for job in waiting.values()} == {"PENDING"}
+    assert {job.job_id for job in waiting.values()} == {array}
+    running = parse_jobs(recorded("scontrol-array"))
+    assert set(running) == {f"{next(iter(running)).partition('_')[0]}_{index}" for index in range(10)}
+    started = [job for job in running.values() if job.state != "PENDING"]
+    assert len(started) >= 2
+    # A task has a number of its own, which is its SLURM_JOB_ID.
+    assert len({job.job_id for job in started}) == len(started)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("0", [0]),
+        ("0-3%2", [0, 1, 2, 3]),
+        ("1,5-7,10,15,20%3", [1, 5, 6, 7, 10, 15, 20]),
+        ("0-8:2,30", [0, 2, 4, 6, 8, 30]),
+        ("0-2,4,6-8,150,153,1...%3", [0, 1, 2, 4, 6, 7, 8, 150, 153]),  # the last may be half a number
+        ("", []),
+    ],
+)
+def test_indexes_are_those_slurm_names(written: str, expected: list[int]) -> None:
+    assert indexes(written) == expected
+
+
+@pytest.mark.parametrize("name", ["scontrol-gone", "scontrol-no-such-index"])
+def test_a_job_slurm_knows_no_more_is_over(name: str) -> None:
+    text = recorded(name)
+    out, err = ("", text) if "slurm_load_jobs" in text else (text, "")
+    job = slurm(scontrol=(1, out, err)).job("99999")
+    assert job == Job(state="")
+    assert job.is_over
+    assert job.line() == "gone"
+
+
+def test_a_slurm_that_does_not_answer_is_an_error() -> None:
+    told = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    with pytest.raises(KitError, match=r"login: scontrol show job 7: .*Unable to contact"):
+        slurm(scontrol=(1, "", told)).job("7")
+
+
+# --- time, partitions, limits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("04:00:00", 240),
+        ("00:00:01", 1),
+        ("00:30:00", 30),
+        ("1-12:00:00", 2160),
+        ("30:00", 30),
+        ("UNLIMITED", 365 * 1440),
+        ("INFINITE", 365 * 1440),
+        ("NONE", None),
+        ("", None),
+    ],
+)
+def test_minutes_of_a_time_as_slurm_writes_it(written: str, expected: int | None) -> None:
+    assert minutes(written) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "partition", "expected"),
+    [
+        (10, {"DefaultTime": "00:30:00", "MaxTime": "04:00:00"}, 10),
+        (None, {"DefaultTime": "00:30:00", "MaxTime": "04:00:00"}, 30),
+        (None, {"DefaultTime": "NONE", "MaxTime": "04:00:00"}, 240),
+        (None, {"DefaultTime": "NONE", "MaxTime": "UNLIMITED"}, 365 * 1440),
+        (None, {}, 365 * 1440),
+    ],
+)
+def test_the_time_limit_is_what_was_asked_or_the_partitions(
+    asked: int | None, partition: dict[str, str], expected: int
+) -> None:
+    assert time_limit(asked, partition) == expected
+
+
+def test_the_default_partition_is_first_and_others_go_by_name() -> None:
+    there = slurm(scontrol=(0, recorded("scontrol-partitions"), "")).partitions()
+    assert list(there) == ["main", "urgent"]
+    assert choose_partition(None, there)["PartitionName"] == "main"
+    assert choose_partition("urgent,main", there)["PartitionName"] == "urgent"
+    with pytest.raises(KitError, match=r"slurm\.partition: found 'gpu', wanted one of main, urgent"):
+        choose_partition("main,gpu", there)
+
+
+@pytest.mark.parametrize(
+    ("given", "time_min", "expected"),
+    [
+        ({}, 240, ""),
+        ({}, 241, "slurm.time: found 241 minutes, and partition main allows at most 240 (04:00:00)"),
+        ({"nodes": 4}, 10, "slurm.nodes: found 4, and partition main has 3"),
+        ({"nodes": "2:4"}, 10, "slurm.nodes: found 4, and partition main has 3"),
+        ({"nodes": 3}, 10, ""),
+        ({"qos": "long"}, 241, ""),  # it may allow more
+        ({"partition": "main,urgent"}, 241, ""),
+    ],
+)
+def test_what_slurm_would_let_wait_for_ever_is_refused(
+    given: dict[str, Any], time_min: int, expected: str
+) -> None:
+    partition = slurm(scontrol=(0, recorded("scontrol-partitions"), "")).partitions()["main"]
+    problem = beyond_limits(settings(**given), time_min, partition)
+    assert problem.startswith(expected)
+    assert bool(problem) is bool(expected)
+
+
+# --- what is asked ------------------------------------------------------------------------------------------
+
+ALWAYS = {
+    "job_name": "r",
+    "nodes": 2,
+    "ntasks_per_node": 1,
+    "time": 30,
+    "signal_delay_s": 90,
+    "stderr_to_stdout": True,
+    "setup": ["export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}"],
+    "srun_args": ["--no-kill", "--kill-on-bad-exit=0"],
+    "additional_parameters": {"requeue": True, "no_kill": True, "chdir": "/s/r"},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "time_min", "changed"),
+    [
+        ({"nodes": 2}, 30, {}),
+        ({"nodes": "1:2"}, 30, {}),
+        ({"nodes": 2}, 1, {"time": 1, "signal_delay_s": 20}),
+        ({"nodes": 2, "mem_gb": 1.5}, 30, {"mem": "1536M"}),
+        ({"nodes": 2, "gpus_per_node": 0}, 30, {}),
+        ({"nodes": 2, "gpus_per_node": 4, "cpus_per_task": 8}, 30, {"gpus_per_node": 4, "cpus_per_task": 8}),
+        (
+            {
+                "nodes": 2,
+                "partition": "p",
+                "account": "a",
+                "qos": "q",
+                "constraint": "x&y",
+                "exclude": "n[1-2]",
+            },
+            30,
+            {"partition": "p", "account": "a", "qos": "q", "constraint": "x&y", "exclude": "n[1-2]"},
+        ),
+        (
+            {"nodes": 2, "setup": ["module load cuda"]},
+            30,
+            {"setup": ["module load cuda", *ALWAYS["setup"]]},  # type: ignore[misc]  # it is a list
+        ),
+        (
+            {"nodes": 2, "srun_args": ["--mpi=none"]},
+            30,
+            {"srun_args": [*ALWAYS["srun_args"], "--mpi=none"]},  # type: ignore[misc]  # likewise
+        ),
+        ({"nodes": 2, "extra": {"wckey": "w"}}, 30, {"wckey": "w"}),
+        (
+            {"nodes": 2, "extra": {"licenses": "matlab", "requeue": False}},
+            30,
+            {
+                "additional_parameters": {
+                    "requeue": False,
+                    "no_kill": True,
+                    "chdir": "/s/r",
+                    "licenses": "matlab",
+                }
+            },
+        ),
+    ],
+)
+def test_parameters_are_what_submitit_takes(
+    tmp_path: Path, given: dict[str, Any], time_min: int, changed: dict[str, Any]
+) -> None:
+    asked = parameters(
+        inventory(tmp_path, **given), name="r", run_dir="/s/r", kit_dir="/s/k it", minutes=time_min
+    )
+    assert asked == {**ALWAYS, **changed}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["mem"], "slurm.mem_gb (64.0)"),
+        (["nodes", "exclude"], "slurm.nodes (2) or slurm.exclude (n1)"),
+        (["licenses"], "slurm.extra.licenses (matlab)"),
+        (["chdir", "requeue"], ""),  # kit's own
+        ([], ""),
+    ],
+)
+def test_parameters_are_told_by_their_keys_in_the_inventory(names: list[str], expected: str) -> None:
+    given = settings(mem_gb=64, exclude="n1", extra={"licenses": "matlab"})
+    assert blame(names, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("allocation failure: Invalid feature specification\n", "Invalid feature specification"),
+        (
+            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
+            "invalid partition specified: nope; Invalid partition name specified",
+        ),
+        ("sbatch: unrecognized option '--b=1'\nTry \"sbatch --help\"\n", "unrecognized option '--b=1'"),
+        (
+            "Command '['sbatch']' returned …\nsbatch: error: Batch job submission failed: Invalid account\n",
+            "Batch job submission failed: Invalid account",
+        ),
+        ("one\ntwo\n", "two"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_of_all_that_is_said_slurms_own_words_are_kept(said: str, expected: str) -> None:
+    assert submit._words(said) == expected
+
+
+# --- the script's imports -----------------------------------------------------------------------------------
+
+
+def problems(folder: Path, *command: str, path: str = "") -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "nodekit.slurm.imports", str(folder)],
+        input=json.dumps(command),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", **({"PYTHONPATH": path} if path else {})},
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import os, json.decoder\nfrom os import path\nimport torch.nn as nn\n", []),
+        ("import os\n\nimport nothere\n", ["a b.py:3: no module nothere"]),
+        ("from no.where import x\n", ["a b.py:1: no module no.where"]),
+        ("import own\nfrom own import deeper, name\nimport own.deeper\nfrom spaced import inner\n", []),
+        ("import own.absent\n", ["a b.py:1: no module own.absent"]),
+        ("import broken\n", ["broken.py:2: no module nothere"]),
+        ("from spaced import wrong\n", ["spaced/wrong.py:1: no module nothere"]),
+        ("try:\n    import nothere\nexcept ImportError:\n    pass\n", []),
+        ("def f():\n    import nothere\n", []),
+        ("import sys\nsys.path.insert(0, 'more')\nimport nothere\n", []),
+        ("from . import nothere\n", []),
+        ("import this is wrong\n", ["a b.py:1: invalid syntax"]),
+        ("import from_path\n", []),
+    ],
+)
+def test_imports_that_cannot_be_found_are_named(tmp_path: Path, text: str, expected: list[str]) -> None:
+    for name, content in {
+        "a b.py": text,
+        "own/__init__.py": "import torch\n",
+        "own/deeper.py": "import a_b, own\n",
+        "a_b.py": "",
+        "spaced/inner.py": "",
+        "spaced/wrong.py": "import nothere\n",
+        "broken.py": "\nimport nothere\n",
+        "more/from_path.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert problems(tmp_path, "a b.py", "--lr", "1", path=str(tmp_path / "more")) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["absent.py"], ["no file {}/absent.py"]),
+        (["-m", "absent"], ["no module absent"]),
+        (["python", "-u", "absent.py"], ["no file {}/absent.py"]),
+        (["python"], []),
+        (["-m", "pkg.absent"], ["no module pkg.absent"]),
+        (["-m", "pkg"], ["pkg/__main__.py:1: no module nothere"]),
+        (["-m", "json.tool"], []),
+        (["-m", "nodekit.training", "--epochs", "1"], []),
+        (["-m", "nodekit.training", "--task", "absent.py:Task"], ["no file {}/absent.py"]),
+        (["-m", "nodekit.training", "--task=task.py:Task"], ["task.py:1: no module nothere"]),
+        (["-m", "nodekit.training", "--task", "module:Task"], []),
+        (["sh", "-c", "python absent.py"], []),
+    ],
+)
+def test_commands_that_cannot_start_are_named(
+    tmp_path: Path, command: list[str], expected: list[str]
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/__init__.py").touch()
+    (tmp_path / "pkg/__main__.py").write_text("import nothere\n")
+    (tmp_path / "task.py").write_text("import nothere\n")
+    assert problems(tmp_path, *command) == [each.format(tmp_path) for each in expected]
+
+
+# --- accounts -----------------------------------------------------------------------------------------------
+
+USED = """\
+4|COMPLETED|5|2|00:02.951|10|2|1000M|
+4.batch|COMPLETED|5|1|00:00.012|5|1||10632K
+4.0|COMPLETED|4|2|00:02.939|8|2||106184K
+"""
+
+
+def test_what_a_job_used_is_told_against_what_it_asked_for() -> None:
+    used = parse_usage(USED)
+    assert used == Usage(
+        state="COMPLETED",
+        elapsed_s=5,
+        num_cpus=2,
+        cpu_s=2.951,
+        given_cpu_s=10,
+        memory_bytes=106184 * 1024,
+        asked_memory_bytes=500 * 1024**2,
+    )
+    assert (
+        used.line()
+        == "2 CPUs for 0:00:05, 30% busy; at most 0.11 GB of memory on a node, 21% of the 0.52 GB asked for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("3|COMPLETED|3723|2|1-00:03.588|6|2|1000M|\n3.0|COMPLETED|3|2|00:03|6|2||\n", None),
+        ("3|CANCELLED by 0|0|0|00:00:00|0|1||\n", "0 CPUs for 0:00:00; Slurm has not measured its memory"),
+        (
+            "3|FAILED|60|4|01:00.000|240|2|4Gn|\n3.0|FAILED|60|4|01:00.000|240|2||2G\n",
+            "4 CPUs for 0:01:00, 25% busy; at most 2.15 GB of memory on a node, 50% of the 4.29 GB asked for",
+        ),
+        (
+            "3|FAILED|60|4|01:00.000|240|2|500Mc|\n3.0|FAILED|60|4|01:00.000|240|2||500M\n",
+            "4 CPUs for 0:01:00, 25% busy; at most 0.52 GB of memory on a node, 50% of the 1.05 GB asked for",
+        ),
+        (
+            "3|FAILED|60|1|01:00.000|60|1|?|\n3.0|FAILED|60|1|01:00.000|60|1||500M\n",
+            "1 CPU for 0:01:00, 100% busy; at most 0.52 GB of memory on a node",
+        ),
+    ],
+)  # fmt: skip
+def test_accounts_that_lack_something_are_read_all_the_same(text: str, line: str | None) -> None:
+    used = parse_usage(text)
+    assert used is not None
+    if line is not None:
+        assert used.line() == line
+    assert "nan" not in used.line()
+
+
+def test_without_accounting_nothing_is_said_of_it() -> None:
+    told = (1, "", "Slurm accounting storage is disabled\n")
+    without = slurm(sacct=told, sacctmgr=told)
+    assert usage(without, "7", wait_s=60) is None
+    assert account_problem(without, settings(account="nope", qos="nope")) == ""
+    assert parse_usage("") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ""),
+        ({"account": "lab"}, ""),
+        ({"account": "LAB"}, ""),
+        (
+            {"account": "nope"},
+            "slurm.account: found 'nope', wanted one of lab, root (see sacctmgr show account)",
+        ),
+        ({"qos": "nope"}, "slurm.qos: found 'nope', wanted one of lab, root (see sacctmgr show qos)"),
+    ],
+)
+def test_an_account_that_is_not_there_is_named(given: dict[str, str], expected: str) -> None:
+    assert account_problem(slurm(sacctmgr=(0, "lab\nroot\n", "")), settings(**given)) == expected
+
+
+# --- all of it, where accounts are kept ---------------------------------------------------------------------
+
+
+@pytest.mark.lab
+def test_what_cannot_run_is_refused_and_what_ran_is_told_even_when_slurm_has_forgotten_it(
+    labs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab.up(1, folder=labs / "lab", slurm=True, accounting=True)
+    monkeypatch.setenv("SLURM_CONF", str(lab.slurm.conf))
+    site = Site(tmp_path / "project", lab)
+    (site.folder / "lacks.py").write_text("import os\nimport nothere\n")
+    for name, script, asked, problem in (
+        ("script", "lacks.py", {}, "lacks.py:2: no module nothere (looked for with "),
+        ("two", "job.py", {"exclude": "node1"}, "slurm.exclude (node1): Slurm does not take this job: "),
+        ("gpus", "job.py", {"gpus_per_node": 1}, "slurm.gpus_per_node (1): Slurm does not take this job: "),
+        ("account", "job.py", {"account": "nope"}, "slurm.account: found 'nope', wanted one of lab, root"),
+    ):
+        refused = site.kit("up", site.inventory(name, [script], {"nodes": 1, **asked}).name)
+        assert refused.returncode == 1, refused.stdout
+        assert problem in refused.stderr
+    names = site.slurm("squeue", "--noheader", "--states=all", "--format=%j").split()
+    assert set(names) <= {"kit-check"}
+    path = site.inventory("counted", ["job.py", "fine", "1"], {"nodes": 1, "account": "lab", "mem_gb": 0.4})
+    done = site.kit("up", path.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    used = r"\n  used +1 CPU for 0:00:\d\d, \d+% busy; .*\n"
+    assert re.search(used, done.stdout), done.stdout
+    status = site.kit("status").stdout
+    assert re.search(r"succeeded: trained to the end\n  job \d+ completed on node1" + used, status), status
+
+    # Slurm forgets a job MinJobAge seconds after its end; then the run's folder tells how that was.
+    (run,) = runs.all_runs()
+    run.slurm["job_id"], run.state, run.verdict = "99999", "running", ""
+    run.save()
+    status = site.kit("status").stdout
+    assert "succeeded: trained to the end\n  job 99999 is not known to Slurm any more\n" in status
+    run.state = "running"
+    run.save()
+    assert site.kit("down").stdout == f"{run.run_id} is not running (succeeded)\n"
+
+    # Where the folder tells nothing either, it has failed.
+    (site.shared / "runs" / run.run_id / "slurm/result.json").unlink()
+    run.state = "running"
+    run.save()
+    assert "failed: Slurm ended the job: it knows it no more\n" in site.kit("status").stdout
+    site.close()
