@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["agents", "kit_runs", "lab_hosts", "sshd"]
+pytest_plugins = ["agents", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,9 @@ def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
         (("up", "two nodes.yaml", "--wrong"), 2, "unrecognized arguments: --wrong"),
         (("fly",), 2, "invalid choice: 'fly'"),
         ((), 2, "the following arguments are required: COMMAND"),
-        (("up", "slurm"), 1, "the Slurm backend is not there yet"),
+        (("up", "slurm"), 1, "job.secrets names WANDB_API_KEY, not set in this environment"),
+        (("up", "slurm", "--sweep", "lr"), 1, "--sweep: found 'lr', wanted an option and its values"),
+        (("up", "two nodes.yaml", "--sweep", "lr=1,2"), 1, "this inventory has no slurm section"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line_with_its_exit_code(

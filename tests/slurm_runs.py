@@ -1,0 +1,289 @@
+"""Slurm jobs as a user runs them: `kit up` of an inventory with `slurm:`, on the real cluster of a lab."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import until
+from kit_runs import RUN_ID
+from lab_hosts import make_whole
+
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.inventory.errors import KitError
+
+# The shared module's own task. It goes slowly while a file is there, so that a fault can be aimed at a step.
+TASK = """
+import os, time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.25 if os.path.exists(os.environ["HOLD"]) else 0)
+        return super().loss(model, batch)
+"""
+EPOCHS, STEPS = 6, 6 * 23
+TRAIN = [
+    "-m",
+    "nodekit.training",
+    "--task",
+    "slow.py:Task",
+    "--epochs",
+    str(EPOCHS),
+    "--snapshot-every",
+    "20",
+]
+# A script of the user's own, which needs no torch: it goes as far as its arguments say.
+SCRIPT = """
+import os, pathlib, sys, time
+how, seconds = sys.argv[1], float(sys.argv[2])
+print("it is", how, flush=True)
+if how != "stuck":
+    pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text("1/2")
+time.sleep(seconds)
+if how == "wrong":
+    raise ValueError("so it is")
+"""
+OURS = re.compile(
+    r"nodekit\.(deploy\.agent|training|slurm)|'nodekit','exec'|submitit|srun|slurmstepd|job\.py"
+)
+SLURMD_PORT = 6818
+STARTED = "first step "
+"""What rank 0 says once each time it is started."""
+
+
+class Site:
+    """A project folder, and the cluster it runs on."""
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        self.folder, self.lab = folder, lab
+        self.shared = lab.slurm.shared / 'kit\'s "folder" $HOME;'
+        self.started: list[subprocess.Popen[str]] = []
+        folder.mkdir(parents=True)
+        (folder / "slow.py").write_text(TASK)
+        (folder / "job.py").write_text(SCRIPT)
+
+    def inventory(
+        self,
+        name: str,
+        command: list[str],
+        slurm: dict[str, Any],
+        max_restarts: int | None = None,
+        **changes: Any,
+    ) -> Path:
+        job: dict[str, Any] = {"command": command, "env": {"HOLD": str(self.hold(name))}}
+        if max_restarts is not None:
+            job["max_restarts"] = max_restarts
+        known = yaml.safe_load(self.lab.inventory.read_text())
+        values = {
+            **{key: known[key] for key in ("network", "identity_file", "known_hosts", "python")},
+            "name": name,
+            "slurm": {"time": 20, "shared_dir": str(self.shared), **slurm},
+            "job": job,
+            **changes,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def hold(self, name: str) -> Path:
+        return self.lab.slurm.shared / f"hold-{name}"
+
+    def kit(self, *args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "nodekit.deploy.cli", *args]
+        return subprocess.run(
+            argv, cwd=self.folder, text=True, capture_output=True, stdin=subprocess.DEVNULL,
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    def start(self, log: Path, *args: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "nodekit.deploy.cli", *args]
+        with log.open("a") as out:
+            process = subprocess.Popen(
+                argv, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def slurm(self, *argv: str, timeout_s: float = 60) -> str:
+        return self.lab.slurm.run(argv, timeout_s=timeout_s)
+
+    def queue(self) -> list[str]:
+        return self.slurm("squeue", "--noheader", "--format=%i %T %R").splitlines()
+
+    def left(self) -> dict[str, list[str]]:
+        """What is left on each host: processes of a job, and ports that something listens at."""
+        found = {}
+        for host in self.lab.hosts:
+            argvs = [" ".join(argv) for argv in self.lab.processes(host).values()]
+            sockets = self.lab.run(host, ["ss", "-Hltn"], capture_output=True, text=True).stdout.splitlines()
+            ports = {int(line.split()[3].rpartition(":")[2]) for line in sockets} - {22, SLURMD_PORT}
+            found[host] = [argv for argv in argvs if OURS.search(argv)] + [f"port {each}" for each in ports]
+        return {host: each for host, each in found.items() if each}
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        make_whole(self.lab)
+        self.slurm("scancel", "--user=root")
+        until(lambda: not self.queue(), timeout_s=60, what="an empty queue")
+
+
+class Story:
+    """One run, which something happens to."""
+
+    def __init__(
+        self,
+        site: Site,
+        name: str,
+        command: list[str] | None = None,
+        max_restarts: int | None = None,
+        **slurm: Any,
+    ) -> None:
+        self.site, self.name = site, name
+        self.file = site.inventory(name, command or TRAIN, slurm, max_restarts).name
+        self.log = site.folder.parent / f"{name}.log"
+        self.up: subprocess.Popen[str] | None = None
+
+    def begin(self, *args: str) -> Story:
+        self.up = self.site.start(self.log, "up", self.file, *args)
+        return self
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, text: str, times: int = 1, *, timeout_s: float = 120) -> None:
+        def there() -> bool:
+            assert self.up is not None
+            ended = self.up.poll() is not None
+            found = self.said().count(text) >= times
+            assert found or not ended, f"kit up has ended without {text!r}:\n{self.said()}"
+            return found
+
+        self._until(there, f"{text!r} × {times}", timeout_s)
+
+    @property
+    def run_id(self) -> str:
+        match = RUN_ID.search(self.said())
+        assert match, self.said()
+        return match.group(1)
+
+    @property
+    def job_id(self) -> str:
+        """Of the latest job of this run."""
+        return re.findall(r"job (\d+)", self.said())[-1]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.site.shared / "runs" / self.run_id
+
+    @property
+    def snapshots(self) -> Path:
+        return self.site.shared / "snapshots" / self.run_id
+
+    def job(self) -> dict[str, str]:
+        """What Slurm says of the job: JobState, Restarts, NodeList…"""
+        text = self.site.slurm("scontrol", "show", "job", "--oneliner", self.job_id)
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    def losses(self) -> dict[str, list[tuple[int, float]]]:
+        """Node → step and loss, as often as that was trained: every node keeps the curve."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for path in self.run_dir.glob("*/output/metrics.jsonl"):
+            node = found.setdefault(path.parent.parent.name, [])
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # it is just being written
+                    if "loss" in (fields := json.loads(line)):
+                        node.append((fields["step"], fields["loss"]))
+        return found
+
+    def curve(self) -> dict[int, float]:
+        """The loss of each step, when it was trained last."""
+        return {step: loss for node in self.losses().values() for step, loss in node}
+
+    def step(self) -> int:
+        return max(self.curve(), default=0)
+
+    def wait_more(self, steps: int = 3, *, timeout_s: float = 60) -> int:
+        """Until so many more steps were trained than now; which one it was then."""
+        wanted = self.step() + steps
+        self._until(lambda: self.step() >= wanted, f"step {wanted}", timeout_s)
+        return self.step()
+
+    def _until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+        try:
+            until(condition, timeout_s=timeout_s, what=what)
+        except AssertionError as error:
+            tasks = "".join(path.read_text()[-2000:] for path in self.run_dir.glob("slurm/*_log.out"))
+            raise AssertionError(f"{error}; kit said:\n{self.said()}\nthe tasks said:\n{tasks}") from None
+
+    def hold(self) -> None:
+        self.site.hold(self.name).touch()
+
+    def release(self) -> None:
+        self.site.hold(self.name).unlink(missing_ok=True)
+
+    def interrupt(self, number: int = signal.SIGINT) -> int:
+        """Signal the watching kit up; its exit status."""
+        assert self.up is not None
+        os.kill(self.up.pid, number)
+        return self.up.wait(90)
+
+    def end(self, *, timeout_s: float = 150) -> int:
+        """Wait for the end of kit up; its exit status."""
+        self.release()
+        assert self.up is not None
+        try:
+            return self.up.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"kit up goes on and on:\n{self.said()}") from None
+
+    def trained_as(self, unbroken: dict[int, float], *, same_world: bool = True, once: bool = True) -> None:
+        """Compare with the unbroken run: bit for bit in a world of its size, else but for rounding.
+
+        `once`: no step was trained twice, so that every start went on at the next one.
+        """
+        curve = self.curve()
+        assert sorted(curve) == sorted(unbroken) == list(range(1, STEPS + 1))
+        for node, losses in self.losses().items() if once else ():
+            assert [step for step, _ in losses] == list(range(1, STEPS + 1)), node
+        if same_world:
+            assert curve == unbroken
+        else:
+            assert curve == pytest.approx(unbroken, rel=0.05, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def slurm_lab(session_labs: Path) -> Iterator[Lab]:
+    """Three hosts with Slurm, for a module. Tests use `site`."""
+    lab = Lab.up(3, folder=session_labs / "slurm-runs", slurm=True)
+    yield lab
+    lab.down()
+
+
+@pytest.fixture
+def site(slurm_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A project folder that a shell would take apart, and an idle cluster on which nothing may be left."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm_lab.slurm.conf))
+    slurm_lab.slurm.wait_idle()
+    made = Site(tmp_path / "my 'project' $HOME; \"x\"", slurm_lab)
+    yield made
+    with contextlib.suppress(KitError):
+        queue = made.queue()
+    made.close()
+    assert queue == []
+    with contextlib.suppress(AssertionError):  # what was just ended takes a moment
+        until(lambda: not made.left(), timeout_s=20)
+    assert not made.left()

@@ -1,0 +1,268 @@
+"""Slurm's stories, each for real: on a cluster of three lab hosts with a shared folder, from the queue to the end.
+
+Every story asserts that the fault happened, that training went on at the next step and came to the unbroken run's
+result, and (by the `site` fixture) that no job, no process and no listening port is left anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from agents import until
+from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
+
+from nodekit.deploy.link import on_all
+from nodekit.slurm import allocation
+
+pytestmark = pytest.mark.lab
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> dict[int, float]:
+    """The unbroken run's losses; filled by the first story."""
+    return {}
+
+
+@pytest.fixture
+def story(site: Site, unbroken: dict[int, float]) -> Callable[..., Story]:
+    """Makes a story; before the first one of the module goes the run that all are compared with."""
+    if not unbroken:
+        whole = Story(site, "whole", nodes=3).begin()
+        assert whole.end() == 0, whole.said()
+        unbroken.update(whole.curve())
+    return lambda name, *args, **slurm: Story(site, name, *args, **slurm)
+
+
+def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float]) -> None:
+    whole = Story(site, "whole", nodes=3)
+    whole.hold()
+    whole.begin()
+    wrong = Story(site, "wrong", ["job.py", "wrong", "0"], nodes=1, max_restarts=0).begin()
+    whole.wait_for(STARTED)
+    assert re.search(r"job \d+ running on node\[1-3\]", whole.said())
+    status = site.kit("status", whole.run_id)
+    assert status.returncode == 0
+    assert re.search(r"job \d+ running on node\[1-3\]", status.stdout), status.stdout
+    assert re.search(r"node3 +running +rank 2 of 3", status.stdout), status.stdout
+    assert wrong.end() == 3, wrong.said()
+    assert "rank 0 on node" in wrong.said()
+    assert "ValueError: so it is" in wrong.said()
+    assert wrong.job()["Restarts"] == "0"
+    assert whole.end() == 0, whole.said()
+    assert f"{whole.run_id} trained to the end in" in whole.said()
+    assert re.search(r"accuracy 9\d\.\d+%", whole.said())
+    assert re.search(r"^node1:0 +\| epoch 6 done", whole.said(), re.MULTILINE)
+    logs = site.kit("logs", whole.run_id, "--rank", "0").stdout
+    assert "epoch 6 done" in logs
+    unbroken.update(whole.curve())
+    assert sorted(unbroken) == list(range(1, STEPS + 1))
+    runs = site.kit("runs").stdout
+    assert re.search(rf"{whole.run_id}.*succeeded", runs), runs
+
+
+def test_stopped_and_taken_up_again_through_a_login_node(
+    site: Site, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    address = site.lab.hosts["node2"].address
+    run = story("login", nodes=3, login=f"root@{address}")
+    run.hold()
+    left = site.kit("up", run.file, "-d")
+    run.log.write_text(left.stdout)
+    assert left.returncode == 0, left.stderr
+    assert "is queued: kit up login.yaml attaches to it" in left.stdout
+    run.begin()
+    run.wait_for("attached to")
+    run.wait_for(STARTED)
+    assert run.interrupt(signal.SIGKILL) == -signal.SIGKILL
+    first = run.wait_more()
+    assert run.job()["JobState"] == "RUNNING"
+    run.begin()
+    run.wait_for("attached to", 2)
+    run.wait_more(1)
+    assert run.interrupt() == 130, run.said()
+    assert run.job()["JobState"] == "CANCELLED"
+    assert f"{run.run_id} is stopped" in run.said()
+
+    run.begin()  # and with that another job, of the same run
+    run.wait_for(STARTED, 2)
+    assert run.wait_more() > first
+    down = site.kit("down", run.run_id)
+    assert (down.returncode, down.stdout) == (0, f"{run.run_id} is stopped\n"), down.stderr
+    assert run.end() == 130, run.said()
+    assert f"{run.run_id} was stopped; kit up login.yaml goes on from its snapshot" in run.said()
+    assert "stopped by kit down" in site.kit("status", run.run_id).stdout
+
+    run.begin()
+    assert run.end() == 0, run.said()
+    assert run.said().count("resumed at step") == 2
+    run.trained_as(unbroken)
+
+
+def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
+    site: Site, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story("queue", nodes=2, max_requeues=4)
+    run.hold()
+    run.begin()
+    run.wait_for(STARTED)
+    job = submitit.SlurmJob(run.run_dir / "slurm", run.job_id)
+
+    def time_limit() -> None:
+        # The least that is left is a minute, and the signal comes 90 s before the end: at Slurm's next look at it.
+        elapsed = site.slurm("squeue", "--noheader", "--job", run.job_id, "--format=%M").strip()
+        site.slurm(
+            "scontrol", "update", f"JobId={run.job_id}", f"TimeLimit={int(elapsed.split(':')[-2]) + 2}"
+        )
+
+    def longer() -> None:
+        site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=20")
+
+    def preempt() -> None:
+        site.slurm("srun", "--partition=urgent", "-N3", "--exclusive", "hostname")
+
+    for number, fault in enumerate(
+        (
+            time_limit,
+            job._interrupt,
+            preempt,
+            lambda: site.slurm("scontrol", "requeue", run.job_id),
+        ),
+        start=1,
+    ):
+        run.wait_more()
+        fault()
+        until(lambda n=number: run.job()["Restarts"] == str(n), timeout_s=90, what=f"requeue {number}")
+        if number == 1:
+            longer()
+        run.wait_for(STARTED, number + 1)
+    run.wait_more()
+    assert run.end() == 0, run.said()
+    assert run.said().count("stopped by Slurm, which ends the job soon; Slurm queues it again") == 2
+    assert run.said().count("stopped by Slurm; Slurm queues it again") == 1
+    assert run.said().count("resumed at step") == 4
+    run.trained_as(unbroken, same_world=False)
+
+
+def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> None:
+    stuck = Story(site, "stuck", ["job.py", "stuck", "100"], nodes=1)
+    spent = Story(site, "spent", ["job.py", "fine", "100"], nodes=1, max_requeues=0)
+    cancelled = Story(site, "cancelled", ["job.py", "fine", "100"], nodes=1)
+    for each in (stuck, spent, cancelled):
+        each.begin()
+    for each in (stuck, spent, cancelled):
+        each.wait_for("it is ")
+    until(lambda: allocation.has_made_progress(spent.run_dir), what="progress on record")
+    for each in (stuck, spent):
+        submitit.SlurmJob(each.run_dir / "slurm", each.job_id)._interrupt(timeout=True)
+    site.slurm("scancel", cancelled.job_id)
+    for each, status in ((stuck, 3), (spent, 3), (cancelled, 130)):
+        assert each.end() == status, each.said()
+        assert each.job()["Restarts"] == "0"
+    assert "failed: it had to end before its first step" in stuck.said()
+    assert "slurm.max_requeues is 0" in spent.said()
+    assert re.search("failed: .*max_requeues", site.kit("status", spent.run_id).stdout)
+    assert cancelled.job()["JobState"] == "CANCELLED"
+    assert "stopped by scancel" in site.kit("status", cancelled.run_id).stdout
+
+
+def test_lost_hosts_and_what_each_job_does_without_them(
+    site: Site, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    often = [*TRAIN[:-1], "2"]
+    elastic, fixed = story("elastic", often, nodes="2:3"), story("fixed", nodes=3)
+    for run in (elastic, fixed):
+        run.hold()
+        run.begin()
+    for run in (elastic, fixed):
+        run.wait_for(STARTED)
+    elastic.wait_more()
+    wait_for_a_save(elastic.snapshots)
+    site.lab.crash("node3")
+    # Two are enough for the one: it goes on at once, inside its allocation.
+    elastic.wait_for(STARTED, 2)
+    before = elastic.wait_more()
+    # The other one needs three: it goes back to the queue when Slurm knows that the host is lost.
+    fixed.wait_for("Slurm queues it again")
+    assert "stopped by kit: node3 lost, and 3 nodes are needed; Slurm queues it again" in fixed.said()
+    assert elastic.job()["Restarts"] == "0"
+    status = site.kit("status", elastic.run_id).stdout
+    assert re.search(r"node3 +lost", status), status
+
+    # With the batch host its leader is lost; --no-kill has Slurm leave the others alone, so these say it.
+    site.lab.crash("node1")
+    site.slurm("scontrol", "update", "NodeName=node1", "State=down", "Reason=crashed")  # sooner than it would
+    elastic.wait_for("node1, whose task leads the job, is lost; Slurm queues it again")
+    for host in ("node1", "node3"):
+        site.lab.revive(host)
+    for run, times in ((elastic, 3), (fixed, 2)):
+        run.wait_for(STARTED, times)
+    assert elastic.wait_more() >= before
+    for run in (elastic, fixed):
+        assert run.end() == 0, run.said()
+        assert run.job()["Restarts"] == "1"
+    elastic.trained_as(unbroken, same_world=False, once=False)
+    fixed.trained_as(unbroken, once=False)
+
+
+def wait_for_a_save(folder: Path) -> None:
+    """Until something is being written to a snapshot folder."""
+    before = {path.name for path in folder.iterdir()}
+    deadline = time.monotonic() + 30
+    while {path.name for path in folder.iterdir()} <= before:
+        assert time.monotonic() < deadline, "no save within 30 s"
+        time.sleep(0.0005)
+
+
+def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Path) -> None:
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "partition": ({"partition": "nope"}, {}, "slurm.partition: found 'nope', wanted one of main, urgent"),
+        "time": ({"time": 300}, {}, "slurm.time"),
+        "nodes": ({"nodes": 9}, {}, "slurm.nodes"),
+        "memory": ({"mem_gb": 64}, {}, "slurm.mem_gb"),
+        "folder": ({"shared_dir": str(tmp_path / "mine")}, {}, "is not the folder that the login node has"),
+        "script": ({}, {"job": {"command": ["absent.py"]}}, "no absent.py in"),
+        "torch": ({}, {"python": "/usr/bin/python3"}, "/usr/bin/python3 lacks torch"),
+    }
+
+    def up(name: str) -> str:
+        slurm, changes, _ = cases[name]
+        file = site.inventory(f"bad-{name}", TRAIN, {"nodes": 1, **slurm}, **changes)
+        done = site.kit("up", file.name)
+        assert done.returncode == 1, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    for name, said in on_all({name: name for name in cases}, up).items():
+        assert not isinstance(said, Exception), said
+        assert cases[name][2] in said, said
+        assert "Traceback" not in said, said
+    names = site.slurm("squeue", "--noheader", "--states=all", "--format=%j").split()
+    assert not [name for name in names if name.startswith("bad-")]
+
+
+def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None:
+    jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(4)]
+    blocker = site.slurm(
+        "sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
+    )
+    until(lambda: "RUNNING" in " ".join(site.queue()))
+    alone = Story(site, "alone", ["job.py", "fine", "0"], nodes=3).begin()
+    alone.wait_for("waits in the queue (Resources")
+    assert "no idle node to try whether slurm.shared_dir is shared" in alone.said()
+    said = on_all({each.file: each for each in jobs}, lambda each: site.kit("up", each.file, "-d").stdout)
+    for each in jobs:
+        each.log.write_text(str(said[each.file]))
+    assert len(site.queue()) == 2 + len(jobs), said
+    assert alone.interrupt() == 130, alone.said()
+    assert alone.job()["JobState"] == "CANCELLED"
+    site.slurm("scancel", blocker.strip())
+    until(lambda: not site.queue(), timeout_s=120, what="the end of all jobs")
+    for each in jobs:
+        status = site.kit("status", each.run_id).stdout
+        assert status.startswith(f"{each.run_id}  succeeded: trained to the end"), status
