@@ -294,7 +294,8 @@ def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> No
 def test_hosts_file_has_debians_line_for_the_own_name() -> None:
     text = lab_disk.hosts_file("node2", {"node1": "198.18.0.11", "node2": "198.18.0.12"})
     assert text.splitlines()[:2] == ["127.0.0.1 localhost", "127.0.1.1 node2"]
-    assert text.splitlines()[-2:] == ["198.18.0.11 node1", "198.18.0.12 node2"]
+    assert text.splitlines()[3:5] == ["198.18.0.11 node1", "198.18.0.12 node2"]
+    assert text.splitlines()[5:] == ["::ffff:198.18.0.11 node1.lab", "::ffff:198.18.0.12 node2.lab"]
 
 
 def test_kill_waits_for_the_end() -> None:
