@@ -29,6 +29,9 @@ node, stream every rank's output, and tell how it ended.
 
 Safe to run again: on a running job it attaches, after `kit down` or a failure it goes on from the
 newest snapshot. Ctrl-C stops the job on every node; a second Ctrl-C kills it at once.
+
+Where the inventory has `slurm:` in place of `hosts:`, it submits the job and follows it through the queue
+to its end; Ctrl-C cancels it.
 """
 
 UP_EXAMPLES = """\

@@ -9,7 +9,7 @@ time limit, a preemption or a lost node, goes on from what the one before has le
     NODE/               what the agent of a node writes: logs, status, output
     state/              the leader's record of the run
     slurm/job.json      what to run; written once, by who submits
-         /secrets.json  0600, values of `job.secrets`
+         /secrets.json  0600, values of `job.secrets`; removed at the end
          /ATTEMPT.json  0600, where the leader is and how it is known to the others; at the end, that it is over
          /absent.json   the nodes that the leader cannot reach, for `kit status`
          /result.json   how the leader ended, if it did not have Slurm queue the job again
@@ -379,6 +379,9 @@ def lead(run_dir: Path, place: Path) -> int:
                 run.finish_stopped()  # it was on record as one that did not start
             result = {"exit": status, "attempt": place.stem}
             write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
+            (run_dir / "slurm" / "secrets.json").unlink(
+                missing_ok=True
+            )  # the next submission brings them again
     if is_queued_again:
         raise QueueAgain
     return status

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import submitit
+import yaml
 from agents import until
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 
@@ -65,6 +66,31 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     assert sorted(unbroken) == list(range(1, STEPS + 1))
     runs = site.kit("runs").stdout
     assert re.search(rf"{whole.run_id}.*succeeded", runs), runs
+
+
+def test_a_secret_is_nowhere_but_in_the_ranks_environment(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "s3cr3t-of-the-ranks"
+    monkeypatch.setenv("KIT_SECRET", secret)
+    script = "import os, time\nprint(len(os.environ['KIT_SECRET']), 'letters', flush=True)\ntime.sleep(4)\n"
+    (site.folder / "tell.py").write_text(script)
+    path = site.inventory("secret", ["tell.py"], {"nodes": 1})
+    values = yaml.safe_load(path.read_text())
+    values["job"]["secrets"] = ["KIT_SECRET"]
+    path.write_text(yaml.safe_dump(values))
+    up = site.start(site.folder.parent / "secret.log", "up", path.name)
+    (kept,) = until(lambda: list(site.shared.glob("runs/secret-*/slurm/secrets.json")), timeout_s=60)
+    assert kept.stat().st_mode & 0o777 == 0o600
+    until(lambda: f"{len(secret)} letters" in (site.folder.parent / "secret.log").read_text(), timeout_s=60)
+    folders = (site.shared, *(site.lab.folder / "hosts").glob("*/upper"))  # Slurm's controller has one, too
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    holding = [path for path in files if secret.encode() in path.read_bytes()]
+    assert holding == [kept], holding
+    argvs = [" ".join(argv) for host in site.lab.hosts for argv in site.lab.processes(host).values()]
+    assert not [argv for argv in argvs if secret in argv]
+    assert up.wait(90) == 0
+    assert not kept.exists()
 
 
 def test_stopped_and_taken_up_again_through_a_login_node(
