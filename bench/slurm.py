@@ -33,7 +33,8 @@ On three hosts of a lab on this machine with a Slurm cluster of their own (kit l
              `kit up slurm.yaml` (python's start, checks, sync and submitit included) against `sbatch` of a
              hand-written script with `srun torchrun`, the code there already. They take turns, after a warm-up.
   losses     from a host's crash to the next step of all who are left or came: of another host, inside the
-             allocation, and of the first, through Slurm's requeue; Slurm's own delay is shown apart.
+             allocation, and of the first, through Slurm's requeue. Apart: the time until the job is started again, in
+             which the tasks wait up to a minute for the host, and then Slurm for its requeue delay.
 """
 EPILOG = """\
 examples:
@@ -138,7 +139,7 @@ class Loss:
     seconds: float
     """To the next step of all ranks of a new world."""
     delay_s: float
-    """Of these, how long Slurm took until it started the job again; 0 inside the allocation."""
+    """Of these, until the job was started again; 0 inside the allocation."""
     size: int
 
 
@@ -240,7 +241,9 @@ def print_losses(lab: Bench, rounds: int) -> bool:
             broken = True
             note(f"{name}: {error}")
             continue
-        note(f"round {number}  {name:<28} {found.seconds:6.2f} s, of which Slurm {found.delay_s:.2f} s")
+        note(
+            f"round {number}  {name:<28} {found.seconds:6.2f} s, of which {found.delay_s:.2f} s until it was started again"
+        )
         measured[name].append(found)
     print(f"Crash to the next step, seconds; {rounds} rounds; {machine()}.\n")
     rows = [
@@ -248,10 +251,10 @@ def print_losses(lab: Bench, rounds: int) -> bool:
          *_told([each.seconds - each.delay_s for each in found]), str(found[0].size)]
         for name, found in measured.items() if found
     ]  # fmt: skip
-    header = ["", "median", "range", "until Slurm restarts it", "range", "then kit", "range", "nodes"]
+    header = ["", "median", "range", "until it is started again", "range", "then kit", "range", "nodes"]
     print(table(header, rows))
     print(
-        f"\nThe goals are {GOAL_INSIDE_S:.0f} s inside the allocation, and {GOAL_REQUEUED_S:.0f} s after the restart."
+        f"\nThe goals are {GOAL_INSIDE_S:.0f} s inside the allocation, and {GOAL_REQUEUED_S:.0f} s beyond Slurm's requeue delay."
     )
     return broken
 
