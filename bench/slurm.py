@@ -242,7 +242,7 @@ def print_losses(lab: Bench, rounds: int) -> bool:
             note(f"{name}: {error}")
             continue
         note(
-            f"round {number}  {name:<28} {found.seconds:6.2f} s, of which {found.delay_s:.2f} s until it was started again"
+            f"round {number}  {name:<28} {found.seconds:6.2f} s, {found.delay_s:.2f} s of it until started again"
         )
         measured[name].append(found)
     print(f"Crash to the next step, seconds; {rounds} rounds; {machine()}.\n")
@@ -254,7 +254,8 @@ def print_losses(lab: Bench, rounds: int) -> bool:
     header = ["", "median", "range", "until it is started again", "range", "then kit", "range", "nodes"]
     print(table(header, rows))
     print(
-        f"\nThe goals are {GOAL_INSIDE_S:.0f} s inside the allocation, and {GOAL_REQUEUED_S:.0f} s beyond Slurm's requeue delay."
+        f"\nThe goals are {GOAL_INSIDE_S:.0f} s inside the allocation, "
+        f"and {GOAL_REQUEUED_S:.0f} s beyond Slurm's requeue delay."
     )
     return broken
 
