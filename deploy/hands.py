@@ -181,10 +181,8 @@ class Hands:
             raise HostError(
                 name, "it has no copy of this run's code, and the code here has changed since the run began"
             )
-        target = sync.Target(
-            self.links[name],
-            dest=self.node(name).code_dir,
-            cache=f"{found.workdir}/code/{sync.project_key(tree.root)}",
+        target = sync.code_target(
+            self.links[name], tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
         check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
         check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))

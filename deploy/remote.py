@@ -156,9 +156,8 @@ def fence(node_dir: str, generation: int) -> Dict[str, Any]:
 
 
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
-    snapshots = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
     for folder in (
-        snapshots,
+        _snapshot_folder(node_dir, spec),
         node_dir,
     ):  # nodekit.training looks where it writes, which may be a shared folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -296,8 +295,10 @@ def status(node_dir: str) -> Dict[str, Any]:
     return found
 
 
-def _snapshot_folder(node_dir: str) -> str:
-    spec = _load(os.path.join(node_dir, "spec.json")) or {}
+def _snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
+    """Where the workers of a spec, by default the one that is here, have their snapshots."""
+    if spec is None:
+        spec = _load(os.path.join(node_dir, "spec.json")) or {}
     folder: str = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
     return folder
 

@@ -18,6 +18,7 @@ from nodekit.deploy.remote import append_private, write_private
 from nodekit.inventory.errors import KitError
 
 ENDED = ("succeeded", "failed", "stopped")
+LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
 @dataclass(kw_only=True)

@@ -277,10 +277,8 @@ def _send(
 ) -> tuple[sync.Tree, dict[str, sync.Target]]:
     tree = reading.result()
     targets = {
-        name: sync.Target(
-            link,
-            dest=f"{facts[name].workdir}/runs/{run_id}/code",
-            cache=f"{facts[name].workdir}/code/{sync.project_key(tree.root)}",
+        name: sync.code_target(
+            link, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
         )
         for name, link in firsts.items()
     }

@@ -61,6 +61,11 @@ def project_key(folder: Path) -> str:
     return f"{name}-{sha256(where.encode('utf-8', 'surrogateescape')).hexdigest()[:12]}"
 
 
+def code_target(link: Link, tree: Tree, *, workdir: str, dest: str) -> Target:
+    """Where a run's code goes on a host, and kit's own copy of the project beside it."""
+    return Target(link, dest=dest, cache=f"{workdir}/code/{project_key(tree.root)}")
+
+
 def send(
     tree: Tree,
     targets: Mapping[str, Target],

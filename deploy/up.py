@@ -28,7 +28,6 @@ from nodekit.inventory.schema import Inventory
 
 ATTACH_TAIL_BYTES = 4096
 NO_PROGRESS_EXIT = 4
-LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
 def up(options: Options) -> int:
@@ -45,7 +44,7 @@ def up(options: Options) -> int:
     with contextlib.ExitStack() as stack:
         with runs.starting(inventory.path):
             run = _current(inventory, options)
-            hands = _attach(stack, run, options) if run is not None and run.state in LIVE else None
+            hands = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
             attached = hands is not None
             if hands is None:
                 # A run that was stopped or failed goes on; one that trained to its end is done.
@@ -71,7 +70,7 @@ def _up_on_slurm(inventory: Inventory, options: Options) -> int:
         return show.dry_run(inventory, options)
     with runs.starting(inventory.path):
         run = _current(inventory, options)
-        attached = run is not None and run.state in LIVE and backend.is_there(run, options.ssh)
+        attached = run is not None and run.state in runs.LIVE and backend.is_there(run, options.ssh)
         if run is None or not attached:
             run = backend.start(inventory, run if run and run.state != "succeeded" else None, options)
     if attached:
@@ -123,9 +122,9 @@ def _current(inventory: Inventory, options: Options) -> Run | None:
     if run is None:
         return None
     same = (run.command or run.inventory["job"].get("command")) == _command(inventory, options)
-    if run.state in LIVE and options.new:
+    if run.state in runs.LIVE and options.new:
         raise KitError(f"{run.run_id} of this inventory is not over; kit down {run.run_id} stops it")
-    if run.state in LIVE and not same:
+    if run.state in runs.LIVE and not same:
         raise KitError(
             f"{run.run_id} of this inventory is running another command; kit down {run.run_id} stops it; "
             "to run both, copy the inventory file"

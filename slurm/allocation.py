@@ -76,7 +76,7 @@ class Allocated:
         Raises:
             RuntimeError: the job has failed; this is how submitit and Slurm learn of it.
         """
-        attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        attempt = f"{os.environ['SLURM_JOB_ID']}.{num_restarts()}"
         place = Path(self.run_dir) / "slurm" / f"{attempt}.json"
         # Slurm signals every process of the job; who does not handle the warning must not die of it.
         handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from nodekit.deploy.link import Link, RemoteError
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
+from nodekit.slurm.login import execute
 
-COMMAND_TIMEOUT_S = 60.0
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -62,9 +62,7 @@ class Slurm:
             KitError: it is not there.
         """
         try:
-            done = self._link.call(
-                "execute", timeout_s=COMMAND_TIMEOUT_S + 5, argv=argv, limit_s=COMMAND_TIMEOUT_S
-            )
+            done = execute(self._link, *argv)
         except RemoteError as error:
             if error.type == "FileNotFoundError":
                 raise KitError(

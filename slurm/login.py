@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nodekit.deploy import cluster
 from nodekit.deploy.cluster import SshOptions
@@ -40,6 +41,22 @@ def settings_of(inventory: Inventory) -> SlurmSettings:
     """The `slurm:` section."""
     assert inventory.slurm is not None
     return inventory.slurm
+
+
+def execute(
+    link: Link, *argv: str, text: str = "", env: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """Run a program there, with `text` on its stdin: its ``status``, ``out`` and ``err``.
+
+    What is None in `env` is taken out of its environment.
+
+    Raises:
+        RemoteError: it is not there, or took too long.
+    """
+    done: dict[str, Any] = link.call(
+        "execute", timeout_s=CALL_TIMEOUT_S + 5, limit_s=CALL_TIMEOUT_S, argv=argv, text=text, env=env
+    )
+    return done
 
 
 def write(link: Link, path: str, text: str) -> None:

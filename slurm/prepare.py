@@ -18,6 +18,7 @@ from nodekit.deploy import sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
+from nodekit.deploy.plan import TRAINING_MODULE
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
@@ -25,7 +26,7 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
-from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, login, settings_of, write
+from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, execute, login, settings_of, write
 
 MAX_TIMEOUTS = 100
 NEEDED_MODULES = ("ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
@@ -94,8 +95,7 @@ def prepare(
     if problem := _not_shared(link, shared_dir, settings):
         warn(f"warning: {problem}")
     with phases.phase("sync") as said:
-        cache = f"{shared_dir}/code/{sync.project_key(tree.root)}"
-        target = sync.Target(link, dest=f"{run_dir}/code", cache=cache)
+        target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.settle({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
@@ -155,11 +155,11 @@ class Ready:
             "max_timeouts": MAX_TIMEOUTS,
             "test": test,
         }
-        done = self.link.call(
-            "execute",
-            timeout_s=CALL_TIMEOUT_S + 5,
-            limit_s=CALL_TIMEOUT_S,
-            argv=[self.python, "-m", "nodekit.slurm.submit"],
+        done = execute(
+            self.link,
+            self.python,
+            "-m",
+            "nodekit.slurm.submit",
             text=json.dumps(spec),
             # Slurm keeps the environment that a job was submitted from: no secret may be in it.
             env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(self.secrets)},
@@ -178,12 +178,7 @@ def _check_host(link: Link, found: Mapping[str, Any]) -> None:
     if found["workdir_problem"]:
         raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
     program = "import importlib.util as u,sys;print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
-    done = link.call(
-        "execute",
-        timeout_s=CALL_TIMEOUT_S + 5,
-        limit_s=CALL_TIMEOUT_S,
-        argv=[python, "-c", program, "torch", *NEEDED_MODULES],
-    )
+    done = execute(link, python, "-c", program, "torch", *NEEDED_MODULES)
     if done["status"] or done["out"].strip():
         absent = ", ".join(done["out"].split()) or done["err"].strip()
         raise KitError(
@@ -225,14 +220,15 @@ def _script_problem(ready: Ready, inventory: Inventory, command: Sequence[str] |
     Raises:
         KitError: it lacks something, and nothing that the inventory names could bring it.
     """
-    argv = list(command or inventory.job.command or ("-m", "nodekit.training"))
+    argv = list(command or inventory.job.command or TRAINING_MODULE)
     code, further = f"{ready.run_dir}/code", dict(inventory.job.env).get("PYTHONPATH", "")
     paths = [ready.kit_dir, *(str(Path(code, path)) for path in further.split(os.pathsep) if path)]
-    done = ready.link.call(
-        "execute",
-        timeout_s=CALL_TIMEOUT_S + 5,
-        limit_s=CALL_TIMEOUT_S,
-        argv=[ready.python, "-m", "nodekit.slurm.imports", code],
+    done = execute(
+        ready.link,
+        ready.python,
+        "-m",
+        "nodekit.slurm.imports",
+        code,
         text=json.dumps(argv),
         env={"PYTHONPATH": os.pathsep.join(paths)},
     )

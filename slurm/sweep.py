@@ -17,6 +17,7 @@ from nodekit.deploy import runs
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import secrets_of
 from nodekit.deploy.link import Link
+from nodekit.deploy.plan import TRAINING_MODULE
 from nodekit.deploy.runs import Run
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import JobFailed, KitError
@@ -28,7 +29,6 @@ from nodekit.slurm.login import login, read, settings_of
 from nodekit.slurm.prepare import prepare
 from nodekit.slurm.show import record_of, settle
 
-LIVE = ("starting", "running")
 LOOK_S = 2.0
 STOPPED = 130
 MAX_NUMBERS = 3
@@ -114,7 +114,7 @@ def up(inventory: Inventory, options: Options) -> int:
 
 
 def _command(inventory: Inventory, options: Options, variant: Variant) -> list[str]:
-    return [*(options.command or inventory.job.command or ("-m", "nodekit.training")), *variant.args]
+    return [*(options.command or inventory.job.command or TRAINING_MODULE), *variant.args]
 
 
 def _start(
@@ -157,7 +157,7 @@ def _start(
 
 def _live(members: Sequence[Run]) -> list[Run]:
     """Those whose end is not on record."""
-    return [run for run in members if run.state in LIVE]
+    return [run for run in members if run.state in runs.LIVE]
 
 
 def _jobs(slurm: Slurm, members: Sequence[Run]) -> dict[str, Job]:
@@ -197,7 +197,9 @@ def watch(members: list[Run], options: Options) -> int:
                 jobs = _jobs(Slurm(link), live)
                 _settle(link, live, jobs)
                 for run in live:
-                    line = jobs[run.run_id].line() if run.state in LIVE else f"{run.state}: {run.verdict}"
+                    line = (
+                        jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
+                    )
                     if told.get(run.run_id) != line:
                         print(f"{run.run_id}  {run.slurm['values']}  {line}", flush=True)
                         told[run.run_id] = line
@@ -262,7 +264,7 @@ def _table(link: Link, members: list[Run], jobs: dict[str, Job] | None = None) -
         found = _progress(link, run)
         job = (jobs or {}).get(run.run_id)
         state = run.state
-        if job is not None and run.state in LIVE:
+        if job is not None and run.state in runs.LIVE:
             state = job.state.lower() + (f" ({job.reason})" if job.reason else "")
         result = " ".join(f"{key}={value:.4g}" for key, value in list(found["result"].items())[:MAX_NUMBERS])
         last = run.verdict if run.state == "failed" else result

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from agents import until
-from kit_runs import RUN_ID
+from kit_runs import RUN_ID, slow_training
 from lab_hosts import make_whole
 
 from nodekit.deploy.lab_cluster import Lab
@@ -32,16 +32,7 @@ class Task(Digits):
         return super().loss(model, batch)
 """
 EPOCHS, STEPS = 6, 6 * 23
-TRAIN = [
-    "-m",
-    "nodekit.training",
-    "--task",
-    "slow.py:Task",
-    "--epochs",
-    str(EPOCHS),
-    "--snapshot-every",
-    "20",
-]
+TRAIN = slow_training(EPOCHS)
 # A script of the user's own, which needs no torch: it goes as far as its arguments say.
 SCRIPT = """
 import os, pathlib, sys, time

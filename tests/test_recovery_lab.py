@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from agents import until
-from kit_runs import Kit, run_id
+from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
 from nodekit.deploy.lab_cluster import Lab
@@ -35,16 +35,7 @@ class Task(Digits):
         return super().loss(model, batch)
 """
 EPOCHS, STEPS = 13, 13 * 23
-COMMAND = [
-    "-m",
-    "nodekit.training",
-    "--task",
-    "slow.py:Task",
-    "--epochs",
-    str(EPOCHS),
-    "--snapshot-every",
-    "20",
-]
+COMMAND = slow_training(EPOCHS)
 
 
 class Story:
