@@ -42,15 +42,15 @@ def newest() -> tuple[int, "Path | None"]:
 
 
 def save(step: int) -> None:
-    """Beside, synced, renamed; two are kept."""
-    beside = snapshots / "draft"
+    """Beside, synced, renamed; two are kept. The folder may be one that all nodes share."""
+    beside = snapshots / f"draft-{rank}"
     with beside.open("wb") as file:
         torch.save(model.state_dict(), file)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(snapshots / f"step-{step}.pt")
-    for old in sorted(snapshots.glob("step-*.pt"), key=lambda path: path.stat().st_mtime)[:-2]:
-        old.unlink()
+    for old in sorted(snapshots.glob("step-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))[:-2]:
+        old.unlink(missing_ok=True)
 
 
 heartbeat = contextlib.nullcontext

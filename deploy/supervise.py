@@ -14,6 +14,7 @@ from typing import Any
 from nodekit.deploy import judge
 from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander
 from nodekit.deploy.hands import Hands
+from nodekit.deploy.hang import Progress
 from nodekit.deploy.judge import FINAL, Action, Finish, NodeAction, Outcome, Rules, Seen, State
 from nodekit.deploy.link import Link, RemoteError
 from nodekit.deploy.quorum import Electorate
@@ -312,9 +313,10 @@ class Supervisor:
         new = seen_of(status, problem=seen.problem if not status["alive"] else "")
         if new.state != seen.state:
             self._run.event("node-state", about=name, state=new.state, attempt=status.get("attempt"))
-        if status.get("progress") and not self._first_step:
+        said = str(status.get("progress") or "")
+        if not self._first_step and not Progress.parse(said, 0.0).is_start:
             self._first_step = True
-            self._run.event("first-progress", about=name, progress=status["progress"])
+            self._run.event("first-progress", about=name, progress=said)
         self._seen[name] = new
         self._lines[name] = self._line(name, status)
 

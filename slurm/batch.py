@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 from typing import Any
 
 from nodekit.inventory.schema import Inventory, SlurmSettings
@@ -30,7 +31,7 @@ def blame(names: Iterable[str], settings: SlurmSettings) -> str:
 
 
 def parameters(
-    inventory: Inventory, *, name: str, run_dir: str, kit_dir: str, minutes: int
+    inventory: Inventory, *, name: str, run_dir: str, python: str, kit_dir: str, minutes: int
 ) -> dict[str, Any]:
     """The parameters for submitit's SlurmExecutor, of one task on each node.
 
@@ -38,11 +39,13 @@ def parameters(
         inventory: with a `slurm:` section.
         name: the job's.
         run_dir: the run's folder, in the shared one.
+        python: the nodes' interpreter.
         kit_dir: kit's package, in the shared folder.
         minutes: the time limit.
     """
     settings = inventory.slurm
     assert settings is not None
+    at_exit = [python, "-m", "nodekit.slurm.broken_off", str(PurePosixPath(run_dir).parent)]
     at_once = (settings.array or "").partition("%")[2]
     asked: dict[str, Any] = {
         "job_name": name,
@@ -60,7 +63,11 @@ def parameters(
         "signal_delay_s": min(MAX_SIGNAL_S, minutes * 60 // 3),
         "stderr_to_stdout": True,
         # After the user's own lines: a module or a conda environment may set PYTHONPATH anew.
-        "setup": [*settings.setup, f"export PYTHONPATH={shlex.quote(kit_dir)}${{PYTHONPATH:+:$PYTHONPATH}}"],
+        "setup": [
+            *settings.setup,
+            f"export PYTHONPATH={shlex.quote(kit_dir)}${{PYTHONPATH:+:$PYTHONPATH}}",
+            f"trap {shlex.quote(shlex.join(at_exit))} EXIT",
+        ],
         "array_parallelism": int(at_once) if at_once else None,
         "srun_args": [*SRUN_ARGS, *settings.srun_args],
     }

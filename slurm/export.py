@@ -111,7 +111,7 @@ def script(
 # same with it after a preemption, or when its first node is lost:
 {_join(line for line in lines if _is_of(line, GOES_ON))}
 {_join(line for line in lines if _is_of(line, OUTPUT))}
-# slurm.setup, and where kit itself is:
+# slurm.setup, where kit itself is, and what looks in the end whether srun was broken off:
 {_join(parameters["setup"])}
 # The task on the first node leads the others, as kit up leads its hosts: it checks them, starts an agent on each,
 # and has them meet again when one is lost. The ranks are started by these agents.

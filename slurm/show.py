@@ -102,9 +102,13 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     """Print what would be submitted, and submit nothing."""
     settings = settings_of(inventory)
     asked = parameters(
-        inventory, name=inventory.name, run_dir=f"{settings.shared_dir}/runs/…", kit_dir=f"{settings.shared_dir}/kit/…",
+        inventory,
+        name=inventory.name,
+        run_dir=f"{settings.shared_dir}/runs/…",
+        python=inventory.defaults.python or "python3",
+        kit_dir=f"{settings.shared_dir}/kit/…",
         minutes=settings.time_min or 0,
-    )  # fmt: skip
+    )
     command = list(options.command or inventory.job.command or ("python", "-m", "nodekit.training"))
     if options.json:
         print(json.dumps({"parameters": asked, "command": command}, indent=2))

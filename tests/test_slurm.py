@@ -6,10 +6,11 @@ result, and (by the `site` fixture) that no job, no process and no listening por
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from agents import until
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 
 from nodekit.deploy.link import on_all
-from nodekit.slurm import allocation
+from nodekit.slurm import allocation, meeting, own_job
 
 pytestmark = pytest.mark.lab
 
@@ -134,7 +135,7 @@ def test_stopped_and_taken_up_again_through_a_login_node(
 def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
-    run = story("queue", nodes=2, max_requeues=4)
+    run = story("queue", nodes=2, max_requeues=5)
     run.hold()
     run.begin()
     run.wait_for(STARTED)
@@ -153,11 +154,16 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
     def preempt() -> None:
         site.slurm("srun", "--partition=urgent", "-N3", "--exclusive", "hostname")
 
+    def preempt_by_sigterm() -> None:
+        with without_user_signal(site):
+            preempt()
+
     for number, fault in enumerate(
         (
             time_limit,
             job._interrupt,
             preempt,
+            preempt_by_sigterm,
             lambda: site.slurm("scontrol", "requeue", run.job_id),
         ),
         start=1,
@@ -171,9 +177,26 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
     run.wait_more()
     assert run.end() == 0, run.said()
     assert run.said().count("stopped by Slurm, which ends the job soon; Slurm queues it again") == 2
-    assert run.said().count("stopped by Slurm; Slurm queues it again") == 1
-    assert run.said().count("resumed at step") == 4
+    assert run.said().count("stopped by Slurm; Slurm queues it again") == 2
+    assert run.said().count("resumed at step") == 5
     run.trained_as(unbroken, same_world=False)
+
+
+@contextlib.contextmanager
+def without_user_signal(site: Site) -> Iterator[None]:
+    """A cluster that tells a job of its preemption by SIGTERM alone."""
+    conf = site.lab.slurm.conf
+    text = conf.read_text()
+    line = "SlurmctldParameters=preempt_send_user_signal\n"
+    assert line in text
+    try:
+        conf.write_text(text.replace(line, ""))
+        site.slurm("scontrol", "reconfigure")
+        assert "preempt_send" not in site.slurm("scontrol", "show", "config")
+        yield
+    finally:
+        conf.write_text(text)
+        site.slurm("scontrol", "reconfigure")
 
 
 def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> None:
@@ -184,7 +207,7 @@ def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> No
         each.begin()
     for each in (stuck, spent, cancelled):
         each.wait_for("it is ")
-    until(lambda: allocation.has_made_progress(spent.run_dir), what="progress on record")
+    until(lambda: own_job.has_made_progress(spent.run_dir), what="progress on record")
     for each in (stuck, spent):
         submitit.SlurmJob(each.run_dir / "slurm", each.job_id)._interrupt(timeout=True)
     site.slurm("scancel", cancelled.job_id)
@@ -237,6 +260,59 @@ def test_lost_hosts_and_what_each_job_does_without_them(
     fixed.trained_as(unbroken, once=False)
 
 
+def test_a_lost_leader_is_replaced_and_one_that_only_some_cannot_reach_is_not(
+    site: Site, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story("leader", nodes="2:3")
+    run.hold()
+    run.begin()
+    run.wait_for(STARTED)
+    leader = site.lab.hosts["node1"]
+    site.lab.run("node3", ["ip", "route", "add", "blackhole", leader.address], check=True)
+    run.wait_for(STARTED, 2)
+    time.sleep(meeting.UNHEARD_S + 2 * allocation.LEADER_LOST_S)  # longer than for a leader that is lost
+    assert run.job()["JobState"] == "RUNNING"
+    site.lab.run("node3", ["ip", "route", "del", "blackhole", leader.address], check=True)
+    run.interrupt()
+
+    run = story("exclude", nodes=2)
+    run.hold()
+    run.begin()
+    run.wait_for(STARTED)
+    run.wait_more()
+    site.lab.crash("node1")
+    run.wait_for("node1, whose task leads the job, is lost; Slurm queues it again")
+    run.wait_for(STARTED, 2)  # and node1 is still down
+    assert run.job()["ExcNodeList"] == "node1"
+    assert run.end() == 0, run.said()
+    assert run.job()["Restarts"] == "1"
+    run.trained_as(unbroken, same_world=False, once=False)
+
+
+def test_a_host_that_is_back_before_slurm_has_missed_it_takes_srun_along_and_not_the_job(
+    site: Site, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run, early = story("back", nodes=3), story("early", ["job.py", "stuck", "100"], nodes=1)
+    for each in (run, early):
+        each.hold()
+        each.begin()
+    run.wait_for(STARTED)
+    run.wait_more()
+    early.wait_for("it is stuck")
+    site.lab.crash("node3")
+    site.lab.revive("node3")
+    run.wait_for("srun ended before the leader did; Slurm queues it again")
+    run.wait_for(STARTED, 2)
+    assert run.job()["Restarts"] == "1"
+    assert run.end() == 0, run.said()
+    run.trained_as(unbroken, once=False)
+    # What does so before its first step would do so again.
+    step = f"{early.job_id}.0"
+    site.slurm("scancel", "--signal=KILL", step)
+    assert early.end() == 3
+    assert early.job()["Restarts"] == "0"
+
+
 def wait_for_a_save(folder: Path) -> None:
     """Until something is being written to a snapshot folder."""
     before = {path.name for path in folder.iterdir()}
@@ -273,7 +349,7 @@ def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Pa
 
 
 def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None:
-    jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(4)]
+    jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(20)]
     blocker = site.slurm(
         "sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
     )

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nodekit.deploy.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
-from nodekit.slurm import submit
+from nodekit.slurm import own_job, submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import (
@@ -217,7 +218,10 @@ ALWAYS = {
     "time": 30,
     "signal_delay_s": 90,
     "stderr_to_stdout": True,
-    "setup": ["export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}"],
+    "setup": [
+        "export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}",
+        "trap '/v/python -m nodekit.slurm.broken_off /s' EXIT",
+    ],
     "srun_args": ["--no-kill", "--kill-on-bad-exit=0"],
     "additional_parameters": {"requeue": True, "no_kill": True, "chdir": "/s/r"},
 }
@@ -273,7 +277,12 @@ def test_parameters_are_what_submitit_takes(
     tmp_path: Path, given: dict[str, Any], time_min: int, changed: dict[str, Any]
 ) -> None:
     asked = parameters(
-        inventory(tmp_path, **given), name="r", run_dir="/s/r", kit_dir="/s/k it", minutes=time_min
+        inventory(tmp_path, **given),
+        name="r",
+        run_dir="/s/r",
+        python="/v/python",
+        kit_dir="/s/k it",
+        minutes=time_min,
     )
     assert asked == {**ALWAYS, **changed}
 
@@ -470,6 +479,32 @@ def test_an_account_that_is_not_there_is_named(given: dict[str, str], expected: 
 
 
 # --- all of it, where accounts are kept ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds", "expected"),
+    [
+        (["3/46 epoch 1", ""], 1, True),
+        (["0/46", "0/46"], 1000, False),
+        (["epoch 1"], 1, True),
+        ([], 1, False),
+        ([], 1000, True),  # it says nothing of its steps, as most scripts do not
+        ([""], 1000, True),
+        ([], None, False),
+    ],
+)
+def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
+    said: list[str], seconds: float | None, *, expected: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "node1" / "progress"
+    folder.mkdir(parents=True)
+    for rank, text in enumerate(said):
+        (folder / f"rank{rank}").write_text(text)
+    events = [{"kind": "agent-started", "time": 0}]
+    if seconds is not None:
+        events.append({"kind": "workers-started", "time": time.time() - seconds})
+    (tmp_path / "node1" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    assert own_job.has_made_progress(tmp_path) == expected
 
 
 @pytest.mark.lab
