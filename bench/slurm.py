@@ -141,6 +141,8 @@ class Loss:
     """To the next step of all ranks of a new world."""
     delay_s: float
     """Of these, what Slurm took to start the job again; 0 inside the allocation."""
+    asked_s: float
+    """When it was asked to."""
     size: int
 
 
@@ -164,8 +166,13 @@ def lose(lab: Bench, victim: str, *, nodes: str = KitOnSlurm.nodes) -> Loss:
         assert found is not None
         shown = lab.lab.slurm.run(["squeue", "--noheader", "--format=%V %S"]).split()
         asked_s, started_s = (datetime.fromisoformat(each).timestamp() for each in shown)
-        delay_s = started_s - asked_s if asked_s > fault_s - 1 else 0.0
-        return Loss(seconds=found[0] - fault_s, delay_s=delay_s, size=found[1])
+        is_inside = asked_s < fault_s - 1
+        return Loss(
+            seconds=found[0] - fault_s,
+            delay_s=0.0 if is_inside else started_s - asked_s,
+            asked_s=0.0 if is_inside else asked_s - fault_s,
+            size=found[1],
+        )
     finally:
         job.end()
 
@@ -245,7 +252,10 @@ def print_losses(lab: Bench, rounds: int) -> bool:
             broken = True
             note(f"{name}: {error}")
             continue
-        note(f"round {number}  {name:<28} {found.seconds:6.2f} s, {found.delay_s:.0f} s of it Slurm's delay")
+        note(
+            f"round {number}  {name:<28} {found.seconds:6.2f} s: Slurm was asked after {found.asked_s:.0f} s "
+            f"and took {found.delay_s:.0f} s"
+        )
         measured[name].append(found)
     print(f"Crash to the next step, seconds; {rounds} rounds; {machine()}.\n")
     rows = [

@@ -38,10 +38,8 @@ from typing import Any
 
 from ClusterShell.NodeSet import NodeSet
 
-from nodekit.deploy import runs
 from nodekit.deploy.link import BOOT
 from nodekit.deploy.remote import write_private
-from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
@@ -50,12 +48,16 @@ from nodekit.slurm.meeting import MEET_S, Tasks, call
 from nodekit.slurm.own_job import (
     attempt,
     exclude,
+    finish,
     has_made_progress,
     job_now,
+    keep_records_in,
     node_name,
     num_restarts,
     queue_again_without_leader,
+    record_of,
     settings_of,
+    snapshots_of,
     what_to_run,
 )
 
@@ -82,6 +84,7 @@ class Allocated:
         Raises:
             RuntimeError: the job has failed; this is how submitit and Slurm learn of it.
         """
+        keep_records_in(Path(self.run_dir))
         place = Path(self.run_dir) / "slurm" / f"{attempt()}.json"
         # Slurm signals every process of the job; who does not handle the warning must not die of it.
         handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -223,7 +226,6 @@ def lead(run_dir: Path, place: Path) -> int:
     Raises:
         QueueAgain: it was stopped, and goes on when Slurm starts it again.
     """
-    os.environ["XDG_STATE_HOME"] = str(run_dir / "state")
     log = run_dir / "slurm" / "logs" / "kit.log"
     log.parent.mkdir(mode=0o700, exist_ok=True)
     token = secrets.token_hex(32)
@@ -253,13 +255,9 @@ def lead(run_dir: Path, place: Path) -> int:
         if ending.why and status == STOPPED:
             is_queued_again, status = _queue_again(run_dir, ending)
         if not is_queued_again:
-            if status == STOPPED and (run := _record(run_dir)) is not None and run.state != "stopped":
+            if status == STOPPED and (run := record_of(run_dir)) is not None and run.state != "stopped":
                 run.finish_stopped()  # it was on record as one that did not start
-            result = {"exit": status, "attempt": place.stem}
-            write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
-            (run_dir / "slurm" / "secrets.json").unlink(
-                missing_ok=True
-            )  # the next submission brings them again
+            finish(run_dir, status)
     if is_queued_again:
         raise QueueAgain(ending.lost)
     return status
@@ -282,7 +280,7 @@ def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
     # Somebody has cancelled it, or put it back himself; one that is to be preempted counts as running.
     if not ending.is_warned and job.get("JobState") != "RUNNING":
         return False, STOPPED
-    run, limit = _record(run_dir), settings_of(run_dir).max_requeues
+    run, limit = record_of(run_dir), settings_of(run_dir).max_requeues
     is_preempted = job.get("PreemptTime", "None") != "None"
     if num_restarts() >= limit:
         why = f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}"
@@ -295,11 +293,6 @@ def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
         run.finish("failed", why)
     print(f"\n{run_dir.name} failed: {why}", flush=True)
     return False, JobFailed.exit_code
-
-
-def _record(run_dir: Path) -> Run | None:
-    """The leader's own record of the run."""
-    return next((run for run in runs.all_runs() if run.run_id == run_dir.name), None)
 
 
 def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
@@ -336,9 +329,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
         update={
             "hosts": hosts,
             "nodes": Nodes(min(least, len(here)), len(here)),
-            "snapshots": inventory.snapshots.model_copy(
-                update={"shared": inventory.snapshots.shared or f"{job['shared_dir']}/snapshots"}
-            ),
+            "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
         }
     )
     options = start.Options(
@@ -348,7 +339,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     )
     shown = _logs_of(run_dir, here)
     with contextlib.ExitStack() as stack:
-        hands = start.start(stack, inventory, _record(run_dir), options, placed=run_dir.name)
+        hands = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
         return up.watch(hands, options, shown=shown, is_asked=False)

@@ -24,13 +24,14 @@ def main(runs: Path) -> None:
         if json.loads(place.read_text(encoding="utf-8")).get("over"):
             continue
         # Late: most jobs end above, and this is half a second.
-        from nodekit.slurm.own_job import has_made_progress, job_now, queue_again_without_leader
+        from nodekit.slurm import own_job
 
         run_dir = place.parent.parent
-        if job_now().get("JobState") != "RUNNING":
+        own_job.keep_records_in(run_dir)
+        if own_job.job_now().get("JobState") != "RUNNING":
             continue
-        if has_made_progress(run_dir):
-            queue_again_without_leader(run_dir, WHY, [])
+        if own_job.has_made_progress(run_dir):
+            own_job.queue_again_without_leader(run_dir, WHY, [])
         else:
             print(f"{WHY}, and before the first step: the job is not queued again", file=sys.stderr)
 

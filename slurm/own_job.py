@@ -15,8 +15,12 @@ from typing import Any
 
 from ClusterShell.NodeSet import NodeSet
 
+from nodekit.deploy import runs
 from nodekit.deploy.budget import LONG_ATTEMPT_S
 from nodekit.deploy.hang import read_progress
+from nodekit.deploy.remote import write_private
+from nodekit.deploy.runs import Run
+from nodekit.inventory.errors import JobFailed
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import SlurmSettings
 
@@ -42,6 +46,11 @@ def what_to_run(run_dir: Path) -> dict[str, Any]:
     """What who submitted the job has written down."""
     found: dict[str, Any] = json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))
     return found
+
+
+def snapshots_of(job: dict[str, Any]) -> Path:
+    """The folder that holds the snapshots of this job's run, and of others."""
+    return Path(restore(job["inventory"]).snapshots.shared or f"{job['shared_dir']}/snapshots")
 
 
 def settings_of(run_dir: Path) -> SlurmSettings:
@@ -76,6 +85,8 @@ def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None
     )
     with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
         log.write(f"{why}; {then}\n")
+    if is_over:
+        finish(run_dir, JobFailed.exit_code, "failed", f"{why}, {then}")
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # which comes with that, and not for what is asked of Slurm next
@@ -83,6 +94,33 @@ def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None
     if is_over:
         raise RuntimeError(f"{why}; {then}")
     exclude(run_dir, lost)
+
+
+def keep_records_in(run_dir: Path) -> None:
+    """Have this process know the runs that are recorded in the run's folder, and no others."""
+    os.environ["XDG_STATE_HOME"] = str(run_dir / "state")
+
+
+def record_of(run_dir: Path) -> Run | None:
+    """The leader's record of the run, once it has one; `keep_records_in` comes first."""
+    return next((run for run in runs.all_runs() if run.run_id == run_dir.name), None)
+
+
+def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> None:
+    """Leave for `kit up` and `kit status` how the job ended.
+
+    Args:
+        run_dir: the run's folder.
+        status: kit's exit status.
+        state: the run's last one, where its record does not have it yet.
+        verdict: why.
+    """
+    if state and (run := record_of(run_dir)) is not None:
+        run.finish(state, verdict)
+    result = {"exit": status, "attempt": attempt()}
+    write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
+    # The next submission brings them again.
+    (run_dir / "slurm" / "secrets.json").unlink(missing_ok=True)
 
 
 def exclude(run_dir: Path, lost: list[str]) -> None:
@@ -116,7 +154,10 @@ def _slurm(*argv: str) -> str:
 
 
 def has_made_progress(run_dir: Path) -> bool:
-    """Whether the job of a run ever got past its first step; one that says nothing of its steps has after a while."""
+    """Whether the job of a run ever got past its first step.
+
+    One that says nothing of its steps has if it has saved something, or else after a while.
+    """
     with contextlib.suppress(OSError):
         for file in (run_dir / "state").rglob("events.jsonl"):
             if '"first-progress"' in file.read_text(encoding="utf-8"):
@@ -125,8 +166,15 @@ def has_made_progress(run_dir: Path) -> bool:
     said = [each for folder in run_dir.glob("*/progress") for each in read_progress(folder).values()]
     if any(not each.is_start for each in said):
         return True
-    is_silent = not any(each.text.strip() for each in said)
-    return is_silent and _worked_s(run_dir) > LONG_ATTEMPT_S
+    if any(each.text.strip() for each in said):
+        return False
+    return _has_saved(run_dir) or _worked_s(run_dir) > LONG_ATTEMPT_S
+
+
+def _has_saved(run_dir: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any((snapshots_of(what_to_run(run_dir)) / run_dir.name).iterdir())
+    return False
 
 
 def _worked_s(run_dir: Path) -> float:

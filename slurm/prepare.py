@@ -99,7 +99,10 @@ def prepare(
         said.append(
             f"torch {found['torch']}; {count(settings.nodes.max, 'node')} of {partition['PartitionName']}"
         )
-    if problem := _not_shared(link, shared_dir, settings):
+    with phases.phase("shared") as said:
+        problem = _not_shared(link, shared_dir, settings)
+        said.append("not tried" if problem else "a node sees the same folder")
+    if problem:
         warn(f"warning: {problem}")
     with phases.phase("sync") as said:
         target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")

@@ -293,12 +293,15 @@ def test_a_host_that_is_back_before_slurm_has_missed_it_takes_srun_along_and_not
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
     run, early = story("back", nodes=3), story("early", ["job.py", "stuck", "100"], nodes=1)
-    for each in (run, early):
-        each.hold()
-        each.begin()
+    spent = story("spent", ["job.py", "fine", "100"], nodes=1, max_requeues=0)
+    run.hold()
+    run.begin()
     run.wait_for(STARTED)
+    for each in (early, spent):  # on what is left of the first two nodes
+        each.begin()
     run.wait_more()
     early.wait_for("it is stuck")
+    spent.wait_for("it is fine")
     site.lab.crash("node3")
     site.lab.revive("node3")
     run.wait_for("srun ended before the leader did; Slurm queues it again")
@@ -306,11 +309,13 @@ def test_a_host_that_is_back_before_slurm_has_missed_it_takes_srun_along_and_not
     assert run.job()["Restarts"] == "1"
     assert run.end() == 0, run.said()
     run.trained_as(unbroken, once=False)
-    # What does so before its first step would do so again.
-    step = f"{early.job_id}.0"
-    site.slurm("scancel", "--signal=KILL", step)
-    assert early.end() == 3
-    assert early.job()["Restarts"] == "0"
+    # Before its first step it would do so again, and after max_requeues it has done so often enough.
+    for each in (early, spent):
+        site.slurm("scancel", "--signal=KILL", f"{each.job_id}.0")
+        assert each.end() == 3
+        assert each.job()["Restarts"] == "0"
+    why = r"failed: srun ended before the leader did, and it was queued again 0 times \(slurm.max_requeues\)"
+    assert re.search(why, site.kit("status", spent.run_id).stdout)
 
 
 def wait_for_a_save(folder: Path) -> None:

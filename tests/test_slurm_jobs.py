@@ -16,7 +16,7 @@ from slurm_runs import Site
 from nodekit.deploy import runs
 from nodekit.deploy.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
-from nodekit.inventory.load import load_inventory
+from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm import own_job, submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
@@ -482,29 +482,36 @@ def test_an_account_that_is_not_there_is_named(given: dict[str, str], expected: 
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds", "expected"),
+    ("said", "seconds", "saved", "expected"),
     [
-        (["3/46 epoch 1", ""], 1, True),
-        (["0/46", "0/46"], 1000, False),
-        (["epoch 1"], 1, True),
-        ([], 1, False),
-        ([], 1000, True),  # it says nothing of its steps, as most scripts do not
-        ([""], 1000, True),
-        ([], None, False),
+        (["3/46 epoch 1", ""], 1, "", True),
+        (["0/46", "0/46"], 1000, "", False),
+        (["epoch 1"], 1, "", True),
+        ([], 1, "", False),
+        ([], 1, "checkpoint-10", True),  # it says nothing of its steps, as most scripts do not
+        ([], 1000, "", True),
+        ([""], 1000, "", True),
+        ([], None, "", False),
     ],
 )
 def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
-    said: list[str], seconds: float | None, *, expected: bool, tmp_path: Path
+    said: list[str], seconds: float | None, saved: str, *, expected: bool, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "node1" / "progress"
-    folder.mkdir(parents=True)
+    job = {"inventory": dump(inventory(tmp_path, nodes=1)), "shared_dir": str(tmp_path / "shared")}
+    run_dir, snapshots = tmp_path / "runs" / "r", tmp_path / "shared" / "snapshots" / "r"
+    folder = run_dir / "node1" / "progress"
+    for each in (folder, snapshots, run_dir / "slurm"):
+        each.mkdir(parents=True)
+    (run_dir / "slurm" / "job.json").write_text(json.dumps(job))
+    if saved:
+        (snapshots / saved).touch()
     for rank, text in enumerate(said):
         (folder / f"rank{rank}").write_text(text)
     events = [{"kind": "agent-started", "time": 0}]
     if seconds is not None:
         events.append({"kind": "workers-started", "time": time.time() - seconds})
-    (tmp_path / "node1" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
-    assert own_job.has_made_progress(tmp_path) == expected
+    (run_dir / "node1" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    assert own_job.has_made_progress(run_dir) == expected
 
 
 @pytest.mark.lab

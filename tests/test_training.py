@@ -189,6 +189,19 @@ def test_digits_reach_their_accuracy_on_two_ranks(tmp_path: Path) -> None:
     assert len([line for line in metrics(output) if "test" in line]) == reached["epochs"]
 
 
+def test_workers_of_the_data_loader_do_not_keep_the_process(tmp_path: Path) -> None:
+    argv = ["--epochs", "1", "--num-workers", "2", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "nodekit.training", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1 done" in done.stdout
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> str:
     """The name of the faulty task, in a folder with an awkward name."""

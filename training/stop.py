@@ -16,6 +16,8 @@ _SIGNALS = (
     *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else []),
 )
 
+_END = b"\0"  # no signal's number
+
 
 class Stop:
     """Takes SIGTERM, SIGUSR2 and SIGINT: ``requested`` is then True, and ``grace_s`` later the process ends anyhow.
@@ -53,8 +55,10 @@ class Stop:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
-        os.close(self._write_fd)
+        # Not by closing it: a data loader's workers, forked meanwhile, may hold it open.
+        os.write(self._write_fd, _END)
         self._thread.join()
+        os.close(self._write_fd)
         os.close(self._read_fd)
 
     def end_within_grace(self, exit_code: int) -> None:
@@ -64,7 +68,7 @@ class Stop:
         ).start()
 
     def _watch(self) -> None:
-        while number := os.read(self._read_fd, 1):
+        while (number := os.read(self._read_fd, 1)) != _END:
             if number[0] not in _SIGNALS:
                 continue
             if number[0] == signal.SIGINT and self.requested:  # Ctrl-C again: at once
