@@ -64,7 +64,7 @@ from nodekit.slurm.own_job import (
 AGAIN_S = 0.5
 LOOK_S = 2.0  # between looks at which nodes are lost
 LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
-LEADER_LOST_S = 6.0  # without a link to the leader, nor a sign of life from it in the shared folder
+LEADER_LOST_S = 4.0  # without a link to the leader, nor a sign of life from it in the shared folder
 PR_SET_CHILD_SUBREAPER = 36
 STOPPED = 130  # kit's exit status of what was stopped
 # Slurm signals every process of a job. A warning is for the leader alone, so all that a node's hands start passes it
