@@ -31,7 +31,8 @@ CALL_S = 3.0
 @contextlib.contextmanager
 def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[socket.socket]:
     """A connection to the leader, in this process or not; each side has shown that it can read the run's folder."""
-    addresses = ["127.0.0.1"] if is_here else meeting["addresses"]
+    # Where a task calls from is the node's address for all others, so loopback comes last, and for the leader alone.
+    addresses = [*meeting["addresses"], *(["127.0.0.1"] if is_here else [])]
     for address in addresses:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, meeting["port"]), timeout=CALL_S)
