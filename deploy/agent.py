@@ -54,6 +54,7 @@ PRELOAD = (
     "torch.utils.serialization.config",
     "numpy",
     "nodekit.training.loop",
+    "nodekit.training.engines.ddp",
     "nodekit.training.tasks.digits",
 )
 EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation

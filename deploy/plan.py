@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
+from nodekit.training import options
 
 TRAINING_MODULE = ("-m", "nodekit.training")
 PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
@@ -92,6 +95,25 @@ class Plan:
     def world_size(self) -> int:
         """The number of workers when all nodes are there."""
         return sum(node.nproc_per_node for node in self.active)
+
+
+def refuse_options(planned: Plan) -> None:
+    """Look at what the shared training module would be asked for, if that is what runs, before anything is started.
+
+    Raises:
+        KitError: it would refuse that.
+    """
+    node = planned.nodes[0]
+    argv = list(node.argv)
+    if argv[2:4] != list(TRAINING_MODULE):
+        return
+    env = {**node.env, "WORLD_SIZE": str(planned.world_size)}
+    with io.StringIO() as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            options.parse(argv[4:], env)
+        except SystemExit as end:
+            if end.code:
+                raise KitError(said.getvalue().strip()) from None
 
 
 def _devices(node: NodePlan) -> str:

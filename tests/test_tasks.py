@@ -54,7 +54,7 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("digit", "no task 'digit': it is one of digits, or yours as package.module:Task"),
+        ("digit", "no task 'digit': it is one of digits, mnist, text, or yours as package.module:Task"),
         ("own_task.py", "no task 'own_task.py'"),
         (":Own", "no task ':Own'"),
         ("nowhere.py:Own", "no file nowhere.py"),

@@ -97,6 +97,12 @@ def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
     [
         (("up", "none.yaml"), 1, "none.yaml: no such file"),
         (("up", "two nodes.yaml", "--", "none.py"), 1, "no none.py in "),
+        (
+            ("up", "two nodes.yaml", "--", "-m", "nodekit.training", "--engine", "dpp"),
+            1,
+            "invalid choice: 'dpp'",
+        ),
+        (("up", "two nodes.yaml", "--", "-m", "nodekit.training", "--engine", "dp"), 1, "there are 2 ranks"),
         (("status",), 1, "no run on record in "),
         (("up", "two nodes.yaml", "--wrong"), 2, "unrecognized arguments: --wrong"),
         (("fly",), 2, "invalid choice: 'fly'"),

@@ -27,6 +27,7 @@ def main() -> int:
     # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
     gc.disable()
     # Torch is the slow one: not for --help, nor for a mistyped option.
+    from nodekit.training.engines import check_engine
     from nodekit.training.fence import EXIT_FENCED, Fenced
     from nodekit.training.loop import Loop
     from nodekit.training.stop import Stop
@@ -38,7 +39,8 @@ def main() -> int:
         world = World.from_env(timeout_s=options.timeout)
         if options.sync_bn and world.device.type == "cpu":
             raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
-        task = load_task(options.task)
+        check_engine(options, world.device.type)
+        task = load_task(options.task, data=options.data, model=options.model)
     except (ValueError, FileNotFoundError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 2
@@ -73,8 +75,11 @@ def _record(error: Exception) -> None:
     """Say what failed on this rank: in full on stderr, and to torchrun's agent where it has asked for it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from nodekit.training.engines import EngineError
+
     get_error_handler().record_exception(error)
-    if isinstance(error, ValueError) and error.__cause__ is not None:  # worded for users
+    is_worded = isinstance(error, ValueError) and error.__cause__ is not None
+    if is_worded or isinstance(error, EngineError):  # for users
         print(f"{_NAME}: {error}", file=sys.stderr)
     else:
         logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)

@@ -2,16 +2,16 @@
 
 import hashlib
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from nodekit.training import rng
+from nodekit.training.engines import load_engine
 from nodekit.training.exchange import newest_of_all, writes_snapshots
 from nodekit.training.manifest import Loaded
 from nodekit.training.options import Options
@@ -23,7 +23,6 @@ from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
 
-_AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TEST_BATCH = 256
 
 
@@ -36,20 +35,19 @@ class Loop:
         self.world = world
         self.task = task
         self.stop = stop
-        rng.seed_all(options.seed, rank=0)  # the same weights everywhere; DDP sends rank 0's anyway
+        rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
         self.module = task.model().to(world.device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         make_optimizer = getattr(task, "optimizer", _adamw)
-        self.optimizer: torch.optim.Optimizer = make_optimizer(self.module, options.peak_lr)
-        for group in self.optimizer.param_groups:
+        optimizer: torch.optim.Optimizer = make_optimizer(self.module, options.peak_lr)
+        for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
         data = task.train_data()
         self.sampler = ElasticSampler(
             len(data),
             batch_size=options.batch_size,
-            micro_batch=options.micro_batch,
+            micro_batch=options.largest_micro_batch(world.world_size),
             seed=options.seed,
             rank=world.rank,
             world_size=world.world_size,
@@ -65,17 +63,17 @@ class Loop:
         )
         writes = writes_snapshots(snapshots, world)
         self.trained_s = 0.0
-        self.resumed_from = self._resume(newest_of_all(snapshots, world, writes=writes))
+        found = newest_of_all(snapshots, world, writes=writes)
+        self.resumed_from = found.source if found else None
+        if found:
+            self._resume(found, optimizer)
         self.total_steps = (
             self.step
             + self.sampler.steps_left
             + (options.epochs - self.sampler.epoch - 1) * self.sampler.steps_per_epoch
         )
-        # After the snapshot is in place: this sends rank 0's weights to all.
-        self.model = DistributedDataParallel(
-            self.module, device_ids=[world.local_rank] if world.device.type == "cuda" else None
-        )
-        self._settle_buckets()
+        scaler = found.state["scaler"] if found else None
+        self.engine = load_engine(options, world, self.module, optimizer, scaler)
         self.report = Report(
             world, folder, step=self.step, total_steps=self.total_steps, samples_done=self.sampler.offset
         )
@@ -112,7 +110,7 @@ class Loop:
                 "resumed_at_step": started_step,
                 "first_step_s": self.report.first_step_s,
                 "train_seconds": time.monotonic() - started_s,
-                "weights_sha256": weights_sha256(self.module),
+                "weights_sha256": weights_sha256(self.engine.state()["model"]),
             }
             self.report.result(result)
             return result
@@ -120,37 +118,47 @@ class Loop:
     def _epoch(self) -> bool:
         """Train to the end of the epoch; False if stopped before it or right at it."""
         self.module.train()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if not self.sampler.steps_left:  # resumed between the last step and the evaluation
+        num_steps = self.sampler.steps_left
+        if not num_steps:  # resumed between the last step and the evaluation
             return True
-        for micro, batch in zip(self.sampler.micro_batches(), self.loader, strict=True):
-            with nullcontext() if micro.is_last else self.model.no_sync():
-                with self._autocast():
-                    loss = self.task.loss(self.model, _to(batch, self.world.device))
-                self.scaler.scale(loss * micro.weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach().double() * micro.share
-            if not micro.is_last:
-                continue
-            lr = self._update()
-            if self._edge(loss_sum, lr):
-                return False
-            loss_sum = torch.zeros_like(loss_sum)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = zip(self.sampler.micro_batches(), self.loader, strict=True)
+
+        def compute() -> None:
+            self._set_lr()
+            loss_sum.zero_()
+            for micro, batch in micro_batches:
+                with self.engine.sync(is_last=micro.is_last):
+                    with self.engine.autocast():
+                        loss = self.task.loss(self.engine.model, _to(batch, self.world.device))
+                    self.engine.backward(loss * micro.weight)
+                loss_sum.add_(loss.detach().double() * micro.share)
+                if micro.is_last:
+                    return
+
+        def edge() -> bool:
+            return self._edge(loss_sum)
+
+        if not getattr(self.engine, "drive", self._drive)(num_steps, compute, edge):
+            return False
+        if next(micro_batches, None) is not None:  # which also ends the loader's round
+            raise AssertionError("the epoch has more batches than steps")
         return True
 
-    def _update(self) -> float:
-        """Step the optimizer with the gradients at hand; gives the learning rate."""
-        factor = self.options.lr_factor(self.step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        if self.options.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.options.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return float(self.optimizer.param_groups[0]["lr"])
+    def _drive(self, num_steps: int, compute: Callable[[], None], edge: Callable[[], bool]) -> bool:
+        for _ in range(num_steps):
+            compute()
+            self.engine.update(self.options.clip)
+            if edge():
+                return False
+        return True
 
-    def _edge(self, loss_sum: torch.Tensor, lr: float) -> bool:
+    def _set_lr(self) -> None:
+        factor = self.options.lr_factor(self.step, self.total_steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def _edge(self, loss_sum: torch.Tensor) -> bool:
         """Between two steps: agree with all ranks on loss, snapshot and stopping; True to stop."""
         offset = self.sampler.offset
         self.sampler.advance()
@@ -165,7 +173,7 @@ class Loop:
             self.step,
             epoch=self.sampler.epoch + 1,
             loss=loss,
-            lr=lr,
+            lr=float(self.engine.optimizer.param_groups[0]["lr"]),
             num_samples=self.sampler.offset - offset,
         )
         if self.saver.agree(said) or stop:
@@ -179,11 +187,10 @@ class Loop:
         with self.saver.measured():
             self._same_buffers()
             generators = self.world.gather(rng.capture(self.world.device))
+            trained = self.engine.state()
             if self.saver.writes:
                 state = {
-                    "model": self.module.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": self.scaler.state_dict(),
+                    **trained,
                     "sampler": self.sampler.state_dict(),
                     "step": self.step,
                     "rng": generators,
@@ -191,19 +198,15 @@ class Loop:
                 }
                 self.saver.save(state, step=self.step)
 
-    def _resume(self, found: Loaded | None) -> str | None:
-        """Go to the newest snapshot of all nodes; says where it is from, None if there is none."""
-        if found is None:
-            return None
+    def _resume(self, found: Loaded, optimizer: torch.optim.Optimizer) -> None:
+        """Go to the newest snapshot of all nodes, with all but the scaler, which is the engine's."""
         state = found.state
         try:
             self.module.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            optimizer.load_state_dict(state["optimizer"])
             self.sampler.load_state_dict(state["sampler"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
-        if self.scaler.is_enabled() and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
         if self.sampler.epoch >= self.options.epochs:
             raise ValueError(
                 f"{found.source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
@@ -212,19 +215,6 @@ class Loop:
         self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
         if self.world.rank < len(state["rng"]):  # ranks that are new keep their fresh seeds
             rng.restore(state["rng"][self.world.rank], self.world.device)
-        return found.source
-
-    def _settle_buckets(self) -> None:
-        """Make DDP lay out its buckets now, by a backward pass through nothing.
-
-        It does so once, after its first backward pass. Left to itself, the first step after a resume would
-        have another layout than that step of the unbroken run, and three ranks' sums other roundings.
-        """
-        parameters = [each for each in self.module.parameters() if each.requires_grad]
-        self.module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
-        self.model().backward()
-        del self.module.forward
-        self.optimizer.zero_grad()
 
     def _same_buffers(self) -> None:
         """Give every rank rank 0's buffers (batch norm's means): DDP does so before a step, not after."""
@@ -240,18 +230,27 @@ class Loop:
         num, rank, world_size = len(self.test_data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
         sums: dict[str, float] = {}
-        for batch in (
-            DataLoader(Subset(self.test_data, own), batch_size=_TEST_BATCH, **self._loading()) if own else ()
-        ):
-            self.report.alive()
-            with self._autocast():
-                measured = self.task.measure(self.module, _to(batch, self.world.device))
-            for name, value in measured.items():
+        for batch in self._test_batches(own):
+            for name, value in self._measure(batch).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
+        if self.engine.forwards_together:
+            # Who has a batch less than others goes through one that does not count.
+            most = -(-num // world_size)
+            for _ in range(-(-most // _TEST_BATCH) - -(-len(own) // _TEST_BATCH)):
+                self._measure(next(iter(self._test_batches(range(1)))))
         parts = self.world.gather((len(own), sums))
         assert sum(count for count, _ in parts) == num
         names = dict.fromkeys(name for _, part in parts for name in part)
         return {name: sum(part.get(name, 0.0) for _, part in parts) / num for name in names}
+
+    def _test_batches(self, own: range) -> Iterable[Any]:
+        chosen = Subset(self.test_data, own)
+        return DataLoader(chosen, batch_size=_TEST_BATCH, **self._loading()) if own else ()
+
+    def _measure(self, batch: Any) -> Mapping[str, torch.Tensor | float]:
+        self.report.alive()
+        with self.engine.autocast():
+            return self.task.measure(self.module, _to(batch, self.world.device))
 
     def _loading(self) -> dict[str, Any]:
         return {
@@ -262,15 +261,11 @@ class Loop:
             "generator": torch.Generator().manual_seed(self.options.seed + self.world.rank),
         }
 
-    def _autocast(self) -> torch.autocast:
-        dtype = _AMP_DTYPES[self.options.amp]
-        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
-
-def weights_sha256(module: torch.nn.Module) -> str:
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     """A hash of all parameters and buffers, by which two runs' weights are compared."""
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
+    for name, tensor in state.items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -9,8 +9,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from nodekit.training.engines import ALONE, ENGINES
+
 LINEAR_LR_BATCH = 256
-"""The batch that ``--lr`` is meant for under ``--lr-scale linear``."""
+"""The batch that ``--lr`` is meant for under ``--lr-scale``."""
+_LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +21,14 @@ class Options:
     """The command line; ``--help`` says what each is."""
 
     task: str
+    data: str | None
+    model: str | None
+    engine: str
+    zero: int
     epochs: int
     batch_size: int
     micro_batch: int | None
+    accumulate: int | None
     lr: float
     lr_scale: str
     schedule: str
@@ -28,6 +36,8 @@ class Options:
     clip: float | None
     amp: str
     sync_bn: bool
+    compress: str
+    find_unused: bool
     seed: int
     snapshot_every: int | None
     snapshot_seconds: float | None
@@ -40,11 +50,18 @@ class Options:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate after the warm-up, linear scaling included.
+        """The learning rate after the warm-up, scaling included.
 
         The number of ranks is not in it, since the global batch stays the same whatever that is.
         """
-        return self.lr * self.batch_size / LINEAR_LR_BATCH if self.lr_scale == "linear" else self.lr
+        factor: float = (self.batch_size / LINEAR_LR_BATCH) ** _LR_EXPONENTS[self.lr_scale]
+        return self.lr * factor
+
+    def largest_micro_batch(self, world_size: int) -> int | None:
+        """Most samples a rank computes at once, by ``--micro-batch`` or ``--accumulate``; None for no limit."""
+        if self.accumulate is None:
+            return self.micro_batch
+        return -(-self.batch_size // (world_size * self.accumulate))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
         """What ``peak_lr`` is multiplied by in step ``step`` (from 0) of ``total_steps``."""
@@ -87,7 +104,29 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
     what.add_argument(
         "--task",
         default="digits",
-        help="digits, or yours: package.module:Task, path/to/file.py:Task (default: %(default)s)",
+        help="digits, mnist, text, or yours: package.module:Task, path/to/file.py:Task (default: %(default)s)",
+    )
+    what.add_argument(
+        "--data", metavar="DIR", help="the task's data, for mnist and text (default: what comes with kit)"
+    )
+    what.add_argument(
+        "--model",
+        metavar="DIR|NAME",
+        help="a BERT to begin with, for text: a folder, or its name at the hub (default: a small random one)",
+    )
+    what.add_argument(
+        "--engine",
+        choices=list(ENGINES),
+        default=next(iter(ENGINES)),
+        metavar="NAME",
+        help="; ".join(f"{name}: {text}" for name, text in ENGINES.items()) + " (default: %(default)s)",
+    )
+    what.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="for deepspeed: what is spread over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
+        "3 weights too (default: 1)",
     )
     what.add_argument(
         "--epochs",
@@ -118,20 +157,28 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         metavar="N",
         help="samples per step over all ranks together (default: %(default)s)",
     )
-    how.add_argument(
+    parts = how.add_mutually_exclusive_group()
+    parts.add_argument(
         "--micro-batch",
         type=_whole(1),
         metavar="N",
         help="most samples a rank computes at once; more are accumulated (default: no limit)",
+    )
+    parts.add_argument(
+        "--accumulate",
+        type=_whole(1),
+        metavar="N",
+        help="or into how many parts, computed one after the other, it divides its share of a batch (default: 1)",
     )
     how.add_argument(
         "--lr", type=_positive, default=0.003, metavar="X", help="peak learning rate (default: %(default)s)"
     )
     how.add_argument(
         "--lr-scale",
-        choices=["none", "linear"],
+        choices=list(_LR_EXPONENTS),
         default="none",
-        help=f"linear: --lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours (default: %(default)s)",
+        help=f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root "
+        "(default: %(default)s)",
     )
     how.add_argument(
         "--schedule",
@@ -156,6 +203,19 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         action="store_true",
         default=False,
         help="batch norm over all ranks' samples (CUDA only)",
+    )
+    how.add_argument(
+        "--compress",
+        choices=["off", "bf16", "fp16", "powersgd"],
+        default="off",
+        help="for ddp: gradients are sent in half as many bits, or as products of thin matrices, with what that "
+        "leaves out added to the next ones (default: %(default)s)",
+    )
+    how.add_argument(
+        "--find-unused",
+        action="store_true",
+        default=False,
+        help="for ddp: the loss may leave out parameters, other ones in each step; slower",
     )
     keep = parser.add_argument_group("what is kept")
     keep.add_argument(
@@ -198,7 +258,23 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         metavar="S",
         help="seconds from SIGTERM or SIGUSR2 to the end, snapshot or not (default: %(default)s)",
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    given = parser.parse_args(arguments)
+    for name, wanted, is_given in (
+        ("zero", "deepspeed", given.zero is not None),
+        ("compress", "ddp", given.compress != "off"),
+        ("find-unused", "ddp", given.find_unused),
+    ):
+        if is_given and given.engine != wanted:
+            parser.error(f"--{name} is for --engine {wanted}, and the engine is {given.engine}")
+    given.zero = 1 if given.zero is None else given.zero
+    options = Options(**vars(given))
+    num_ranks = env.get("WORLD_SIZE", "1")
+    if options.engine in ALONE and num_ranks != "1":
+        parser.error(
+            f"--engine {options.engine} is one process, and there are {num_ranks} ranks: "
+            "start one (nproc_per_node: 1 on one node, or python without a launcher), or take --engine ddp"
+        )
+    return options
 
 
 def _whole(least: int) -> Callable[[str], int]:

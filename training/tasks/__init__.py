@@ -4,13 +4,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-BUILT_IN = {"digits": "nodekit.training.tasks.digits:Digits"}
+BUILT_IN = {
+    "digits": "nodekit.training.tasks.digits:Digits",
+    "mnist": "nodekit.training.tasks.mnist:Mnist",
+    "text": "nodekit.training.tasks.text:Text",
+}
 """``--task`` name → where it is."""
 
 
@@ -50,13 +55,17 @@ class TaskError(ValueError):
     """A task that cannot be found or lacks something; the message says what was wanted."""
 
 
-def load_task(name: str) -> Task:
+def load_task(name: str, **given: str | None) -> Task:
     """The task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
 
     ``Task`` is a class (or a function) that is called without arguments, or an object that is a task.
 
+    Args:
+        name: the task's.
+        given: ``data`` and ``model``, as keywords for the class; None is as if it was not there.
+
     Raises:
-        TaskError: there is none of that name, or it lacks a method.
+        TaskError: there is none of that name, it lacks a method, or does not take what is given.
     """
     where, _, attribute = BUILT_IN.get(name, name).rpartition(":")
     if not (where and attribute):
@@ -69,12 +78,20 @@ def load_task(name: str) -> Task:
         own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise TaskError(f"{where} has no {attribute}; its classes are: {', '.join(own) or 'none'}")
     task: object = getattr(module, attribute)
+    keywords = {key: value for key, value in given.items() if value is not None}
     if inspect.isclass(task) or inspect.isfunction(task):
+        takes = inspect.signature(task)
         try:
-            inspect.signature(task).bind()
+            takes.bind()
         except TypeError as error:
             raise TaskError(f"{name} must be callable without arguments: {error}") from error
-        task = task()
+        try:
+            takes.bind(**keywords)
+        except TypeError as error:
+            raise TaskError(f"the task {name} takes no {_options(keywords)}: {error}") from error
+        task = task(**keywords)
+    elif keywords:
+        raise TaskError(f"the task {name} takes no {_options(keywords)}: it is an object, not a class")
     lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
     if lacking:
         raise TaskError(
@@ -82,6 +99,10 @@ def load_task(name: str) -> Task:
             f"{', '.join(f'{method}()' for method in METHODS)} (see nodekit.training.Task)"
         )
     return task  # type: ignore[return-value]  # just checked
+
+
+def _options(keywords: Mapping[str, str]) -> str:
+    return ", ".join(f"--{key}" for key in keywords)
 
 
 def _module_of_name(name: str) -> ModuleType:

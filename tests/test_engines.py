@@ -1,0 +1,190 @@
+"""Every engine trains what ddp trains, step for step, and goes on from what any other has saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from agents import until
+from kit_runs import Kit, run_id
+
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.training.engines import ALONE, ENGINES, NO_FP16_ON_CPU, EngineError, check_engine
+from nodekit.training.options import parse
+
+pytestmark = pytest.mark.slow
+
+# Clipping is active and shows a wrong scale of the gradients, which AdamW alone would hide.
+WAYS = [
+    *(["--engine", name] for name in ENGINES if name not in ("ddp", "deepspeed")),
+    *(["--engine", "deepspeed", "--zero", str(stage)] for stage in range(4)),
+]
+SAME = [
+    "--lr",
+    "0.0003",
+    "--clip",
+    "0.5",
+    "--micro-batch",
+    "16",
+    "--schedule",
+    "constant",
+    "--warmup-steps",
+    "0",
+]
+CLOSE = 2e-6
+
+
+def train(folder: Path, *arguments: str, num_ranks: int = 2, code: int = 0) -> str:
+    """Run the module to its end, and give what it said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "nodekit.training", "--output", str(folder), *SAME, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    return said
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def ranks_of(way: Sequence[str]) -> int:
+    return 1 if way[1] in ALONE else 2
+
+
+@pytest.fixture(scope="module")
+def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of as many epochs as there are engines."""
+    folder = tmp_path_factory.mktemp("ddp")
+    train(folder, "--epochs", str(len(WAYS)))
+    return losses(folder)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join(way[1:]))
+def test_every_engine_has_the_losses_of_ddp(way: list[str], by_ddp: dict[int, float], tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "1", *way, num_ranks=ranks_of(way))
+    found = losses(tmp_path)
+    assert len(found) == 23
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
+
+
+def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, float], tmp_path: Path) -> None:
+    for epochs, way in enumerate(WAYS, 1):
+        said = train(tmp_path, "--epochs", str(epochs), *way, num_ranks=ranks_of(way))
+        assert epochs == 1 or "resumed at step" in said
+    found = losses(tmp_path)
+    assert sorted(found) == sorted(by_ddp)
+    assert found == pytest.approx(by_ddp, abs=5e-4)  # a lost moment of AdamW would be far more
+
+
+@pytest.mark.parametrize(
+    ("arguments", "apart"),
+    [
+        (["--find-unused"], CLOSE),
+        (["--compress", "fp16"], 2e-3),
+        (["--compress", "bf16"], 2e-3),
+        (["--compress", "powersgd"], 5e-2),
+        (["--amp", "bf16"], 2e-3),
+        (["--amp", "fp16"], 2e-3),
+        *((["--amp", "bf16", "--engine", name], 2e-3) for name in ("fsdp", "trainer", "deepspeed")),
+    ],
+    ids=lambda each: "".join(each).replace("--", "-") if isinstance(each, list) else "",
+)
+def test_switches_stay_close_to_the_plain_losses(
+    arguments: list[str], apart: float, by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    train(tmp_path, "--epochs", "1", *arguments)
+    found = losses(tmp_path)
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=apart)
+    changes = apart != CLOSE
+    assert (max(abs(loss - by_ddp[step]) for step, loss in found.items()) > CLOSE) == changes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["--engine", "ddpp"], {}, "invalid choice: 'ddpp'"),
+        (
+            ["--engine", "single"],
+            {"WORLD_SIZE": "2"},
+            "--engine single is one process, and there are 2 ranks",
+        ),
+        (["--engine", "dp"], {"WORLD_SIZE": "4"}, "or take --engine ddp"),
+        (["--zero", "2"], {}, "--zero is for --engine deepspeed, and the engine is ddp"),
+        (
+            ["--engine", "fsdp", "--compress", "bf16"],
+            {},
+            "--compress is for --engine ddp, and the engine is fsdp",
+        ),
+        (["--accumulate", "2", "--micro-batch", "8"], {}, "not allowed with"),
+    ],
+)
+def test_what_excludes_each_other_is_refused(
+    arguments: list[str], environ: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments, environ)
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", list(NO_FP16_ON_CPU))
+def test_fp16_on_a_cpu_is_refused_where_a_library_would_do_something_else(
+    engine: str, tmp_path: Path
+) -> None:
+    said = train(tmp_path, "--engine", engine, "--amp", "fp16", num_ranks=1, code=1)
+    assert f"--amp fp16 without a GPU: {engine} " in said
+    assert "take bf16, or --engine ddp" in said
+
+
+SLOW = """
+import time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.2)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize(
+    "way", [["fsdp"], ["deepspeed", "--zero", "3"], ["accelerate"]], ids=lambda way: "".join(way)
+)
+def test_hosts_share_the_work_and_one_is_lost(
+    way: list[str], kit: Kit, lab: Lab, by_ddp: dict[int, float]
+) -> None:
+    (kit.folder / "slow.py").write_text(SLOW)
+    kit.inventory(nodes="2:3")
+    module = ["-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", "2", "--snapshot-every", "5"]
+    kit.start("up", "lab.yaml", "--", *module, *SAME, "--engine", *way)
+    kit.wait_for("first step ")
+    found = run_id(kit.log())
+    until(lambda: len(kit.metrics("node1", found)) >= 7, timeout_s=60)
+    lab.crash("node3")
+    (up,) = kit.started
+    assert up.wait(90) == 0, kit.log()
+    assert "resumed at step" in kit.log()
+    trained = {line["step"]: line["loss"] for line in kit.metrics("node1", found) if "loss" in line}
+    assert trained == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=5e-4)
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for engine, cure in (("fabric", "nodekit[fabric]"), ("trainer", "nodekit[text,accelerate]")):
+        with pytest.raises(EngineError, match=re.escape(f"pip install '{cure}'")):
+            check_engine(parse(["--engine", engine], {}), "cpu")
+    check_engine(parse(["--engine", "fsdp"], {}), "cpu")

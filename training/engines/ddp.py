@@ -1,0 +1,70 @@
+"""A copy of the model on each rank; gradients are averaged while the backward pass still goes on."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nodekit.training.engines import single
+from nodekit.training.engines.single import AMP_DTYPES
+
+POWER_SGD_FROM = 10
+"""The step from which gradients are sent as thin matrices: the first ones differ too much from those after them."""
+
+
+class Engine(single.Engine):
+    """DistributedDataParallel."""
+
+    model: DistributedDataParallel
+
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send rank 0's weights to all."""
+        device = self.world.device
+        model = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            find_unused_parameters=self.options.find_unused,
+        )
+        _settle_buckets(model, module)
+        self.optimizer.zero_grad()
+        if self.options.compress == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # not needed otherwise
+
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_FROM)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.options.compress != "off":
+            model.register_comm_hook(AMP_DTYPES[self.options.compress], _halve)
+        return model
+
+    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """DDP's own."""
+        return nullcontext() if is_last else self.model.no_sync()
+
+
+def _halve(
+    dtype: torch.dtype,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks for this very annotation
+) -> torch.futures.Future[torch.Tensor]:
+    """Average in 16 bits. torch's own hooks do as much, but that for bf16 refuses gloo, which can do it."""
+    whole = bucket.buffer()
+    half = whole.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(half, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda summed: whole.copy_(summed.value()[0])
+    )
+    return future
+
+
+def _settle_buckets(model: DistributedDataParallel, module: torch.nn.Module) -> None:
+    """Make DDP lay out its buckets now, by a backward pass through nothing.
+
+    It does so once, after its first backward pass. Left to itself, the first step after a resume would
+    have another layout than that step of the unbroken run, and three ranks' sums other roundings.
+    """
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
+    model().backward()
+    del module.forward

@@ -1,0 +1,160 @@
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients too (2), weights too (3) are spread over the ranks.
+
+It keeps them in flat pieces of its own. What a snapshot needs is made of these, and the optimizer's state put back
+into them, so that a snapshot is the same as any other engine's. Some names below are private: written for 0.19.
+"""
+
+import copy
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from nodekit.training.engines import EngineError, State
+from nodekit.training.options import Options
+from nodekit.training.world import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Engine:
+    """A deepspeed.DeepSpeedEngine that is told where a step ends, and steps with any number of micro-batches."""
+
+    def __init__(
+        self,
+        options: Options,
+        world: World,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Mapping[str, Any] | None,  # noqa: ARG002  # fp16 is not offered
+    ) -> None:
+        deepspeed = importlib.import_module("deepspeed")
+        if options.zero and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise EngineError(
+                f"--engine deepspeed --zero {options.zero}: found {type(optimizer).__name__}, wanted Adam or AdamW, "
+                "whose state kit can put into snapshots; take --zero 0, or --engine fsdp"
+            )
+        self.forwards_together = options.zero == 3
+        self._world, self._amp = world, options.amp
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        # Compiled for half a minute on the first use, by a compiler that may not be there, for what we do not use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # it only counts with it
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": options.clip or 0.0,
+            "zero_optimization": {"stage": options.zero},
+            "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
+            "steps_per_print": 10**9,
+        }
+        self._engine = self.model = deepspeed.initialize(
+            model=module, optimizer=optimizer, dist_init_required=False, config=config
+        )[0]
+        self.optimizer: torch.optim.Optimizer = self._engine.optimizer
+        self._stage = options.zero
+        if before and self._stage:
+            self._put_back(before)
+
+    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # its step does it
+        """Nothing: it exchanges gradients when it steps."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For evaluation, which goes past the engine."""
+        return torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=self._amp == "bf16")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Not divided by a number of micro-batches: our weights do that."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, clip: float | None) -> None:  # noqa: ARG002  # it was told at the start
+        """Clips, steps, and clears the gradients."""
+        self._engine.step()
+
+    def state(self) -> State:
+        """Put together of all ranks' pieces, in torch's own format."""
+        module = self._engine.module
+        if self._stage == 0:
+            return {"model": module.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": {}}
+        base = self._engine.optimizer.optimizer
+        steps = {
+            group: base.state[flat]["step"]
+            for group, flat in self._flats()
+            if "step" in base.state.get(flat, {})
+        }
+        if steps and self._stage < 3:
+            self._relink()
+        values = {name: self._whole(each) for name, each in module.named_parameters()}
+        values |= {name: each.clone() for name, each in module.named_buffers()}
+        state: dict[int, dict[str, Any]] = {}
+        groups, number = [], 0
+        for index, (members, group) in enumerate(zip(self._groups, base.param_groups, strict=True)):
+            numbers = range(number, number + len(members))
+            groups.append({**group, "params": list(numbers)})
+            for number, each in zip(numbers, members, strict=True):
+                if index in steps:
+                    moments = {name: self._moment(each, name) for name in MOMENTS}
+                    state[number] = {"step": torch.tensor(float(steps[index])), **moments}
+            number = numbers.stop
+        model = {name: values[name] for name in module.state_dict()}
+        return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
+
+    def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        deepspeed = importlib.import_module("deepspeed")
+        value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if value is None:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
+                value = parameter
+        return value.detach().clone().float().view(_shape(parameter))
+
+    def _moment(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        value = importlib.import_module("deepspeed.utils").safe_get_full_optimizer_state(parameter, name)
+        whole: torch.Tensor = value.detach().clone().view(_shape(parameter))
+        return whole
+
+    def _flats(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's pieces, each with the number of its group."""
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+                yield zero.sub_group_to_group_id[number], flat
+        else:
+            yield from enumerate(zero.single_partition_of_fp32_groups)
+
+    def _relink(self) -> None:
+        """Of several groups it links only the first one's state to the parameters after the first step."""
+        zero = self._engine.optimizer
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+    def _put_back(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """The optimizer's state, where it keeps it; the weights were in the module when it took that."""
+        utils, base = importlib.import_module("deepspeed.utils"), self._engine.optimizer.optimizer
+        firsts = [sum(map(len, self._groups[:index])) for index in range(len(self._groups))]
+        base.state.clear()
+        for group, flat in self._flats():
+            step = torch.tensor(float(state[firsts[group]]["step"]))
+            base.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
+        if self._stage < 3:
+            self._relink()
+        for number, parameter in enumerate(each for group in self._groups for each in group):
+            for name in MOMENTS:
+                value = state[number][name]
+                if self._stage < 3:
+                    utils.safe_set_full_optimizer_state(parameter, value, name)
+                    continue
+                # The setter of whole values fails on a rank where they cannot be divided by the world size.
+                size, rank = parameter.ds_tensor.numel(), dist.get_rank()
+                padded = functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+                utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
+
+
+def _shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Stage 3 leaves a parameter empty, and keeps its shape beside it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape

@@ -1,0 +1,68 @@
+"""One process, one device; also what the other engines of plain torch have in common."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from nodekit.training.engines import State
+from nodekit.training.options import Options
+from nodekit.training.world import World
+
+AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Engine:
+    """Plain torch: autocast, a gradient scaler for fp16, and the optimizer."""
+
+    forwards_together = False
+
+    def __init__(
+        self,
+        options: Options,
+        world: World,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Mapping[str, Any] | None,
+    ) -> None:
+        self.options, self.world, self.module = options, world, module
+        self.optimizer = optimizer
+        self.model = self.wrap(module)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
+        if self.scaler.is_enabled() and scaler:
+            self.scaler.load_state_dict(dict(scaler))
+
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """What the loss calls in place of the module."""
+        return module
+
+    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # nobody to exchange with
+        """Nothing."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """As torch has it."""
+        dtype = AMP_DTYPES[self.options.amp]
+        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Scaled, where there is a scaler."""
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def update(self, clip: float | None) -> None:
+        """Unscale before clipping: the norm is that of the gradients themselves."""
+        if clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def state(self) -> State:
+        """As it is."""
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
