@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
-_SUFFIXES = (".py", ".yaml", ".json")
+_SUFFIXES = (".py", ".yaml", ".json", ".tsv")
 _ATTEMPTS = 2  # of bringing the files: the second trusts nothing that the first left
 
 

@@ -182,6 +182,14 @@ def test_hosts_share_the_work_and_one_is_lost(
     assert trained == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=5e-4)
 
 
+@pytest.mark.lab
+def test_hosts_train_on_the_sentences_that_come_with_kit(kit: Kit) -> None:
+    kit.inventory()
+    done = kit.run("up", "lab.yaml", "--", "-m", "nodekit.training", "--task", "text", "--epochs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
+
+
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     for engine, cure in (("fabric", "nodekit[fabric]"), ("trainer", "nodekit[text,accelerate]")):

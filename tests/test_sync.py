@@ -653,6 +653,7 @@ def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Ope
     package = sync.package()
     assert "nodekit/deploy/sync.py" in package.files
     assert "nodekit/training/__init__.py" in package.files
+    assert "nodekit/training/tasks/emotions/train.tsv" in package.files
     assert not any("__pycache__" in path or path.endswith(".pyc") for path in package.files)
     links = {"gpu1": open_way("rsync"), "me": open_way("local", "me")}
     workdirs = {name: str(tmp_path / "a b" / name) for name in links}

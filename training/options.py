@@ -98,6 +98,8 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
     parser = _Parser(
         prog="python -m nodekit.training",
         description="Train a task on all ranks, by kit, torchrun or alone, from its newest snapshot on.",
+        epilog="engines:\n" + "\n".join(f"  {name:<20}  {text}" for name, text in ENGINES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what")
@@ -119,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         choices=list(ENGINES),
         default=next(iter(ENGINES)),
         metavar="NAME",
-        help="; ".join(f"{name}: {text}" for name, text in ENGINES.items()) + " (default: %(default)s)",
+        help="the way to train: one of those below (default: %(default)s)",
     )
     what.add_argument(
         "--zero",
