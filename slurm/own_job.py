@@ -87,9 +87,8 @@ def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None
         log.write(f"{why}; {then}\n")
     if is_over:
         finish(run_dir, JobFailed.exit_code, "failed", f"{why}, {then}")
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # which comes with that, and not for what is asked of Slurm next
+    # It comes with what is asked for now, and would end what is asked next.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _slurm(*(["scancel"] if is_over else ["scontrol", "requeue"]), os.environ["SLURM_JOB_ID"])
     if is_over:
         raise RuntimeError(f"{why}; {then}")
