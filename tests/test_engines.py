@@ -190,6 +190,11 @@ def test_hosts_train_on_the_sentences_that_come_with_kit(kit: Kit) -> None:
     assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
 
 
+def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:
+    with pytest.raises(EngineError, match="with --engine deepspeed there is bf16 alone"):
+        check_engine(parse(["--engine", "deepspeed", "--amp", "fp16"], {}), "cuda")
+
+
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     for engine, cure in (("fabric", "nodekit[fabric]"), ("trainer", "nodekit[text,accelerate]")):

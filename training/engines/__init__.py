@@ -99,6 +99,10 @@ def check_engine(options: "Options", device: str) -> None:
         raise EngineError(
             f"--engine {name} needs {' and '.join(absent)}: pip install 'nodekit[{extras}]' on every node"
         )
+    if options.amp == "fp16" and device != "cpu" and name == "deepspeed":
+        raise EngineError(
+            "--amp fp16: with --engine deepspeed there is bf16 alone; take that, or --engine fsdp"
+        )
     if options.amp == "fp16" and device == "cpu" and name in NO_FP16_ON_CPU:
         raise EngineError(
             f"--amp fp16 without a GPU: {name} {NO_FP16_ON_CPU[name]}; take bf16, or --engine ddp"

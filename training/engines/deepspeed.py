@@ -7,31 +7,22 @@ into them, so that a snapshot is the same as any other engine's. Some names belo
 import copy
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
-from nodekit.training.engines import EngineError, State
-from nodekit.training.options import Options
-from nodekit.training.world import World
+from nodekit.training.engines import EngineError, State, single
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Engine:
+class Engine(single.Engine):
     """A deepspeed.DeepSpeedEngine that is told where a step ends, and steps with any number of micro-batches."""
 
-    def __init__(
-        self,
-        options: Options,
-        world: World,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: Mapping[str, Any] | None,  # noqa: ARG002  # fp16 is not offered
-    ) -> None:
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The engine it makes; it spreads the optimizer's state, and with stage 3 the weights."""
+        options, optimizer = self.options, self.optimizer
         deepspeed = importlib.import_module("deepspeed")
         if options.zero and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise EngineError(
@@ -39,7 +30,6 @@ class Engine:
                 "whose state kit can put into snapshots; take --zero 0, or --engine fsdp"
             )
         self.forwards_together = options.zero == 3
-        self._world, self._amp = world, options.amp
         before = copy.deepcopy(optimizer.state_dict()["state"])
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # Compiled for half a minute on the first use, by a compiler that may not be there, for what we do not use.
@@ -52,21 +42,15 @@ class Engine:
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": 10**9,
         }
-        self._engine = self.model = deepspeed.initialize(
+        self._engine = deepspeed.initialize(
             model=module, optimizer=optimizer, dist_init_required=False, config=config
         )[0]
-        self.optimizer: torch.optim.Optimizer = self._engine.optimizer
+        self.optimizer = self._engine.optimizer
         self._stage = options.zero
         if before and self._stage:
             self._put_back(before)
-
-    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # its step does it
-        """Nothing: it exchanges gradients when it steps."""
-        return nullcontext()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """For evaluation, which goes past the engine."""
-        return torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=self._amp == "bf16")
+        model: torch.nn.Module = self._engine
+        return model
 
     def backward(self, loss: torch.Tensor) -> None:
         """Not divided by a number of micro-batches: our weights do that."""
@@ -78,9 +62,9 @@ class Engine:
 
     def state(self) -> State:
         """Put together of all ranks' pieces, in torch's own format."""
-        module = self._engine.module
         if self._stage == 0:
-            return {"model": module.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": {}}
+            return super().state()
+        module = self.module
         base = self._engine.optimizer.optimizer
         steps = {
             group: base.state[flat]["step"]
@@ -149,8 +133,8 @@ class Engine:
                     utils.safe_set_full_optimizer_state(parameter, value, name)
                     continue
                 # The setter of whole values fails on a rank where they cannot be divided by the world size.
-                size, rank = parameter.ds_tensor.numel(), dist.get_rank()
-                padded = functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+                size, rank = parameter.ds_tensor.numel(), self.world.rank
+                padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
 
 

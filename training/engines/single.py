@@ -1,4 +1,4 @@
-"""One process, one device; also what the other engines of plain torch have in common."""
+"""One process, one device; also what the other engines have in common."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,10 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 class Engine:
-    """Plain torch: autocast, a gradient scaler for fp16, and the optimizer."""
+    """Plain torch: autocast, a gradient scaler for fp16, and the optimizer.
+
+    An engine of a library has its own `optimizer` and, for fp16, `scaler` in their places after `wrap`.
+    """
 
     forwards_together = False
 
@@ -27,9 +30,9 @@ class Engine:
         scaler: Mapping[str, Any] | None,
     ) -> None:
         self.options, self.world, self.module = options, world, module
-        self.optimizer = optimizer
-        self.model = self.wrap(module)
+        self.optimizer = self._plain = optimizer
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
+        self.model = self.wrap(module)
         if self.scaler.is_enabled() and scaler:
             self.scaler.load_state_dict(dict(scaler))
 
@@ -60,9 +63,9 @@ class Engine:
         self.optimizer.zero_grad()
 
     def state(self) -> State:
-        """As it is."""
+        """Of what was given, which what it is wrapped in trains."""
         return {
             "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._plain.state_dict(),
             "scaler": self.scaler.state_dict(),
         }

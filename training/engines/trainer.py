@@ -2,31 +2,22 @@
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from nodekit.training import rng
-from nodekit.training.engines import State
-from nodekit.training.options import Options
-from nodekit.training.world import World
+from nodekit.training.engines import single
 
 
-class Engine:
+class Engine(single.Engine):
     """transformers.Trainer with an item of data for each step, which the loop then has its own data for."""
 
-    forwards_together = False
-
-    def __init__(
-        self,
-        options: Options,
-        world: World,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: Mapping[str, Any] | None,
-    ) -> None:
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module: what it wraps that in is known when it calls us."""
+        options, world = self.options, self.world
         transformers = importlib.import_module("transformers")
         self._folder = tempfile.TemporaryDirectory(
             prefix="nodekit-trainer-"
@@ -53,18 +44,16 @@ class Engine:
             self,
             model=module,
             args=arguments,
-            optimizers=(optimizer, None),
+            optimizers=(self.optimizer, None),
             callbacks=[_at_step_end(transformers, self)],
         )
         rng.restore(before, world.device)  # it seeds all generators
         self._trainer.remove_callback(transformers.PrinterCallback)
-        self._module, self.model, self.optimizer = module, module, optimizer
-        self._scaler = getattr(self._trainer.accelerator, "scaler", None)
-        if self._scaler is not None and scaler:
-            self._scaler.load_state_dict(dict(scaler))
+        self.scaler = getattr(self._trainer.accelerator, "scaler", None) or self.scaler
         self._compute: Callable[[], None] = lambda: None
         self._edge: Callable[[], bool] = lambda: False
         self._is_stopped = False
+        return module
 
     def drive(self, num_steps: int, compute: Callable[[], None], edge: Callable[[], bool]) -> bool:
         """So many steps of its own loop; False if it was stopped."""
@@ -99,14 +88,6 @@ class Engine:
     def update(self, clip: float | None) -> None:  # noqa: ARG002
         """The Trainer does that."""
         raise AssertionError("the Trainer steps by itself")
-
-    def state(self) -> State:
-        """Of what it has wrapped."""
-        return {
-            "model": self._module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
-        }
 
 
 def _trainer(transformers: Any) -> Any:
