@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,43 +71,40 @@ STOPPED = 130  # kit's exit status of what was stopped
 DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
 
 
-@dataclass(frozen=True)
 class Allocated:
     """What submitit pickles and calls in each task."""
 
-    run_dir: str
-
-    def __call__(self) -> int:
+    def __call__(self, run_dir: str) -> int:
         """Run this task's part of the job, to its end; kit's exit status.
 
         Raises:
             RuntimeError: the job has failed; this is how submitit and Slurm learn of it.
         """
-        keep_records_in(Path(self.run_dir))
-        place = Path(self.run_dir) / "slurm" / f"{attempt()}.json"
+        keep_records_in(Path(run_dir))
+        place = Path(run_dir) / "slurm" / f"{attempt()}.json"
         # Slurm signals every process of the job; who does not handle the warning must not die of it.
         handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if int(os.environ["SLURM_PROCID"]) > 0:
-            return serve(place, Path(self.run_dir))
+            return serve(place, Path(run_dir))
         try:
-            status = lead(Path(self.run_dir), place)
+            status = lead(Path(run_dir), place)
         except QueueAgain as again:
             assert callable(handler)
             try:
                 # submitit's: calls `checkpoint`, has Slurm queue the job again, and exits
                 handler(signal.SIGUSR2, None)
             finally:
-                exclude(Path(self.run_dir), again.lost)
+                exclude(Path(run_dir), again.lost)
             raise
         if status:
             raise RuntimeError(f"the job has failed: kit's exit status is {status}")
         return status
 
-    def checkpoint(self) -> Any:
+    def checkpoint(self, run_dir: str) -> Any:
         """What submitit is to run when the job has been queued again: the same. Whether it is, the leader says."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(self)
+        return DelayedSubmission(self, run_dir)
 
 
 class QueueAgain(Exception):

@@ -21,4 +21,4 @@ def queue_again(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, queue_again)
-    sys.exit(Allocated(sys.argv[1])())
+    sys.exit(Allocated()(sys.argv[1]))

@@ -32,15 +32,10 @@ def submit(
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
     executor.update_parameters(**parameters)
     try:
-        return {"job_ids": [str(job.job_id) for job in _submit(executor, run_dirs)]}
+        jobs = executor.map_array(Allocated(), run_dirs)  # a plain job where there is one run
+        return {"job_ids": [str(job.job_id) for job in jobs]}
     except (FailedJobError, FailedSubmissionError) as error:
         return {"problem": _words(str(error))}
-
-
-def _submit(executor: submitit.SlurmExecutor, run_dirs: list[str]) -> list[submitit.Job[int]]:
-    # As `map_array` would, for each an object that can be queued again.
-    with executor.batch():
-        return [executor.submit(Allocated(run_dir)) for run_dir in run_dirs]
 
 
 def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -272,6 +272,7 @@ def test_a_lost_leader_is_replaced_and_one_that_only_some_cannot_reach_is_not(
     run.wait_for(STARTED, 2)
     time.sleep(meeting.UNHEARD_S + 2 * allocation.LEADER_LOST_S)  # longer than for a leader that is lost
     assert run.job()["JobState"] == "RUNNING"
+    assert run.job()["Restarts"] == "0"
     site.lab.run("node3", ["ip", "route", "del", "blackhole", leader.address], check=True)
     run.interrupt()
 
