@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,8 +23,15 @@ class Options:
     task: str
     data: str | None
     model: str | None
+    init_from: Path | None
+    ignore_mismatched_sizes: bool
     engine: str
     zero: int
+    deepspeed_config: Path | None
+    launcher: str
+    nproc_per_node: int | None
+    init_method: str
+    backend: str
     epochs: int
     batch_size: int
     micro_batch: int | None
@@ -36,13 +43,19 @@ class Options:
     clip: float | None
     amp: str
     sync_bn: bool
+    compile: bool
     compress: str
     find_unused: bool
+    local_sgd: int | None
+    diloco: int | None
     seed: int
+    eval_every: int | None
+    best: str
     snapshot_every: int | None
     snapshot_seconds: float | None
     """None: as often as pays, by what a snapshot costs."""
     keep: int
+    snapshot_format: str
     num_workers: int
     output: Path | None
     timeout: float
@@ -56,6 +69,11 @@ class Options:
         """
         factor: float = (self.batch_size / LINEAR_LR_BATCH) ** _LR_EXPONENTS[self.lr_scale]
         return self.lr * factor
+
+    @property
+    def steps_apart(self) -> int | None:
+        """How many steps the ranks make by themselves under ``--local-sgd`` or ``--diloco``; None: not one."""
+        return self.local_sgd or self.diloco
 
     def largest_micro_batch(self, world_size: int) -> int | None:
         """Most samples a rank computes at once, by ``--micro-batch`` or ``--accumulate``; None for no limit."""
@@ -117,6 +135,19 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         help="a BERT to begin with, for text: a folder, or its name at the hub (default: a small random one)",
     )
     what.add_argument(
+        "--init-from",
+        type=Path,
+        metavar="PATH",
+        help="weights to begin with where there is no snapshot yet: a folder that a run has written (output/best, "
+        "output/last), or a file of a state dict",
+    )
+    what.add_argument(
+        "--ignore-mismatched-sizes",
+        action="store_true",
+        default=False,
+        help="of --init-from or --model, take the weights whose shapes fit, and list the others",
+    )
+    what.add_argument(
         "--engine",
         choices=list(ENGINES),
         default=next(iter(ENGINES)),
@@ -129,6 +160,12 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         choices=range(4),
         help="for deepspeed: what is spread over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
         "3 weights too (default: 1)",
+    )
+    what.add_argument(
+        "--deepspeed-config",
+        type=Path,
+        metavar="FILE",
+        help="for deepspeed: your own JSON, for what is no option here",
     )
     what.add_argument(
         "--epochs",
@@ -150,6 +187,32 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         default=0,
         metavar="N",
         help="processes loading data, per rank (default: %(default)s)",
+    )
+    start = parser.add_argument_group("how it is started")
+    start.add_argument(
+        "--launcher",
+        choices=["torchrun", "spawn"],
+        default="torchrun",
+        help="who starts the ranks: torchrun (or kit), or this process itself, those of one machine, without "
+        "restarts (default: %(default)s)",
+    )
+    start.add_argument(
+        "--nproc-per-node",
+        type=_whole(1),
+        metavar="N",
+        help="for --launcher spawn: how many ranks (default: one for each GPU, else 1)",
+    )
+    start.add_argument(
+        "--init-method",
+        default="env://",
+        metavar="URL",
+        help="where the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: %(default)s)",
+    )
+    start.add_argument(
+        "--backend",
+        choices=["auto", "gloo", "nccl", "mpi"],
+        default="auto",
+        help="how they talk: auto is nccl where there are GPUs, else gloo (default: %(default)s)",
     )
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -207,17 +270,50 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         help="batch norm over all ranks' samples (CUDA only)",
     )
     how.add_argument(
+        "--compile",
+        action="store_true",
+        default=False,
+        help="torch.compile the model; the first steps take longer (needs a C++ compiler on a CPU)",
+    )
+    how.add_argument(
         "--compress",
         choices=["off", "bf16", "fp16", "powersgd"],
         default="off",
-        help="for ddp: gradients are sent in half as many bits, or as products of thin matrices, with what that "
+        help="gradients are sent in half as many bits, or as products of thin matrices, with what that "
         "leaves out added to the next ones (default: %(default)s)",
     )
     how.add_argument(
         "--find-unused",
         action="store_true",
         default=False,
-        help="for ddp: the loss may leave out parameters, other ones in each step; slower",
+        help="the loss may leave out parameters, other ones in each step; slower",
+    )
+    apart = how.add_mutually_exclusive_group()
+    apart.add_argument(
+        "--local-sgd",
+        type=_whole(1),
+        metavar="H",
+        help="for slow networks: ranks make H steps each by itself, and then take the mean of their weights",
+    )
+    apart.add_argument(
+        "--diloco",
+        type=_whole(1),
+        metavar="H",
+        help="likewise, with a momentum over these means, which allows a larger H",
+    )
+    looks = parser.add_argument_group("how it is judged")
+    looks.add_argument(
+        "--eval-every",
+        type=_whole(1),
+        metavar="N",
+        help="evaluate after every N steps too (default: after each epoch)",
+    )
+    looks.add_argument(
+        "--best",
+        default="auto",
+        metavar="NAME|off",
+        help="keep the weights with the greatest measure NAME (or the least, of a loss) in output/best; auto: "
+        "accuracy, or else loss, where the task measures it (default: %(default)s)",
     )
     keep = parser.add_argument_group("what is kept")
     keep.add_argument(
@@ -245,6 +341,13 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         metavar="N",
         help="snapshots to keep, 2 or more (default: %(default)s)",
     )
+    keep.add_argument(
+        "--snapshot-format",
+        choices=["whole", "sharded"],
+        default="whole",
+        help="for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
+        "one node or a shared one (default: %(default)s)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--timeout",
@@ -261,13 +364,8 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         help="seconds from SIGTERM or SIGUSR2 to the end, snapshot or not (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
-    for name, wanted, is_given in (
-        ("zero", "deepspeed", given.zero is not None),
-        ("compress", "ddp", given.compress != "off"),
-        ("find-unused", "ddp", given.find_unused),
-    ):
-        if is_given and given.engine != wanted:
-            parser.error(f"--{name} is for --engine {wanted}, and the engine is {given.engine}")
+    for reason in _refusals(given):
+        parser.error(reason)
     given.zero = 1 if given.zero is None else given.zero
     options = Options(**vars(given))
     num_ranks = env.get("WORLD_SIZE", "1")
@@ -277,6 +375,50 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
             "start one (nproc_per_node: 1 on one node, or python without a launcher), or take --engine ddp"
         )
     return options
+
+
+def _refusals(given: argparse.Namespace) -> Iterator[str]:
+    """Why options exclude each other."""
+    engine, one = given.engine, "is one process, and there is nobody to {}"
+    wraps_ddp = ("ddp", "accelerate", "fabric", "trainer")
+    for option, is_given, engines, reason in (
+        ("--zero", given.zero is not None, ("deepspeed",), "has no stages of ZeRO"),
+        ("--deepspeed-config", given.deepspeed_config, ("deepspeed",), "does not read it"),
+        ("--snapshot-format sharded", given.snapshot_format == "sharded", ("fsdp",), "has whole ones only"),
+        ("--find-unused", given.find_unused, wraps_ddp, "finds them anyhow"),
+        ("--compress fp16", given.compress == "fp16", (*wraps_ddp, "horovod"), "sends gradients as they are"),
+        (
+            f"--compress {given.compress}",
+            given.compress in ("bf16", "powersgd"),
+            wraps_ddp,
+            "has fp16 alone" if engine == "horovod" else "sends gradients as they are",
+        ),
+        (
+            "--local-sgd" if given.local_sgd else "--diloco",
+            given.local_sgd or given.diloco,
+            (*wraps_ddp, "horovod"),
+            "has no whole model on each rank",
+        ),
+        (
+            "--sync-bn",
+            given.sync_bn,
+            [each for each in ENGINES if each not in ALONE],
+            "",
+        ),
+        (
+            "--compile",
+            given.compile,
+            [each for each in ENGINES if each != "dp"],
+            "copies the model in each step",
+        ),
+    ):
+        if is_given and engine not in engines:
+            why = one.format("exchange with") if engine in ALONE and option != "--compile" else reason
+            yield f"{option}: the engine {engine} {why}; it is for --engine {', '.join(engines)}"
+    if given.ignore_mismatched_sizes and not (given.init_from or given.model):
+        yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
+    if given.nproc_per_node and given.launcher != "spawn":
+        yield "--nproc-per-node is for --launcher spawn; torchrun and kit are told it themselves"
 
 
 def _whole(least: int) -> Callable[[str], int]:

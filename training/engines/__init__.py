@@ -24,6 +24,7 @@ ENGINES = {
     "fabric": "Lightning Fabric",
     "trainer": "the transformers Trainer",
     "deepspeed": "DeepSpeed's ZeRO, --zero 0 to 3",
+    "horovod": "Horovod, over gloo",
     "dp": "one process, all its GPUs, a thread for each (DataParallel); ddp is faster with as many ranks",
 }
 """Name → what it is, the default first."""
@@ -36,6 +37,7 @@ _LIBRARIES = {
     "fabric": ("lightning_fabric",),
     "trainer": ("transformers", "accelerate"),
     "deepspeed": ("deepspeed",),
+    "horovod": ("horovod",),
 }
 _EXTRAS = {"lightning_fabric": "fabric", "transformers": "text"}
 
