@@ -1,0 +1,192 @@
+"""Horovod: what the other engines' tests do not show of it, and the script that builds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nodekit.training.engines import EngineError, build_horovod, check_engine
+from nodekit.training.options import parse
+
+TASK = """
+import os, signal
+import torch
+from nodekit.training.tasks.digits import Digits
+
+class Model(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.never = torch.nn.Linear(3, 3)
+        self.by_one = torch.nn.Linear(10, 10)
+
+    def forward(self, images):
+        scores = self.inner(images)
+        return self.by_one(scores) if os.environ.get("RANK") == "1" else scores
+
+class Parts(Digits):
+    "Of two linear layers, rank 1 alone needs one, and no rank the other."
+    def model(self):
+        return Model(super().model())
+
+class Killed(Digits):
+    "Rank 1 is killed in its 20th micro-batch, the first time."
+    seen = 0
+    def loss(self, model, batch):
+        self.seen += 1
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and os.environ["RANK"] == "1" and self.seen == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+def train(
+    folder: Path, *arguments: str, launch: tuple[str, ...] = (), num_ranks: int = 2
+) -> subprocess.CompletedProcess[str]:
+    (folder / "task.py").write_text(TASK)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launch]
+    module = ["-m", "nodekit.training", "--output", "out", "--epochs", "1", "--micro-batch", "16"]
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, *module, "--lr", "0.0003", "--clip", "0.5", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Of a model of which each rank's loss leaves out another part."""
+    folder = tmp_path_factory.mktemp("ddp")
+    done = train(folder, "--task", "task.py:Parts", "--find-unused")
+    assert done.returncode == 0, done.stderr
+    return losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("switches", "apart"), [((), 2e-6), (("--compress", "fp16"), 2e-3)])
+def test_ranks_may_leave_out_different_parameters(
+    switches: tuple[str, ...], apart: float, by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    done = train(tmp_path, "--engine", "horovod", "--task", "task.py:Parts", *switches)
+    assert done.returncode == 0, done.stderr
+    assert "Horovod" not in done.stderr  # no rank takes another's end for an error
+    found = losses(tmp_path)
+    assert found == pytest.approx(by_ddp, abs=apart)
+    assert (max(abs(loss - by_ddp[step]) for step, loss in found.items()) > 2e-6) == bool(switches)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_and_a_restart_goes_on_from_the_snapshot(tmp_path: Path) -> None:
+    wanted = ("--engine", "horovod", "--task", "task.py:Killed", "--snapshot-every", "2", "--timeout", "60")
+    done = train(tmp_path, *wanted, launch=("--max-restarts", "1"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "HorovodInternalError" in said  # the rank that was left did not wait
+    assert re.search(r"resumed at step \d+", said)
+    assert len(losses(tmp_path)) == 23
+
+
+@pytest.mark.slow
+def test_a_horovod_that_was_not_built_for_this_torch_is_named_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import horovod
+
+    shutil.copytree(
+        Path(horovod.__file__).parent, tmp_path / "lib/horovod", ignore=shutil.ignore_patterns("*.so")
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'lib'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    done = train(tmp_path, "--engine", "horovod", num_ranks=1)
+    assert done.returncode == 1
+    assert "the Horovod here was not built for this python and torch" in done.stderr
+    assert "python -m nodekit.training.engines.build_horovod" in done.stderr
+
+
+def test_without_horovod_the_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        EngineError, match=r"needs horovod: python -m nodekit\.training\.engines\.build_horovod "
+    ):
+        check_engine(parse(["--engine", "horovod"], {}), "cpu")
+
+
+def test_missing_programs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text("#!/bin/sh\n")
+    (tmp_path / "make").chmod(0o755)
+    with pytest.raises(build_horovod.BuildError, match=r"missing: g\+\+ cmake( python3-dev)?; install them"):
+        build_horovod.check(str(tmp_path))
+
+
+def release(folder: Path) -> Path:
+    """As much of the sdist as the script changes."""
+    source = folder / f"horovod-{build_horovod.VERSION}"
+    for name, (old, _) in build_horovod._PATCHES.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(f"before\n{old}\nafter\n")
+    return source
+
+
+@pytest.mark.parametrize("name", list(build_horovod._PATCHES))
+def test_a_release_that_is_not_as_expected_is_left_as_it_is(name: str, tmp_path: Path) -> None:
+    source = release(tmp_path)
+    before = {each: (source / each).read_text() for each in build_horovod._PATCHES}
+    for text in ("set(CMAKE_CXX_STANDARD 17)\n", before[name] * 2):
+        (source / name).write_text(text)
+        with pytest.raises(build_horovod.BuildError, match=rf"^{name} of Horovod .* another release"):
+            build_horovod.patch(source)
+        for each in build_horovod._PATCHES:
+            assert (source / each).read_text() == (text if each == name else before[each])
+
+
+def test_a_newer_standard_is_asked_for(tmp_path: Path) -> None:
+    source = release(tmp_path)
+    build_horovod.patch(source, optimise=False)
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        text = (source / name).read_text()
+        assert "set(CMAKE_CXX_STANDARD 20)" in text
+        assert "STANDARD 14" not in text
+    assert "-O0" in (source / "CMakeLists.txt").read_text()
+
+
+@pytest.mark.slow
+def test_an_sdist_with_another_checksum_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = release(tmp_path)
+    (source / "setup.py").write_text(f"open({str(tmp_path / 'it-was-run')!r}, 'w')\n")
+    with tarfile.open(tmp_path / f"{source.name}.tar.gz", "w:gz") as archive:
+        archive.add(source, source.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert build_horovod.main(["--wheel", str(tmp_path / "wheel")]) == 1
+    said = capsys.readouterr().err
+    assert "failed with exit status 1" in said
+    assert "DO NOT MATCH THE HASHES" in said
+    assert not (tmp_path / "it-was-run").exists()
+    assert not (tmp_path / "wheel").exists()
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    source = release(tmp_path)
+    (source / "setup.py").write_text("raise SystemExit('error: no such header')\n")
+    with pytest.raises(build_horovod.BuildError, match=r"(?s)build .* failed .*error: no such header"):
+        build_horovod.build(source, tmp_path / "wheel")

@@ -1,0 +1,181 @@
+"""Horovod, over gloo: its threads agree on what to send, and average the gradients of a step.
+
+Its own launcher is not used. The ranks are there already, whoever started them, and so is torch's process group: by
+that they tell each other what horovodrun would have put into their environments.
+"""
+
+import atexit
+import importlib
+import math
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from nodekit.training.engines import BUILD_HOROVOD, EngineError, single
+from nodekit.training.options import Options
+from nodekit.training.world import World
+
+_LEAVE_S = 5.0
+"""How long the end of a process waits for the others' threads: one of them may be stopped for good."""
+
+
+class Engine(single.Engine):
+    """Its grouped allreduce, before a step of the plain optimizer."""
+
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Meet, and send rank 0's weights to all."""
+        self._hvd = _meet(self.options, self.world)
+        by_name = {"off": self._hvd.Compression.none, "fp16": self._hvd.Compression.fp16}
+        self._compression = by_name[self.options.compress]
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)
+        return module
+
+    def update(self, clip: float | None) -> None:
+        """Gradients are averaged once in a step, whatever the number of micro-batches."""
+        if not self.options.steps_apart:
+            self._average()
+        super().update(clip)
+
+    def _average(self) -> None:
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        # A rank's loss may leave out what another's does not. What all leave out keeps no gradient, as with ddp.
+        share = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float32)
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        sent = [self._compression.compress(_sendable(each)) for each in grads]
+        self._wait_for(
+            self._hvd.grouped_allreduce_async_(
+                [*(tensor for tensor, _ in sent), share], name="gradients", op=self._hvd.Average
+            )
+        )
+        for parameter, grad, (tensor, before), ranks in zip(
+            parameters, grads, sent, share.tolist(), strict=True
+        ):
+            if tensor is not grad:
+                grad.copy_(self._compression.decompress(tensor, before))
+            parameter.grad = grad if ranks else None
+
+    def _wait_for(self, handle: Any) -> None:
+        """Its own waiting keeps a core busy, takes no signals, and has no end where a rank never comes."""
+        until = time.monotonic() + self.world.timeout_s
+        while not self._hvd.poll(handle):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"horovod: a step's gradients did not come from all ranks in {self.world.timeout_s:g} s (--timeout)"
+                )
+            time.sleep(0.0001)
+        self._hvd.synchronize(handle)
+
+
+def _sendable(grad: torch.Tensor) -> torch.Tensor:
+    """Horovod sends neither bf16 nor what is not contiguous."""
+    return (grad.float() if grad.dtype == torch.bfloat16 else grad).contiguous()
+
+
+def _meet(options: Options, world: World) -> Any:
+    """Start Horovod on all ranks; gives ``horovod.torch``."""
+    try:
+        importlib.import_module(
+            "horovod.torch.mpi_ops"
+        )  # horovod.torch alone may print what is wrong, and go on
+        hvd = importlib.import_module("horovod.torch")
+    except (ImportError, OSError) as error:
+        raise EngineError(
+            f"--engine horovod: the Horovod here was not built for this python and torch ({error}): {BUILD_HOROVOD}"
+        ) from error
+    hosts = importlib.import_module("horovod.runner.common.util.hosts")
+    interface, address = _own_place(options, world)
+    places = world.gather((world.node_rank, address))
+    local = [each for _, each in places if each.startswith("127.")]
+    if local and len(local) < world.world_size:
+        raise EngineError(
+            f"--engine horovod: a rank has found {local[0]} as its address, which the others cannot reach: "
+            "name the network interface of each node in GLOO_SOCKET_IFNAME"
+        )
+    nodes = [node for node, _ in places]
+    names = ",".join(f"node{node}:{nodes.count(node)}" for node in dict.fromkeys(nodes))
+    slots = hosts.get_host_assignments(hosts.parse_hosts(names), world.world_size)
+    slot = slots[world.rank]
+    with _served(address, slots) if world.is_main else nullcontext() as port:
+        os.environ.update(
+            HOROVOD_CONTROLLER="gloo",
+            HOROVOD_CPU_OPERATIONS="gloo",
+            HOROVOD_GLOO_RENDEZVOUS_ADDR=places[0][1],
+            HOROVOD_GLOO_RENDEZVOUS_PORT=str(world.gather(port)[0]),
+            HOROVOD_GLOO_IFACE=interface,
+            HOROVOD_GLOO_TIMEOUT_SECONDS=str(math.ceil(world.timeout_s)),
+            HOROVOD_HOSTNAME=slot.hostname,
+            HOROVOD_RANK=str(slot.rank),
+            HOROVOD_SIZE=str(slot.size),
+            HOROVOD_LOCAL_RANK=str(slot.local_rank),
+            HOROVOD_LOCAL_SIZE=str(slot.local_size),
+            HOROVOD_CROSS_RANK=str(slot.cross_rank),
+            HOROVOD_CROSS_SIZE=str(slot.cross_size),
+        )
+        hvd.init()
+        atexit.unregister(hvd.shutdown)
+        atexit.register(_leave, hvd)
+        world.gather(None)  # nobody needs the server any more
+    return hvd
+
+
+def _own_place(options: Options, world: World) -> tuple[str, str]:
+    """The network interface that the others reach this rank by, and its address."""
+    psutil = importlib.import_module("psutil")
+    addresses = {
+        name: [each.address for each in found if each.family == socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+    }
+    name = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not name:
+        address = "127.0.0.1"
+        if world.world_size > world.local_world_size:
+            host = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
+            with socket.socket(type=socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing: it asks for the way
+                address = probe.getsockname()[0]
+        name = next((each for each, own in addresses.items() if address in own), "")
+    if not addresses.get(name):
+        raise EngineError(
+            f"--engine horovod: found no IPv4 address at the network interface {name!r}, and wanted one that the other "
+            f"nodes reach; name it in GLOO_SOCKET_IFNAME (here are {', '.join(addresses)})"
+        )
+    return name, addresses[name][0]
+
+
+@contextmanager
+def _served(address: str, slots: list[Any]) -> Iterator[int]:
+    """Horovod's own place to meet, in a thread of rank 0; gives its port."""
+    http = importlib.import_module("horovod.runner.http.http_server")
+
+    class Server(http.RendezvousHTTPServer):  # type: ignore[misc]  # a class that is known when it runs
+        def server_bind(self) -> None:
+            socketserver.TCPServer.server_bind(
+                self
+            )  # HTTPServer's asks for our name, for seconds without DNS
+
+    with Server((address, 0), http.RendezvousHandler, verbose=0) as server:
+        server.init(slots)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="horovod-rendezvous")
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _leave(hvd: Any) -> None:
+    """Tell the others' threads, so that theirs do not call it an error; in time, as one of them may be stopped."""
+    leaving = threading.Thread(target=hvd.shutdown, name="horovod-leaves", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)
