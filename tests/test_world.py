@@ -1,7 +1,9 @@
 """Who a rank is, from the environment, and the group it forms with the others."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +70,53 @@ def test_an_environment_that_makes_no_sense_is_refused(changed: dict[str, str | 
     environ = {name: value for name, value in {**TORCHRUN, **changed}.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         World.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "message"),
+    [
+        (TORCHRUN, {"backend": "nccl"}, "--backend nccl is for GPUs, and torch sees none here: take gloo"),
+        (TORCHRUN, {"backend": "mpi"}, "built without it; pip has no build of torch with it; take gloo"),
+        (TORCHRUN, {"init_method": "file:///no/such/meet"}, "there is no folder /no/such for meet"),
+        (TORCHRUN, {"init_method": "file:///tmp"}, "/tmp is a folder: name a file in it"),
+        (TORCHRUN, {"init_method": "file://meet"}, "names no file by its absolute path"),
+        (
+            {},
+            {"init_method": "tcp://127.0.0.1:1"},
+            "RANK is not set: take --launcher spawn, or start every rank",
+        ),
+        ({"RANK": "0"}, {"init_method": "tcp://127.0.0.1:1"}, "RANK is set but not WORLD_SIZE: "),
+    ],
+)
+def test_where_ranks_cannot_meet_is_refused_before_they_wait(
+    environ: dict[str, str], asked: dict[str, str], message: str
+) -> None:
+    if asked.get("backend", "gloo") != "gloo" and dist.is_backend_available(asked["backend"]):
+        pytest.skip(f"this torch has {asked['backend']}")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        World.from_env(environ, **asked)  # type: ignore[arg-type]  # no timeout among them
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"), [("0", "rank 1 of 2 ranks has not come to"), ("1", "rank 0 has not come to")]
+)
+def test_a_rank_that_nobody_comes_to_says_who_is_missing(rank: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "meet").write_text("of an earlier run")
+    (tmp_path / "meet.beat").write_text("0123")
+    environ = {"RANK": rank, "WORLD_SIZE": "2"}
+    world = World.from_env(environ, timeout_s=0.3, init_method=f"file://{tmp_path}/meet")
+    with pytest.raises(TimeoutError, match=message):
+        world.__enter__()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_address_that_nobody_comes_to_is_waited_for_as_long_as_told(rank: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    world = World.from_env({"RANK": rank, "WORLD_SIZE": "2"}, timeout_s=0.3, init_method=url)
+    with pytest.raises(dist.DistError):
+        world.__enter__()
 
 
 def test_the_package_is_light_until_a_name_is_used() -> None:

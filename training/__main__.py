@@ -1,17 +1,21 @@
 """``python -m nodekit.training``: train a task; see ``--help``."""
 
-import atexit
 import gc
 import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nodekit.training.options import Options, parse
+from nodekit.training.stop import Stop, leave
 
 if TYPE_CHECKING:
+    from nodekit.training.spawn import Parent
+    from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
 _NAME = "python -m nodekit.training"
@@ -24,31 +28,78 @@ def main() -> int:
     snapshot, 144 fenced: a newer generation has taken over.
     """
     options = parse()
-    # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
-    gc.disable()
-    # Torch is the slow one: not for --help, nor for a mistyped option.
+    if options.launcher == "torchrun":
+        return train(options)
+    from nodekit.training import spawn
+
+    try:
+        num_ranks = spawn.num_ranks(options)
+        # What all ranks would refuse is said once, here.
+        world, _ = _check(options, spawn.environ_to_check(os.environ, num_ranks))
+        spawn.check_address(world.init_method)
+    except (ValueError, FileNotFoundError) as error:
+        return _refused(error)
+    # A folder that is named by the time is the same for all.
+    options = replace(options, output=_output_folder(options, world))
+    return spawn.run(options)
+
+
+def _check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["World", "Task"]:
+    """Who this rank is and what it trains.
+
+    Raises:
+        ValueError: that cannot be done here; before any rank waits for another.
+        FileNotFoundError: likewise.
+    """
     from nodekit.training.engines import check_engine
-    from nodekit.training.fence import EXIT_FENCED, Fenced
-    from nodekit.training.loop import Loop
-    from nodekit.training.stop import Stop
     from nodekit.training.tasks import load_task
     from nodekit.training.world import World
 
+    world = World.from_env(
+        environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
+    )
+    if options.sync_bn and world.device.type == "cpu":
+        raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
+    check_engine(options, world.device.type)
+    is_many = world.world_size > world.local_world_size
+    if options.snapshot_format == "sharded" and is_many and not world.snapshot_is_shared:
+        raise ValueError(
+            "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: give them "
+            "one (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and NODEKIT_SNAPSHOT_DIR), "
+            "or take --snapshot-format whole"
+        )
+    in_part = (
+        options.ignore_mismatched_sizes and options.model is not None
+    )  # else it is for --init-from alone
+    task = load_task(options.task, data=options.data, model=options.model, ignore_mismatched_sizes=in_part)
+    return world, task
+
+
+def _refused(error: Exception) -> int:
+    print(f"{_NAME}: {error}", file=sys.stderr)
+    return 2
+
+
+def train(options: Options, parent: "Parent | None" = None) -> int:
+    """Train as one rank, perhaps a spawned one, and give the exit status."""
+    # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
+    gc.disable()
+    # Torch is the slow one: not for --help, nor for a mistyped option.
+    from nodekit.training.fence import EXIT_FENCED, Fenced
+    from nodekit.training.loop import Loop
+
     logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
     try:
-        world = World.from_env(timeout_s=options.timeout)
-        if options.sync_bn and world.device.type == "cpu":
-            raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
-        check_engine(options, world.device.type)
-        task = load_task(options.task, data=options.data, model=options.model)
+        world, task = _check(options)
     except (ValueError, FileNotFoundError) as error:
-        print(f"{_NAME}: {error}", file=sys.stderr)
-        return 2
+        return _refused(error)
     gc.freeze()
     gc.enable()
     with world, Stop(options.grace) as stop:
         loop = None
         try:
+            if parent is not None:
+                parent.stops_by(stop)
             loop = Loop(options, world, task, _output_folder(options, world), stop)
             result = loop.run()
             world.close()  # here, where it cannot take longer than the grace if a signal comes
@@ -62,7 +113,7 @@ def main() -> int:
             stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
             if stop.requested:
                 print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
-            else:
+            elif parent is None or parent.is_first():
                 _record(error)
             if loop is not None:
                 loop.saver.settle()  # a snapshot on its way to the disk is work saved
@@ -94,10 +145,4 @@ def _output_folder(options: Options, world: "World") -> Path:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    # Not by way of the interpreter's shutdown: a thread of gloo may still hold a python object of the last
-    # collective, and letting go of it then aborts the process (torch 2.13, in 1 run of 10).
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    leave(main())

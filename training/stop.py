@@ -1,10 +1,14 @@
 """Being stopped: a signal sets a flag for the loop to act on at a step's edge; a deadline bounds the wait."""
 
+import atexit
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 """143, by which kit knows that a rank ended because it was told to."""
@@ -15,6 +19,9 @@ _SIGNALS = (
     # Slurm's, before it takes the nodes away; Windows has none.
     *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else []),
 )
+
+_AGAIN_S = 0.5
+"""From when on Ctrl-C is a second one: a parent's death may tell its children twice."""
 
 _END = b"\0"  # no signal's number
 
@@ -29,19 +36,20 @@ class Stop:
     def __init__(self, grace_s: float = 20.0) -> None:
         self.grace_s = grace_s
         self.exit_code = EXIT_STOPPED
+        self._interrupted_s: float | None = None
         self._requested = threading.Event()
         self._left = threading.Event()
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come (to this rank)."""
+        """Whether a signal or a request has come (to this rank)."""
         return self._requested.is_set()
 
     def __enter__(self) -> "Stop":
         """Take the signals; only the main thread may."""
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._reader, self._writer = socket.socketpair()  # Windows takes no pipe for this
+        self._writer.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _ignore) for number in _SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
@@ -56,10 +64,16 @@ class Stop:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
         # Not by closing it: a data loader's workers, forked meanwhile, may hold it open.
-        os.write(self._write_fd, _END)
+        self._writer.send(_END)
         self._thread.join()
-        os.close(self._write_fd)
-        os.close(self._read_fd)
+        self._writer.close()
+        self._reader.close()
+
+    def request(self) -> None:
+        """Do as if SIGTERM had come; any thread may."""
+        if not self.requested:
+            self._requested.set()
+            self.end_within_grace(self.exit_code)
 
     def end_within_grace(self, exit_code: int) -> None:
         """End the process after the grace unless the ``with`` block is left by then."""
@@ -68,21 +82,35 @@ class Stop:
         ).start()
 
     def _watch(self) -> None:
-        while (number := os.read(self._read_fd, 1)) != _END:
+        while (number := self._reader.recv(1)) != _END:
             if number[0] not in _SIGNALS:
                 continue
-            if number[0] == signal.SIGINT and self.requested:  # Ctrl-C again: at once
-                os._exit(128 + signal.SIGINT)
-            if not self.requested:
-                self.exit_code = 128 + signal.SIGINT if number[0] == signal.SIGINT else EXIT_STOPPED
-                self._requested.set()
-                self.end_within_grace(self.exit_code)
+            if number[0] == signal.SIGINT:
+                if self._interrupted_s is None:
+                    self._interrupted_s = time.monotonic()
+                elif time.monotonic() - self._interrupted_s > _AGAIN_S:  # Ctrl-C again: at once
+                    os._exit(128 + signal.SIGINT)
+                if not self.requested:
+                    self.exit_code = 128 + signal.SIGINT
+            self.request()
 
     def _deadline(self, exit_code: int) -> None:
         if not self._left.wait(self.grace_s):
             sys.stderr.write(f"nodekit: still not at an end after {self.grace_s:g} s of grace: ending here\n")
             sys.stderr.flush()
             os._exit(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process, but not by way of the interpreter's shutdown.
+
+    A thread of gloo may still hold a python object of the last collective, and letting go of it then aborts the
+    process (torch 2.13, in 1 run of 10).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

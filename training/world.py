@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from nodekit.training.initmethod import InitMethod
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,9 @@ class World:
     device: torch.device
     """``cuda:<local_rank>`` where there are GPUs, else ``cpu``."""
     backend: str
-    """``nccl`` where there are GPUs, else ``gloo``."""
+    """``nccl`` where there are GPUs and torch has it, else ``gloo``, unless told."""
+    init_method: InitMethod
+    """Where the ranks meet."""
     timeout_s: float
     """How long a collective may wait for the slowest rank."""
     launched: bool
@@ -58,17 +62,37 @@ class World:
     """Where this rank says how far it is; only kit reads it."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None, *, timeout_s: float = 600.0) -> "World":
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float = 600.0,
+        init_method: str = "env://",
+        backend: str = "auto",
+    ) -> "World":
         """Read everything from ``environ`` (default: this process's).
 
+        Args:
+            environ: variables as torchrun sets them.
+            timeout_s: how long a collective may wait for the slowest rank.
+            init_method: where the ranks meet: ``env://``, ``tcp://HOST:PORT`` or ``file:///PATH``.
+            backend: ``gloo``, ``nccl``, ``mpi``, or ``auto``.
+
         Raises:
-            ValueError: a variable is missing or is not a number, or there is no GPU for this local rank.
+            ValueError: a variable is missing or is not a number, there is no GPU for this local rank, torch lacks the
+                backend, or the ranks cannot meet there.
         """
         env = os.environ if environ is None else environ
+        method = InitMethod.parse(init_method)
+        method.check()
         launched = "RANK" in env
-        if launched and (
-            missing := [n for n in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in env]
-        ):
+        if not launched and method.scheme != "env":
+            raise ValueError(
+                f"--init-method {init_method} is where ranks meet, and RANK is not set: take --launcher spawn, or "
+                "start every rank with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+            )
+        needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if method.scheme == "env" else ("WORLD_SIZE",)
+        if launched and (missing := [name for name in needed if name not in env]):
             raise ValueError(
                 f"RANK is set but not {', '.join(missing)}: start with kit or torchrun, or unset RANK"
             )
@@ -92,7 +116,8 @@ class World:
             local_world_size=local_world_size,
             node_rank=_number(env, "GROUP_RANK", _number(env, "NODE_RANK", rank // local_world_size)),
             device=device,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=_backend(backend, device),
+            init_method=method,
             timeout_s=timeout_s,
             launched=launched,
             run_id=run_id if run_id != "none" else None,
@@ -116,17 +141,28 @@ class World:
 
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
-        on_cuda = self.device.type == "cuda"
-        if on_cuda:
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        store = (
+            self.init_method.store(rank=self.rank, world_size=self.world_size, timeout_s=self.timeout_s)
+            if self.launched
+            else dist.HashStore()  # type: ignore[attr-defined]  # no stub
+        )
         dist.init_process_group(
             self.backend,
-            store=None if self.launched else dist.HashStore(),  # type: ignore[attr-defined]  # no stub
+            store=store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),
-            device_id=self.device if on_cuda else None,  # nccl: connect now, and name the right device
+            # Connect now, and name the right device.
+            device_id=self.device if self.backend == "nccl" else None,
         )
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi has its own
+            told, found = f"{self.rank} of {self.world_size}", f"{dist.get_rank()} of {dist.get_world_size()}"
+            dist.destroy_process_group()
+            raise ValueError(
+                f"this is rank {told} by RANK and WORLD_SIZE, but rank {found} to {self.backend}"
+            )
         return self
 
     def __exit__(
@@ -138,6 +174,8 @@ class World:
         """Leave the process group; does nothing where there is none."""
         if dist.is_initialized():
             dist.destroy_process_group()
+            if self.is_main:
+                self.init_method.remove()
 
     def sum(self, values: torch.Tensor) -> list[float]:
         """Sum a 1-D tensor over all ranks; every rank gets the same numbers."""
@@ -149,6 +187,19 @@ class World:
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # all_gather_object has filled every place
+
+
+def _backend(name: str, device: torch.device) -> str:
+    """What ``auto`` means here; else ``name``, if torch has it."""
+    has_gpu = device.type == "cuda"
+    if name == "auto":
+        return "nccl" if has_gpu and dist.is_nccl_available() else "gloo"
+    if name == "nccl" and not has_gpu:
+        raise ValueError("--backend nccl is for GPUs, and torch sees none here: take gloo, or auto")
+    if not dist.is_backend_available(name):
+        cure = "pip has no build of torch with it; " if name == "mpi" else ""
+        raise ValueError(f"--backend {name}: this torch is built without it; {cure}take gloo, or auto")
+    return name
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

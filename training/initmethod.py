@@ -1,0 +1,163 @@
+"""Where ranks meet that are told it by a URL, ``--init-method``: an address of rank 0's, or a file for all."""
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:  # --help needs no torch
+    import torch.distributed as dist
+
+_WANTED = "env://, tcp://HOST:PORT or file:///PATH was wanted"
+_EVERY_S = 0.05
+_WINDOWS_PATH = re.compile(r"/[A-Za-z]:[/\\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitMethod:
+    """What the URL says."""
+
+    scheme: str
+    """``env``, ``tcp`` or ``file``."""
+    host: str = ""
+    """Of ``tcp``: rank 0's."""
+    port: int = 0
+    """Of ``tcp``: 1 to 65535, free on that host."""
+    path: str = ""
+    """Of ``file``: absolute; there need not be such a file, but its folder."""
+
+    @classmethod
+    def parse(cls, url: str, *, is_windows: bool = os.name == "nt") -> "InitMethod":
+        """Read the URL.
+
+        Raises:
+            ValueError: it is not one of the three forms.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"{url!r}: {error}; {_WANTED}") from None
+        if parts.scheme == "env" and url == "env://":
+            return cls(scheme="env")
+        if parts.query or parts.fragment:
+            raise ValueError(f"{url!r} has a '?' or '#', which a path has as %3F or %23; {_WANTED}")
+        if parts.scheme == "tcp":
+            if not (parts.hostname and port and not parts.path.strip("/")):
+                raise ValueError(f"{url!r} has no host and port; {_WANTED}")
+            return cls(scheme="tcp", host=parts.hostname, port=port)
+        if parts.scheme == "file":
+            path, form = unquote(parts.path), "file:///C:/PATH" if is_windows else "file:///PATH"
+            is_absolute = _WINDOWS_PATH.match(path) if is_windows else path.startswith("/")
+            if parts.netloc or not is_absolute or path.endswith("/"):
+                raise ValueError(f"{url!r} names no file by its absolute path, as {form} does; {_WANTED}")
+            return cls(scheme="file", path=path[1:] if is_windows else "/" + path.lstrip("/"))
+        raise ValueError(f"{url!r} is no such URL; {_WANTED}")
+
+    def check(self) -> None:
+        """Refuse a file that cannot be made, since torch would wait for it for ever, timeout or not.
+
+        Raises:
+            ValueError: its folder is not there or not writable, or it is a folder itself.
+        """
+        if self.scheme != "file":
+            return
+        path = Path(self.path)
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"--init-method: there is no folder {path.parent} for {path.name}: make it first"
+            )
+        if path.is_dir():
+            raise ValueError(f"--init-method: {path} is a folder: name a file in it, which need not be there")
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"--init-method: {path.parent} cannot be written to: take another folder")
+
+    def store(self, *, rank: int, world_size: int, timeout_s: float) -> "dist.Store | None":
+        """What the ranks tell each other their addresses by, when all are there; None for what torch does itself.
+
+        Raises:
+            TimeoutError: some rank has not come.
+        """
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=timeout_s)
+        if self.scheme == "tcp":
+            # Not torch's own way with such a URL: under torchrun it takes the address for one of torchrun's.
+            return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined, no-any-return]  # no stub
+        if self.scheme == "file":
+            store = _meet(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
+            store.set_timeout(timeout)
+            return store
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps its store over a restart, with the addresses of the ranks before it (torch 2.13).
+            store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            return dist.PrefixStore(f"nodekit-{attempt}", store)  # type: ignore[attr-defined, no-any-return]  # no stub
+        return None
+
+    def remove(self) -> None:
+        """Remove what an earlier run has left, or this one; nobody may be using it."""
+        if self.scheme == "file":
+            with suppress(OSError):  # the next run removes it
+                Path(self.path).unlink(missing_ok=True)
+                _beat(Path(self.path)).unlink(missing_ok=True)
+
+
+def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "dist.Store":
+    """A store in a file that is new, however many runs have left theirs there.
+
+    A rank that opens the file of a run that is over finds addresses that are over too. So rank 0 removes it, and then
+    writes something new to a file beside it, again and again until all are there; and the others open the store when
+    they have seen that file change, since only a rank 0 that lives can change it.
+    """
+    import torch.distributed as dist
+
+    beat = _beat(path)
+    if rank == 0:
+        path.unlink(missing_ok=True)
+    else:
+        first = _read(beat)
+        while _read(beat) == first:
+            _wait(deadline_s, f"rank 0 has not come to {path}")
+    store = dist.FileStore(str(path), world_size)  # type: ignore[attr-defined]  # no stub
+    store.set(_here(rank), "")
+    if rank == 0:
+        while missing := [each for each in range(1, world_size) if not store.check([_here(each)])]:
+            with suppress(PermissionError):  # on Windows, while another rank has it open
+                beat.write_text(secrets.token_hex(8), encoding="ascii")
+            _wait(deadline_s, f"rank {_some(missing)} of {world_size} ranks has not come to {path}")
+        with suppress(PermissionError):
+            beat.unlink(missing_ok=True)
+    return store  # type: ignore[no-any-return]  # as above
+
+
+def _here(rank: int) -> str:
+    return f"nodekit/rank{rank}"
+
+
+def _beat(path: Path) -> Path:
+    return path.with_name(f"{path.name}.beat")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:  # not there yet
+        return None
+
+
+def _wait(deadline_s: float, why: str) -> None:
+    if time.monotonic() > deadline_s:
+        raise TimeoutError(f"--init-method: {why} in time (--timeout)")
+    time.sleep(_EVERY_S)
+
+
+def _some(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
