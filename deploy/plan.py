@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nodekit.deploy.check import Facts, choose_interface
 from nodekit.deploy.quorum import Electorate
@@ -16,6 +17,8 @@ from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
+from nodekit.training.tasks import TaskError
+from nodekit.training.tasks.rows import read_splits
 
 TRAINING_MODULE = ("-m", "nodekit.training")
 PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
@@ -97,23 +100,42 @@ class Plan:
         return sum(node.nproc_per_node for node in self.active)
 
 
-def refuse_options(planned: Plan) -> None:
+def refuse_options(planned: Plan, code: Path) -> None:
     """Look at what the shared training module would be asked for, if that is what runs, before anything is started.
+
+    Args:
+        planned: what would run.
+        code: the folder that is synced: rows of text in it are looked at, too.
 
     Raises:
         KitError: it would refuse that.
     """
     node = planned.nodes[0]
-    argv = list(node.argv)
-    if argv[2:4] != list(TRAINING_MODULE):
-        return
-    env = {**node.env, "WORLD_SIZE": str(planned.world_size)}
+    asked = training_options(node.argv, {**node.env, "WORLD_SIZE": str(planned.world_size)})
+    if asked is None or asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
+        return  # another folder than that of the code is the hosts' own
+    if (code / asked.data).is_dir():
+        try:
+            read_splits(code / asked.data)
+        except TaskError as error:
+            raise KitError(str(error)) from error
+
+
+def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Options | None:
+    """What a command asks of the shared training module; None where it is another's, or asks for its help.
+
+    Raises:
+        KitError: the module would refuse that.
+    """
+    if tuple(argv[2:4]) != TRAINING_MODULE:
+        return None
     with io.StringIO() as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
-            options.parse(argv[4:], env)
+            return options.parse(argv[4:], env)
         except SystemExit as end:
             if end.code:
                 raise KitError(said.getvalue().strip()) from None
+            return None
 
 
 def _devices(node: NodePlan) -> str:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from nodekit.deploy import hostfacts
 
@@ -34,6 +34,7 @@ _BEAT_S = 1.0
 _held_ports: Dict[int, socket.socket] = {}
 # node_dir -> the agent this server started
 _agents: Dict[str, subprocess.Popen[bytes]] = {}
+_attended: Set["subprocess.Popen[str]"] = set()
 
 
 # --- agents -------------------------------------------------------------------------------------------------
@@ -73,10 +74,8 @@ def warm(
     alive = agent_alive(node_dir)
     if alive:
         raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
-    full = dict(os.environ)
-    full.update(env)
+    full = _environment(kit_dir, env)
     full.update((_load(env_file) or {}) if env_file else {})
-    full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
     full["PYTHONUNBUFFERED"] = "1"
     log = os.open(
         os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -97,6 +96,13 @@ def warm(
         os.close(log)
     _agents[node_dir] = agent
     return {"pid": agent.pid}
+
+
+def _environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
+    """This host's environment and `env`, with kit to be found first."""
+    full = {**os.environ, **env}
+    full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
+    return full
 
 
 def go(
@@ -548,6 +554,56 @@ def execute(
     return {"status": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
+def attend(
+    argv: List[str],
+    part: Callable[[Any], None],
+    cwd: str,
+    kit_dir: str,
+    env: Mapping[str, str],
+    limit_s: float,
+    text: str = "",
+) -> Dict[str, Any]:
+    """Run a program where a run's workers run, with `text` on its stdin, and a sign of life every second.
+
+    It ends with this server, and after `limit_s`: then ``status`` is None in ``{"status", "out", "err"}``.
+    """
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [os.path.expanduser(argv[0]), *argv[1:]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        errors="replace",
+        cwd=os.path.expanduser(cwd),
+        env=_environment(kit_dir, env),
+        start_new_session=True,
+    )
+    _attended.add(process)
+    given: Optional[str] = text
+    is_late = False
+    try:
+        while True:
+            try:
+                out, err = process.communicate(given, timeout=_BEAT_S)
+                return {"status": None if is_late else process.returncode, "out": out, "err": err}
+            except subprocess.TimeoutExpired:
+                given = None
+                part(time.monotonic() - begin)
+                if not is_late and time.monotonic() - begin > limit_s:
+                    is_late = True
+                    _end(process)
+    finally:
+        _attended.discard(process)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 # --- the server ---------------------------------------------------------------------------------------------
 
 OPS: Dict[str, Callable[..., Any]] = {
@@ -567,6 +623,7 @@ OPS: Dict[str, Callable[..., Any]] = {
         read_file,
         write_file,
         execute,
+        attend,
     )
 }
 
@@ -594,7 +651,7 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 call = getattr(modules[module], function)
             else:
                 call = OPS[name]
-            if name == "follow":
+            if name in ("follow", "attend"):
                 args["part"] = lambda message: send({"id": request["id"], "part": message})
             send({"id": request["id"], "result": call(**args)})
         except BaseException as error:  # it must reach the caller, whatever it is
@@ -613,4 +670,6 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
     for agent in _agents.values():  # those that never got their go
         if agent.stdin and not agent.stdin.closed:
             agent.stdin.close()
+    for process in list(_attended):
+        _end(process)
     os._exit(0)

@@ -128,7 +128,7 @@ def start(
             kit_digest=package.digest,
             command=options.command,
         )
-        plan.refuse_options(planned)
+        plan.refuse_options(planned, Path(inventory.job.code).expanduser())
         said.append(_checked(facts, planned))
     for warning in check.warnings(facts):
         phases.say(f"warning: {warning}")

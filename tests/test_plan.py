@@ -1,6 +1,8 @@
 """From inventory and facts to what each node runs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from nodekit.deploy.check import Facts, Interface, choose_interface, examine, wa
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
+from nodekit.training import options
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 
@@ -260,3 +263,78 @@ def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path:
     assert [warning.split(";")[0] for warning in warnings(all_facts)] == [
         "gpu2: its clock is -4.2 s from this machine's"
     ]
+
+
+TRAIN = ("-m", "nodekit.training")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch-size", "3"), "--batch-size 3 is less than the 4 ranks, .* --batch-size 4 or more, or start"),
+        (("--task", "text", "--data", "bad data"), r"bad data/dev\.tsv:2: found the label '差', wanted one of 坏, 好"),
+        (("--task", "text", "--data", "empty"), r"empty/dev\.tsv:1: found no rows, wanted one or more"),
+        (("--task", "text", "--data", "half"), r"half has none of them: wanted one of dev\.tsv"),
+    ],
+)  # fmt: skip
+def test_what_the_training_module_would_refuse_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    rows = "好\t天\n坏\t地\n"
+    for folder, dev in (("bad data", "好\t天\n差\t地\n"), ("empty", ""), ("half", None)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.tsv").write_text(rows, encoding="utf-8")
+        if dev is not None:
+            (tmp_path / folder / "dev.tsv").write_text(dev, encoding="utf-8")
+    found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=(*TRAIN, *arguments))
+    with pytest.raises(KitError, match=message):
+        plan.refuse_options(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*TRAIN, "--batch-size", "4"),
+        (*TRAIN, "--task", "text", "--data", "not here"),
+        (*TRAIN, "--task", "text", "--data", "{}/bad"),
+        (*TRAIN, "--task", "mine.py:Task", "--data", "bad"),
+        (*TRAIN, "--help"),
+        ("train.py", "--batch-size", "1", "--data", "bad"),
+    ],
+)
+def test_what_only_the_hosts_can_tell_is_left_to_them(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "bad").mkdir()
+    command = tuple(each.format(tmp_path) for each in command)
+    found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=command)
+    plan.refuse_options(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [
+        (["--batch-size", "2"], {"WORLD_SIZE": "3"}),
+        (["--batch-size", "2", "--launcher", "spawn", "--nproc-per-node", "3"], {}),
+    ],
+)
+def test_without_kit_too_a_batch_must_have_a_sample_for_each_rank(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], env: dict[str, str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        options.parse(arguments, env)
+    assert end.value.code == 2
+    assert "--batch-size 2 is less than the 3 ranks" in capsys.readouterr().err
+    assert options.parse(["--batch-size", "3", *arguments[2:]], env).batch_size == 3
+
+
+def test_kit_looks_at_text_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from nodekit.deploy import apply, plan\n"
+        "from nodekit.training.tasks import rows\n"
+        "from pathlib import Path\n"
+        "print(len(rows.read_splits(Path(rows.__file__).parent / 'emotions')['dev']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "204\n", done.stderr

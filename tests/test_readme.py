@@ -137,7 +137,7 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
 def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     lab_folder = own_home / "mylab"
     try:
-        for command in commands(BLOCKS[3]):
+        for command in commands(BLOCKS[4]):  # those of BLOCKS[3] are in test_apply
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
     finally:

@@ -61,7 +61,10 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
         ("own_nowhere:Own", "no module 'own_nowhere'"),
         ("own_nowhere.deep:Own", "no module 'own_nowhere'"),
         ("own_task:Other", "own_task has no Other; its classes are: Half, Own, Needy"),
-        ("own_task:Half", r"lacks train_data\(\), test_data\(\), measure\(\); a task has model\(\)"),
+        (
+            "own_task:Half",
+            r"lacks train_data\(\), test_data\(\), predict\(\) and targets\(\), or measure\(\) \(see",
+        ),
         ("own_task:Needy", "without arguments: missing a required argument: 'path'"),
     ],
 )

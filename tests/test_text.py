@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nodekit.training import Task
+from nodekit.training.export import write_weights
 from nodekit.training.tasks import TaskError, load_task, rows
 from nodekit.training.tasks.rows import Row, find_rows, read_rows
 from nodekit.training.tasks.text import EMOTIONS, SPECIAL_TOKENS, Text
@@ -214,16 +215,6 @@ def test_a_texts_scores_do_not_depend_on_what_it_was_padded_with(text: Text) -> 
     torch.testing.assert_close(alone, padded)
 
 
-def test_measures_are_sums_and_the_loss_is_their_mean(text: Text) -> None:
-    model = text.model().eval()
-    batch = text.collate(text.test_data()[:5])
-    with torch.no_grad():
-        measured = text.measure(model, batch)
-        right = (text.predict(model, batch).argmax(1) == batch["labels"]).sum()
-        assert measured["accuracy"] == right
-        torch.testing.assert_close(text.loss(model, batch) * 5, measured["loss"])
-
-
 def test_the_small_models_weights_follow_from_the_seed(text: Text) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -271,13 +262,13 @@ def test_some_epochs_teach_it_much_more_than_chance_and_what_it_saves_is_plain_b
 
     @torch.no_grad()
     def accuracy(model: torch.nn.Module) -> float:
-        return float(text.measure(model, batch)["accuracy"]) / len(batch["labels"])
+        return float((text.predict(model, batch).argmax(1) == text.targets(batch)).float().mean())
 
     assert accuracy(text.model().eval()) < 0.3
     model = trained(text, num_epochs=5)
     assert accuracy(model) > 0.5
 
-    text.save(model, folder)
+    write_weights(folder, model.state_dict(), text, {"task": "text"})
     sentences = [sentence for sentence, _ in text.final_data()[:20]]
     plain = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     assert plain.config.id2label == dict(enumerate(EMOTIONS))
@@ -294,7 +285,7 @@ def test_some_epochs_teach_it_much_more_than_chance_and_what_it_saves_is_plain_b
 
 def small_bert(text: Text, folder: Path, **changes: Any) -> Path:
     """A model of the task's, with its configuration changed."""
-    text.save(text.model(), folder)
+    write_weights(folder, text.model().state_dict(), text, {"task": "text"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
@@ -307,12 +298,37 @@ def test_a_trained_models_own_order_of_the_labels_is_kept(text: Text, folder: Pa
     assert [Row(names[label], sentence) for sentence, label in task.test_data()] == shipped("dev")
 
 
-def test_a_model_of_another_task_gets_a_new_last_layer(text: Text, folder: Path) -> None:
+def test_of_a_model_of_another_task_all_but_the_last_layer_is_taken_if_that_is_asked_for(
+    text: Text, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = small_bert(text, folder / "model")
     for split in ("train", "dev"):
         (folder / f"{split}.tsv").write_text("好\t天晴\n坏\t下雨\n", encoding="utf-8")
-    task = Text(data=folder, model=model)
-    assert task.predict(task.model(), task.encode(["天"])).shape == (1, 2)
+    with pytest.raises(
+        TaskError,
+        match=r"classifier\.bias: \(2,\) here, \(6,\) there; .*: \(2, 128\) here, .*--ignore-mismatched",
+    ):
+        Text(data=folder, model=model).model()
+    task = load_task("text", data=folder, model=model, ignore_mismatched_sizes=True)
+    assert isinstance(task, Text)
+    module = task.model()
+    assert task.predict(module, task.encode(["天"])).shape == (1, 2)
+    kept = torch.load(model / "pytorch_model.bin", weights_only=True)
+    assert all(
+        torch.equal(value, kept[name])
+        for name, value in module.state_dict().items()
+        if "classifier" not in name
+    )
+    assert [record.message.split("\n") for record in caplog.records] == [
+        [
+            f"of the model {model} these were left out, and are random:",
+            "  classifier.bias: (2,) here, (6,) there",
+            "  classifier.weight: (2, 128) here, (6, 128) there",
+        ]
+    ]
+    with pytest.raises(TaskError, match=r"digits takes no --ignore-mismatched-sizes"):
+        load_task("digits", ignore_mismatched_sizes=True)
+    assert load_task("digits", ignore_mismatched_sizes=False)
 
 
 def test_a_model_that_does_not_fit_is_refused(
@@ -324,7 +340,7 @@ def test_a_model_that_does_not_fit_is_refused(
         Text(model=folder)
     with pytest.raises(TaskError, match=r"max_length is 65 and the model .* takes 64 tokens at most"):
         Text(model=small_bert(text, folder), max_length=65)
-    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").unlink()
     with pytest.raises(TaskError, match=r"gives no model: wanted config.json, model.safetensors"):
         Text(model=folder).model()
     for path in [*folder.glob("vocab*"), *folder.glob("tokenizer*")]:

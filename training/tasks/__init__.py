@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
+if TYPE_CHECKING:  # `kit up` looks at rows of text (rows.py) on machines without torch
+    import torch
 
 BUILT_IN = {
     "digits": "nodekit.training.tasks.digits:Digits",
@@ -23,12 +24,35 @@ BUILT_IN = {
 class Task(Protocol):
     """Model, data and loss: what ``--task`` names. A class with these methods and no arguments will do.
 
-    Two more are used if they are there: ``optimizer(model, lr) -> torch.optim.Optimizer`` (default: AdamW)
-    and ``collate(samples) -> batch`` (default: torch's). Every rank makes its own task. What is random in
-    ``__getitem__`` comes back the same after a resume only with ``--num-workers 0``.
+    How good the model is, a task that classifies tells by two more methods:
+
+    - ``predict(model, batch) -> scores``: before softmax, float ``(num, num_classes)``.
+    - ``targets(batch) -> classes``: the right ones, int64 ``(num,)``. Accuracy, loss and macro F1 are made of all
+      ranks' predictions, each sample counted once.
+
+    Another does so by one:
+
+    - ``measure(model, batch) -> dict[str, Tensor | float]``: *sums* over the batch's samples by name. They are added up
+      over all batches and ranks and divided by the number of test samples, so each sample counts once.
+
+    More are used if they are there. For training:
+
+    - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW.
+    - ``collate(samples) -> batch``; default: torch's.
+
+    For what was trained, `kit test` and `kit predict`:
+
+    - ``labels``: the names of the classes, a sequence of strings; default: their numbers.
+    - ``final_data()``: the samples to test on at the end; default: ``test_data()``.
+    - ``encode(texts) -> batch``: texts as ``predict`` takes them, where a sample is a text.
+    - ``export(folder)``: writes what else belongs to the weights. If there is a ``config.json`` then, the task is made
+      again for them with that folder as its ``model``.
+
+    Every rank makes its own task. What is random in ``__getitem__`` comes back the same after a resume only with
+    ``--num-workers 0``.
     """
 
-    def model(self) -> torch.nn.Module:
+    def model(self) -> "torch.nn.Module":
         """The model, on the CPU; weights may be random, the ranks are given the same ones."""
 
     def train_data(self) -> Any:
@@ -37,32 +61,27 @@ class Task(Protocol):
     def test_data(self) -> Any:
         """The samples to evaluate on after each epoch."""
 
-    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def loss(self, model: "torch.nn.Module", batch: Any) -> "torch.Tensor":
         """The mean loss over the batch's samples, a scalar. Call ``model`` once."""
 
-    def measure(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor | float]:
-        """*Sums* over the batch's samples by name, such as ``accuracy`` (how many are right) or ``loss``.
 
-        They are added up over all batches and ranks and divided by the number of test samples, so each sample
-        counts once.
-        """
-
-
-METHODS = ("model", "train_data", "test_data", "loss", "measure")
+METHODS = ("model", "train_data", "test_data", "loss")
+JUDGES = (("predict", "targets"), ("measure",))
+"""A task has one of these, too."""
 
 
 class TaskError(ValueError):
     """A task that cannot be found or lacks something; the message says what was wanted."""
 
 
-def load_task(name: str, **given: str | None) -> Task:
+def load_task(name: str, **given: object) -> Task:
     """The task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
 
     ``Task`` is a class (or a function) that is called without arguments, or an object that is a task.
 
     Args:
         name: the task's.
-        given: ``data`` and ``model``, as keywords for the class; None is as if it was not there.
+        given: ``data``, ``model`` and others, as keywords for the class; None and False are as if not there.
 
     Raises:
         TaskError: there is none of that name, it lacks a method, or does not take what is given.
@@ -78,7 +97,7 @@ def load_task(name: str, **given: str | None) -> Task:
         own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise TaskError(f"{where} has no {attribute}; its classes are: {', '.join(own) or 'none'}")
     task: object = getattr(module, attribute)
-    keywords = {key: value for key, value in given.items() if value is not None}
+    keywords = {key: value for key, value in given.items() if value is not None and value is not False}
     if inspect.isclass(task) or inspect.isfunction(task):
         takes = inspect.signature(task)
         try:
@@ -93,16 +112,17 @@ def load_task(name: str, **given: str | None) -> Task:
     elif keywords:
         raise TaskError(f"the task {name} takes no {_options(keywords)}: it is an object, not a class")
     lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
+    if not any(all(callable(getattr(task, each, None)) for each in judges) for judges in JUDGES):
+        lacking.append("predict() and targets(), or measure")
     if lacking:
         raise TaskError(
-            f"{name} lacks {', '.join(f'{method}()' for method in lacking)}; a task has "
-            f"{', '.join(f'{method}()' for method in METHODS)} (see nodekit.training.Task)"
+            f"{name} lacks {', '.join(f'{method}()' for method in lacking)} (see nodekit.training.Task)"
         )
     return task  # type: ignore[return-value]  # just checked
 
 
-def _options(keywords: Mapping[str, str]) -> str:
-    return ", ".join(f"--{key}" for key in keywords)
+def _options(keywords: Mapping[str, object]) -> str:
+    return ", ".join(f"--{key.replace('_', '-')}" for key in keywords)
 
 
 def _module_of_name(name: str) -> ModuleType:

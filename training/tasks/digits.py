@@ -32,6 +32,8 @@ class Pixels(torch.utils.data.Dataset[Sample]):
 class Digits:
     """The shared module's first task; reaches 97 % and more in some seconds on two cores."""
 
+    labels = tuple("0123456789")
+
     def __init__(self) -> None:
         rows = np.loadtxt(gzip.decompress(_data_file().read_bytes()).decode().splitlines(), delimiter=",")
         order = np.random.default_rng(0).permutation(len(rows))  # one split for everyone, whatever --seed is
@@ -62,19 +64,17 @@ class Digits:
         """360 samples."""
         return self._test
 
+    def predict(self, model: nn.Module, batch: Sample) -> torch.Tensor:
+        """The scores before softmax, ``(num, 10)``."""
+        return cast(torch.Tensor, model(batch[0]))
+
+    def targets(self, batch: Sample) -> torch.Tensor:
+        """The digits that they are, int64 ``(num,)``."""
+        return batch[1]
+
     def loss(self, model: nn.Module, batch: Sample) -> torch.Tensor:
         """Cross-entropy, the mean over the batch."""
-        images, labels = batch
-        return functional.cross_entropy(model(images), labels)
-
-    def measure(self, model: nn.Module, batch: Sample) -> dict[str, torch.Tensor | float]:
-        """How many are right, and the sum of the losses."""
-        images, labels = batch
-        scores = cast(torch.Tensor, model(images))
-        return {
-            "accuracy": (scores.argmax(1) == labels).sum(),
-            "loss": functional.cross_entropy(scores, labels, reduction="sum"),
-        }
+        return functional.cross_entropy(self.predict(model, batch), batch[1])
 
 
 def _data_file() -> Path:

@@ -75,6 +75,22 @@ def read_rows(path: Path, labels: Collection[str] | None = None) -> list[Row]:
     return rows
 
 
+def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str, list[Row]]:
+    """The rows of a folder's train, dev and, if it is there, test.
+
+    Args:
+        folder: with a file for each, as `find_rows` wants them.
+        labels: the only ones that may occur. None: those of train, in the others too.
+
+    Raises:
+        TaskError: a split is missing, or a row is not as it should be.
+    """
+    train = read_rows(find_rows(folder, "train"), labels)
+    known = labels or sorted({row.label for row in train})
+    others = ("dev", "test") if any(folder.glob("test.*")) else ("dev",)
+    return {"train": train, **{split: read_rows(find_rows(folder, split), known) for split in others}}
+
+
 class _BadRow(ValueError):
     """A row that is not as it should be, without the file's name."""
 

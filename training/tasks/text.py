@@ -1,20 +1,25 @@
 """Classification of text with BERT, one from a folder or the hub, or a small one; by default six emotions."""
 
 import importlib
+import logging
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from nodekit.training.export import difference
 from nodekit.training.tasks import TaskError
-from nodekit.training.tasks.rows import find_rows, read_rows
+from nodekit.training.tasks.rows import read_splits
 
 EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
 """The labels of the sentences that are shipped: other, liking, sadness, disgust, anger, joy."""
+
+_log = logging.getLogger("nodekit.training")
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -32,7 +37,12 @@ class Text:
     """
 
     def __init__(
-        self, *, data: str | Path | None = None, model: str | Path | None = None, max_length: int = 64
+        self,
+        *,
+        data: str | Path | None = None,
+        model: str | Path | None = None,
+        ignore_mismatched_sizes: bool = False,
+        max_length: int = 64,
     ) -> None:
         """Read the data and make the tokenizer.
 
@@ -41,6 +51,7 @@ class Text:
                 Absent: the emotions.
             model: a BERT's folder, or its name at the hub. Absent: a small one with random weights, whose vocabulary
                 is the characters of the training texts.
+            ignore_mismatched_sizes: of that BERT take the weights whose shapes fit, and list the others.
             max_length: tokens per text, [CLS] and [SEP] included; what is longer is cut.
 
         Raises:
@@ -49,16 +60,17 @@ class Text:
         self._transformers = _transformers()
         self._name = None if model is None else str(model)
         self.max_length = max_length
+        self._ignore_mismatched_sizes = ignore_mismatched_sizes
         config = None if self._name is None else self._config(self._name)
         folder = Path(__file__).parent / "emotions" if data is None else Path(data)
-        train = read_rows(find_rows(folder, "train"), EMOTIONS if data is None else None)
-        self.labels = _labels({row.label for row in train}, config)
-        self._data = {"train": [(row.text, self.labels.index(row.label)) for row in train]}
-        for split in ("dev", "test") if any(folder.glob("test.*")) else ("dev",):
-            rows = read_rows(find_rows(folder, split), self.labels)
-            self._data[split] = [(row.text, self.labels.index(row.label)) for row in rows]
+        splits = read_splits(folder, EMOTIONS if data is None else None)
+        self.labels = _labels({row.label for row in splits["train"]}, config)
+        self._data = {
+            split: [(row.text, self.labels.index(row.label)) for row in rows]
+            for split, rows in splits.items()
+        }
         self.tokenizer = (
-            self._character_tokenizer(row.text for row in train)
+            self._character_tokenizer(row.text for row in splits["train"])
             if self._name is None
             else self._load("tokenizer", self._transformers.AutoTokenizer, self._name)
         )
@@ -68,30 +80,54 @@ class Text:
                 f"the tokenizer of {self._name} has {len(self.tokenizer)} tokens and the model {config.vocab_size}: "
                 "wanted a vocab.txt or tokenizer.json of the same model"
             )
-
-    def model(self) -> nn.Module:
-        """A ``BertForSequenceClassification``; what is random in it comes from torch's global generator.
-
-        Raises:
-            TaskError: the model's weights cannot be had.
-        """
-        bert = self._transformers.BertForSequenceClassification
-        names = dict(enumerate(self.labels))
-        settings: dict[str, Any] = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
-        if self._name is not None:
-            # A last layer of another task's size is replaced by a random one.
-            module = self._load("model", bert, self._name, ignore_mismatched_sizes=True, **settings)
-            return cast(nn.Module, module.train())
-        config = self._transformers.BertConfig(
+        self._bert = config or self._transformers.BertConfig(
             vocab_size=len(self.tokenizer),
             hidden_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=256,
-            max_position_embeddings=self.max_length,
-            **settings,
+            max_position_embeddings=max_length,
         )
-        return cast(nn.Module, bert(config))
+        self._bert.architectures = ["BertForSequenceClassification"]
+        self._bert.id2label = dict(enumerate(self.labels))
+        self._bert.label2id = {name: i for i, name in enumerate(self.labels)}
+
+    def model(self) -> nn.Module:
+        """A ``BertForSequenceClassification``; what is random in it comes from torch's global generator.
+
+        Raises:
+            TaskError: the model's weights cannot be had, or have other shapes and that is not to be ignored.
+        """
+        bert = self._transformers.BertForSequenceClassification
+        if self._name is None:
+            return cast(nn.Module, bert(self._bert))
+        says = self._transformers.utils.logging
+        verbosity = says.get_verbosity()
+        says.set_verbosity_error()  # on each rank it would print the table that we give a list of, once
+        try:
+            module, found = self._load(
+                "model",
+                bert,
+                self._name,
+                config=self._bert,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        finally:
+            says.set_verbosity(verbosity)
+        self._bert.dtype = module.dtype
+        shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+        other = [difference(name, here, there) for name, there, here in sorted(found["mismatched_keys"])]
+        if other and not self._ignore_mismatched_sizes:
+            raise TaskError(
+                f"the model {self._name} has other shapes: {'; '.join(other[:3])}{'; …' if len(other) > 3 else ''}; "
+                "--ignore-mismatched-sizes leaves them out, for random ones, and takes the rest"
+            )
+        other += [difference(name, shapes.get(name), None) for name in sorted(found["missing_keys"])]
+        if other and (not dist.is_initialized() or dist.get_rank() == 0):
+            listed = "\n  ".join(other)
+            _log.warning("of the model %s these were left out, and are random:\n  %s", self._name, listed)
+        return cast(nn.Module, module.train())
 
     def train_data(self) -> list[Sample]:
         """What to train on; of the emotions 1,088."""
@@ -130,28 +166,21 @@ class Text:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return cast(torch.Tensor, model(**inputs).logits).float()
 
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """The right places in ``labels``, int64 ``(num,)``."""
+        return batch["labels"]
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross-entropy, the mean over the batch."""
         return functional.cross_entropy(self.predict(model, batch), batch["labels"])
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor | float]:
-        """How many are right, and the sum of the losses."""
-        scores = self.predict(model, batch)
-        return {
-            "accuracy": (scores.argmax(1) == batch["labels"]).sum(),
-            "loss": functional.cross_entropy(scores, batch["labels"], reduction="sum"),
-        }
-
-    def save(self, model: nn.Module, folder: str | Path) -> None:
-        """Write weights, configuration and vocabulary to a folder that transformers' ``from_pretrained`` reads.
-
-        ``model`` is what ``model()`` gave, not wrapped in DDP.
-        """
-        cast(Any, model).save_pretrained(folder)
+    def export(self, folder: Path) -> None:
+        """Write configuration and vocabulary, with which transformers' ``from_pretrained`` reads the weights."""
+        self._bert.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         tokens = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
         # transformers 5 writes tokenizer.json alone; older readers of BERT want this.
-        Path(folder, "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+        (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
 
     def _config(self, name: str) -> Any:
         """The configuration, before all else: a name that is wrong should not have to wait for the rest."""
