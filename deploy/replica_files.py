@@ -34,6 +34,7 @@ _NUM_SET_ASIDE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # nodekit.training's own snapshots, which it exchanges itself.
 _OURS = re.compile(r"g\d{4,}-s\d{9,}.*|fence", re.ASCII | re.DOTALL)
+_OUR_FOLDERS = re.compile(r"g\d{4,}-s\d{9,}-[0-9a-f]{16}\.dcp", re.ASCII)
 _UNFINISHED = (".tmp", ".part", ".partial", "~")
 # torch.distributed.checkpoint renames it into place last, and nothing of a checkpoint can be read without it.
 _DOTTED_BUT_FINISHED = ".metadata"
@@ -42,7 +43,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 def is_ours(name: str) -> bool:
     """Whether nodekit.training looks after this file itself."""
-    return "/" not in name and _OURS.fullmatch(name) is not None
+    first, slash, _ = name.partition("/")
+    return (_OUR_FOLDERS if slash else _OURS).fullmatch(first) is not None
 
 
 def is_unfinished(part: str) -> bool:
@@ -194,7 +196,8 @@ def look(folder: Path) -> Look:
                 if is_unfinished(entry.name):
                     found.unfinished.add(name)
                 elif entry.is_dir(follow_symlinks=False):
-                    pending.append(name)
+                    if below or not _OUR_FOLDERS.fullmatch(name):
+                        pending.append(name)
                 elif not is_ours(name):
                     with contextlib.suppress(FileNotFoundError):
                         _see(found, folder, name, entry.stat(follow_symlinks=False))

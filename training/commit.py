@@ -34,11 +34,17 @@ def place(
     """
     file.flush()
     os.fsync(file.fileno())
+    file.close()  # Windows renames no open file
     last_word()
     temporary.replace(temporary.with_name(name))
+    sync_folder(temporary.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """See to it that the names in a folder are on the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows, where a folder cannot be opened
         return
-    folder_fd = os.open(temporary.parent, os.O_RDONLY)
+    folder_fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(folder_fd)
     finally:

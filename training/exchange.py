@@ -46,7 +46,10 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
         age, negative_rank, manifest = max(held, key=lambda entry: entry[:2])
         if snapshots.generation is None:
             snapshots.generation = max(fence, manifest.generation)
-        loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
+        if manifest.is_sharded:
+            loaded = _in_parts(snapshots, world, own, manifest)
+        else:
+            loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
         if loaded:
             return loaded
         unreadable.add(age)  # its holder cannot read it a second time: to the next older one
@@ -110,6 +113,22 @@ def _everywhere(
     if loaded is None and hashlib.sha256(data.getbuffer()).hexdigest() == manifest.sha256[manifest.payload]:
         data.seek(0)
         loaded = _from_rank(source, Loaded(load_payload(data), manifest, manifest.payload))
+    return loaded if all(world.gather(loaded is not None)) else None
+
+
+def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
+    """The same for a sharded one, which is not sent: all see its folder."""
+    has_it = any(each.age == manifest.age for each in snapshots.manifests())
+    if blind := [rank for rank, sees in enumerate(world.gather(has_it)) if not sees]:
+        raise ValueError(
+            f"the newest snapshot ({manifest.name}, sharded) is not in the snapshot folder of rank "
+            f"{', '.join(map(str, blind))}, and sharded ones are not sent: give all nodes one folder, or go on where "
+            "it is with --snapshot-format whole"
+        )
+    is_good = own is not None and own.manifest.age == manifest.age
+    if not all(world.gather(is_good or not world.is_first_on_node)):  # one of those who verify all rejects it
+        return None
+    loaded = own if is_good else snapshots.read_age(manifest.age)
     return loaded if all(world.gather(loaded is not None)) else None
 
 

@@ -2,14 +2,20 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
-PAYLOAD = re.compile(r"g(\d{4,})-s\d{9,}-[0-9a-f]{16}\.pt", re.ASCII)
-"""Names of payloads: one for each content, since saving a step again must not damage the first one on the way."""
+PAYLOAD = re.compile(r"g(\d{4,})-s\d{9,}-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
+"""Names of payloads: one for each content, since saving a step again must not damage the first one on the way.
+
+A whole one is a file, a sharded one a folder (see ``sharded``).
+"""
+
+_FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +29,22 @@ class Manifest:
     world_size: int
     """How many ranks there were."""
     sha256: dict[str, str]
-    """File name → SHA-256, in hex."""
+    """File name, below a sharded one's folder with that before a slash → SHA-256, in hex."""
     size_bytes: dict[str, int]
     """File name → size."""
     saved_at: str
     """When, ISO 8601, UTC; for people, nothing is decided by it."""
+
+    def check(self, name: str) -> None:
+        """Do nothing if this is what the file ``name`` may say.
+
+        Raises:
+            ValueError, TypeError, AttributeError: it is not.
+        """
+        if self.name != name or not all(map(_FILE.fullmatch, self.sha256)):
+            raise ValueError(f"it is about {self.name} and {self.payload}")
+        if self.sha256.keys() != self.size_bytes.keys():
+            raise ValueError("some files have a size, and others a SHA-256")
 
     @property
     def age(self) -> tuple[int, int]:
@@ -46,9 +63,14 @@ class Manifest:
 
     @property
     def payload(self) -> str:
-        """The name of the file with the state."""
-        (name,) = self.sha256
+        """The name of the file with the state, or of the folder with its parts."""
+        (name,) = {name.partition("/")[0] for name in self.sha256}
         return name
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a folder."""
+        return self.payload.endswith(".dcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +81,8 @@ class Loaded:
     manifest: Manifest
     source: str
     """For people: the file, or which rank sent it."""
+    shards: Path | None = None
+    """The folder with what ``state`` lacks, where that was left to be read in parts."""
 
 
 def load_payload(file: BinaryIO) -> Any:

@@ -1,8 +1,8 @@
 """Snapshots on this node's disk: committed so that no kill can lose one, verified before they are used.
 
-A snapshot is a payload (``torch.save``) and a manifest (JSON) that names it with its SHA-256. The payload is
-written beside, synced, renamed, the folder synced; only then, the same way, the manifest. What no manifest
-names does not exist.
+A snapshot is a payload (``torch.save``, or a folder of parts, see ``sharded``) and a manifest (JSON) that names it with
+its SHA-256. The payload is written beside, synced, renamed, the folder synced; only then, the same way, the manifest.
+What no manifest names does not exist.
 """
 
 import hashlib
@@ -10,8 +10,10 @@ import io
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -27,6 +29,7 @@ from nodekit.training.commit import TEMPORARY, HashingFile, place, written_besid
 from nodekit.training.fence import Fence
 from nodekit.training.hostcopy import HostCopy
 from nodekit.training.manifest import MANIFEST, PAYLOAD, Loaded, Manifest, load_payload
+from nodekit.training.shards import REST, SMALL, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
 
@@ -50,7 +53,12 @@ class Snapshots:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, keep: int = 2, generation: int | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        generation: int | None = None,
+        leave_shards: bool = False,
     ) -> None:
         """Nothing is read or written yet.
 
@@ -58,6 +66,8 @@ class Snapshots:
             folder: made when first saved to.
             keep: how many to keep, 2 or more: the last one may turn out damaged.
             generation: how often the job was started anew; None: that of the newest snapshot or fence here, or 0.
+            leave_shards: do not put the tensors of a sharded one together: the state that is loaded lacks them, and
+                ``Loaded.shards`` says where they are.
         """
         if keep < 2:
             raise ValueError(
@@ -66,6 +76,7 @@ class Snapshots:
         self.folder = Path(folder)
         self.keep = keep
         self.generation = generation
+        self.leave_shards = leave_shards
         self.fence = Fence(self.folder)
         self.num_failed = 0
         """How many saves have failed since the last one that did not."""
@@ -97,8 +108,7 @@ class Snapshots:
         ``save`` or this, in that thread's stead.
         """
         self.wait()
-        copied = self._host_copy.take(state)
-        self._writer.start(partial(self._save, copied, step=step, world_size=world_size))
+        self._writer.start(partial(self._save, self._staged(state), step=step, world_size=world_size))
 
     @property
     def is_saving(self) -> bool:
@@ -145,8 +155,7 @@ class Snapshots:
         for name in names:
             try:
                 manifest = Manifest(**json.loads((self.folder / name).read_text()))
-                if manifest.name != name or not PAYLOAD.fullmatch(manifest.payload):
-                    raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
+                manifest.check(name)
                 found.append(manifest)
             except (ValueError, TypeError, AttributeError) as error:
                 self._reject(name, f"its manifest is damaged ({error})", for_good=True)
@@ -164,14 +173,21 @@ class Snapshots:
         )
 
     def read_age(self, age: tuple[int, int]) -> Loaded | None:
-        """The one of this (generation, step), if it is here and good."""
-        return next(filter(None, (self._read(each) for each in self.manifests() if each.age == age)), None)
+        """The one of this (generation, step), if it is here and good.
 
-    def _read(self, manifest: Manifest) -> Loaded | None:
+        Of a sharded one whose tensors are left, only what is read is verified: ``load`` has seen to the others, on
+        this node's first rank.
+        """
+        found = (self._read(each, in_part=True) for each in self.manifests() if each.age == age)
+        return next(filter(None, found), None)
+
+    def _read(self, manifest: Manifest, *, in_part: bool = False) -> Loaded | None:
         path = self.folder / manifest.payload
         try:
+            if manifest.is_sharded:
+                return self._read_shards(manifest, path, in_part=in_part and self.leave_shards)
             with path.open("rb") as file:
-                if not self._is_good(manifest, file):
+                if not self._is_good(manifest, manifest.payload, file):
                     return None
                 file.seek(0)
                 return Loaded(load_payload(file), manifest, str(path))
@@ -179,18 +195,33 @@ class Snapshots:
             self._reject(manifest.name, str(error), for_good=isinstance(error, FileNotFoundError))
             return None
 
-    def _is_good(self, manifest: Manifest, file: BinaryIO) -> bool:
-        wanted_bytes, size_bytes = manifest.size_bytes[manifest.payload], os.fstat(file.fileno()).st_size
+    def _read_shards(self, manifest: Manifest, path: Path, *, in_part: bool) -> Loaded | None:
+        wanted: Iterable[str] = [f"{path.name}/{name}" for name in SMALL] if in_part else manifest.sha256
+
+        def is_good(name: str) -> bool:
+            with (self.folder / name).open("rb") as file:
+                return self._is_good(manifest, name, file)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+            if not all(list(pool.map(is_good, wanted))):
+                return None
+        with (path / REST).open("rb") as file:
+            rest = load_payload(file)
+        if self.leave_shards:
+            return Loaded(rest, manifest, str(path), path)
+        return Loaded(assemble(rest, read_whole(path)), manifest, str(path))
+
+    def _is_good(self, manifest: Manifest, name: str, file: BinaryIO) -> bool:
+        what = name.partition("/")[2] or "its payload"
+        wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
         if size_bytes != wanted_bytes:
-            self._reject(
-                manifest.name, f"its payload has {size_bytes} bytes of {wanted_bytes}", for_good=True
-            )
+            self._reject(manifest.name, f"{what} has {size_bytes} bytes of {wanted_bytes}", for_good=True)
             return False
         digest = hashlib.sha256()
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
-        if digest.hexdigest() != manifest.sha256[manifest.payload]:
-            self._reject(manifest.name, "its payload's SHA-256 is another than its manifest's", for_good=True)
+        if digest.hexdigest() != manifest.sha256[name]:
+            self._reject(manifest.name, f"{what}'s SHA-256 is another than its manifest's", for_good=True)
             return False
         return True
 
@@ -213,6 +244,9 @@ class Snapshots:
             self.generation = max([self.fence.read(), *found])
         return self.generation
 
+    def _staged(self, state: Any) -> Any:
+        return self._host_copy.take(state)
+
     def _save(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
         with self._or_warn(f"step {step}"):
             self.num_failed += 1
@@ -233,26 +267,38 @@ class Snapshots:
         self.fence.check(generation)
         self._make_folder()
         with written_beside(self.folder) as (temporary, file):
-            payload = HashingFile(file)
-            torch.save(state, cast(IO[bytes], payload))
-            payload.finish()
-            self._refuse_what_cannot_be_loaded(temporary)
+            payload = self._write(state, file, temporary)
             name = f"g{generation:04d}-s{step:09d}-{payload.sha256[:16]}.pt"
-            manifest = Manifest(
-                generation=generation,
-                step=step,
-                world_size=world_size,
-                sha256={name: payload.sha256},
-                size_bytes={name: payload.size_bytes},
-                saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            )
+            files = {name: (payload.sha256, payload.size_bytes)}
+            manifest = self._manifest(files, step=step, world_size=world_size)
             self._place(manifest, temporary, file)
         return manifest
 
+    def _write(self, state: Any, file: BinaryIO, path: Path) -> HashingFile:
+        payload = HashingFile(file)
+        torch.save(state, cast(IO[bytes], payload))
+        payload.finish()
+        self._refuse_what_cannot_be_loaded(path)
+        return payload
+
+    def _manifest(self, files: Mapping[str, tuple[str, int]], *, step: int, world_size: int) -> Manifest:
+        return Manifest(
+            generation=self._own_generation(),
+            step=step,
+            world_size=world_size,
+            sha256={name: sha256 for name, (sha256, _) in files.items()},
+            size_bytes={name: size_bytes for name, (_, size_bytes) in files.items()},
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        )
+
     def _place(self, manifest: Manifest, payload: Path, file: BinaryIO) -> None:
-        """Make a whole payload a snapshot, if this generation still may, and remove what is too old."""
-        generation = self._own_generation()
+        """Make a whole payload a snapshot."""
         place(payload, file, manifest.payload)
+        self._announce(manifest)
+
+    def _announce(self, manifest: Manifest) -> None:
+        """Commit what is on the disk, if this generation still may, and remove what is too old."""
+        generation = self._own_generation()
         self.fence.raise_to(generation)
         with written_beside(self.folder) as (temporary, beside):
             beside.write(json.dumps(asdict(manifest), indent=1).encode())
@@ -288,7 +334,9 @@ class Snapshots:
             for entry in list(self.folder.iterdir()):
                 payload = PAYLOAD.fullmatch(entry.name)
                 is_left = payload and entry.name not in named and int(payload[1]) <= self._own_generation()
-                if is_left or TEMPORARY.fullmatch(entry.name):
+                if is_left and entry.is_dir():
+                    shutil.rmtree(entry)
+                elif is_left or TEMPORARY.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
         except OSError as error:
             log.warning("cannot clear up %s: %s", self.folder, error)

@@ -1,7 +1,7 @@
 """Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights to use it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nodekit.training.engines import State, single
+from nodekit.training.manifest import Loaded
+from nodekit.training.shards import assemble, read_into, shapes
 
 
 class Engine(single.Engine):
@@ -50,10 +52,45 @@ class Engine(single.Engine):
         self.model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
+    def shards(self) -> State:
+        """As it is."""
+        plain = self._plain.state_dict()
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": plain,
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_shards(self, found: Loaded) -> None:
+        """By the names that the whole would have; no rank waits for another."""
+        assert found.shards
+        flat = [each for group in self._plain.param_groups for each in group["params"]]
+        weights = {f"model.{name}": each for name, each in self.module.state_dict().items()}
+        try:
+            wholes = shapes(found.shards)
+            if foreign := [name for name in wholes if name.startswith("model.") and name not in weights]:
+                raise ValueError(f"it has {foreign[0]}, which the model lacks")
+            tensors = {
+                name: weights[name]
+                if name in weights
+                else _empty_part(whole, flat[int(name.split(".", 3)[2])])
+                for name, whole in wholes.items()
+            }
+            read_into(found.shards, weights | tensors)
+            state = assemble(found.state, tensors)
+            self.module.load_state_dict(state["model"])
+            self._plain.load_state_dict(state["optimizer"])
+        except (LookupError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Gathered, a tensor at a time, and kept by the first rank of each node."""
+        whole = ((name, _whole(each)) for name, each in self.module.state_dict().items())
+        return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+
     def state(self) -> State:
         """Gathered, a tensor at a time."""
-        state = super().state()
-        return {**state, **{name: _map(state[name], _whole) for name in ("model", "optimizer")}}
+        return {name: _map(each, _whole) for name, each in self.shards().items()}
 
 
 def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
@@ -66,6 +103,13 @@ def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
     ):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Room for what `_as_shard` would give."""
+    if isinstance(parameter, DTensor) and whole.shape == parameter.shape and whole.ndim:
+        return torch.empty_like(parameter.detach(), dtype=whole.dtype)
+    return torch.empty_like(whole, device="cpu")
 
 
 def _whole(value: Any) -> Any:

@@ -1,0 +1,314 @@
+"""Sharded snapshots: each rank its part, committed together or not at all, read on any number of ranks."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import environ, ranks, torchrun
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from nodekit.deploy.replica_files import is_allowed, look
+from nodekit.training import Fenced, Snapshots, World, writes_snapshots
+from nodekit.training.loop import weights_sha256
+from nodekit.training.sharded import ShardedSnapshots
+
+pytestmark = pytest.mark.slow
+
+TASK = '''
+import os, resource, signal, threading
+from torch import nn
+from nodekit.training import sharded, snapshot
+from nodekit.training.tasks.digits import Digits, Pixels
+
+RANK, FAULT = os.environ.get("RANK", "0"), os.environ.get("FAULT")
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if FAULT == "manifest" and RANK == "0":
+    def place(temporary, file, name, *, place=snapshot.place, **more):
+        if name.endswith("12.json"):
+            die()
+        place(temporary, file, name, **more)
+    snapshot.place = place
+
+if FAULT == "shard" and RANK == "1":
+    class Stream(sharded._Stream):
+        def write(self, data, calls=[]):
+            calls.append(1)
+            if len(calls) > 100:
+                super().write(bytes(data)[:len(data) // 2])
+                die()
+            return super().write(data)
+    sharded._Stream = Stream
+
+class Small(Digits):
+    """192 digits: 6 steps of 32, an odd number of channels, a buffer, and a fault to order."""
+    calls = 0
+
+    def train_data(self):
+        data = super().train_data()
+        return Pixels(data.images[:192], data.labels[:192])
+
+    def model(self):
+        norm = [] if "PLAIN" in os.environ else [nn.BatchNorm2d(5)]
+        return nn.Sequential(nn.Conv2d(1, 5, 3), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(180, 10), nn.PReLU(1))
+
+    def loss(self, model, batch):
+        self.calls += 1
+        for thread in threading.enumerate():
+            if thread.name == "nodekit-snapshot":
+                thread.join()
+        if FAULT == "step" and RANK == "1" and self.calls == 9:
+            die()
+        if FAULT == "disk" and RANK == "1":
+            limit = 3000 if self.calls in range(3, 9) else -1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+        return super().loss(model, batch)
+'''
+OPTIONS = ["--snapshot-every", "3", "--batch-size", "32", "--schedule", "constant", "--warmup-steps", "0"]
+SHARDED = ["--engine", "fsdp", "--snapshot-format", "sharded"]
+WHOLE = ["--engine", "fsdp", "--snapshot-format", "whole"]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    (tmp_path / "small.py").write_text(TASK)
+    return f"{tmp_path / 'small.py'}:Small"
+
+
+def train(
+    folder: Path, task: str, *arguments: object, num_ranks: int = 2, code: int = 0, **extra: object
+) -> str:
+    given = ["--task", task, "--output", folder, *OPTIONS, *arguments]
+    if num_ranks == 1:
+        done = subprocess.run(
+            [sys.executable, "-m", "nodekit.training", *map(str, given)],
+            env=environ(**extra),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        said, found_code = done.stdout + done.stderr, done.returncode
+    else:
+        with torchrun(num_ranks, *given, **extra) as process:
+            said, _ = process.communicate(timeout=150)
+            found_code = process.returncode
+    assert found_code == code, said
+    return said
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(each.step for each in Snapshots(folder).manifests())
+
+
+def test_kills_lose_nothing_that_was_committed(task: str, tmp_path: Path) -> None:
+    """A rank killed in a step, the one that commits killed before it can, a rank killed half through its file.
+
+    At last the newest is damaged, too.
+    """
+    train(tmp_path / "a", task, *SHARDED, "--epochs", 3)
+    for fault, step in (("step", None), ("manifest", 6), ("shard", 9), ("", 6)):
+        if not fault:
+            (path,) = tmp_path.glob("b/snapshots/g0000-s000000009-*.dcp/__1_0.distcp")
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+        said = train(tmp_path / "b", task, *SHARDED, "--epochs", 3, code=1 if fault else 0, FAULT=fault)
+        assert re.findall(r"resumed at step (\d+) ", said) == ([str(step)] if step else []), said
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert result(tmp_path / "b")["weights_sha256"] == result(tmp_path / "a")["weights_sha256"]
+    folder = tmp_path / "b/snapshots"
+    assert steps(folder) == [15, 18]
+    assert len(list(folder.iterdir())) == 4, "what the killed ones left is gone"
+    sizes = [
+        {path.name: path.stat().st_size for path in each.iterdir() if path.suffix == ".distcp"}
+        for each in folder.glob("*.dcp")
+    ]
+    for each in sizes:  # three times the weights, in two parts, and what torch.save adds to each tensor
+        assert set(each) == {"__0_0.distcp", "__1_0.distcp"}
+        assert max(each.values()) < 1.5 * min(each.values())
+
+
+def test_other_numbers_of_ranks_and_other_engines_go_on_from_them(task: str, tmp_path: Path) -> None:
+    folder = tmp_path / "chain"
+    ways = [
+        (2, SHARDED), (1, SHARDED), (3, SHARDED), (2, ["--engine", "ddp"]),
+        (2, SHARDED), (1, WHOLE),
+    ]  # fmt: skip
+    for epoch, (num_ranks, way) in enumerate(ways, 1):
+        said = train(folder, task, *way, "--epochs", epoch, num_ranks=num_ranks, PLAIN=1)
+        assert epoch == 1 or f"resumed at step {6 * epoch - 6} " in said, said
+        newest = Snapshots(folder / "snapshots").manifests()[0]
+        assert newest.is_sharded == (way is SHARDED)
+        assert len(newest.sha256) == (num_ranks + 2 if way is SHARDED else 1)
+    train(tmp_path / "plain", task, "--epochs", len(ways), num_ranks=1, PLAIN=1)
+    assert losses(folder) == pytest.approx(losses(tmp_path / "plain"), abs=5e-4)
+
+
+def test_a_rank_that_cannot_write_keeps_all_from_it_and_training_goes_on(task: str, tmp_path: Path) -> None:
+    said = train(tmp_path, task, *SHARDED, "--epochs", 2, FAULT="disk")
+    for step in (3, 6):  # on both ranks; the other is told which
+        assert len(re.findall(rf"no snapshot of step {step} .*File too large", said)) == 2, said
+        assert len(re.findall(rf"no snapshot of step {step} .*rank 1: .*File too large", said)) == 1, said
+    assert len(re.findall(r"saved in .* again: step 9, after 2", said)) == 2, said
+    assert steps(tmp_path / "snapshots") == [9, 12]
+    assert len(list((tmp_path / "snapshots").iterdir())) == 4
+    out = tmp_path / "out.pt"
+    gather = [sys.executable, "-m", "nodekit.training.gather", str(tmp_path / "snapshots"), str(out)]
+    done = subprocess.run(gather, capture_output=True, text=True, timeout=60, check=True)
+    weights = torch.load(out, weights_only=True)
+    assert f"{len(weights)} tensors in {out.stat().st_size:,} bytes, of step 12 " in done.stdout
+    assert weights_sha256(weights) == result(tmp_path)["weights_sha256"]
+
+
+@pytest.mark.parametrize("shared", ["", "1"])
+def test_nodes_with_folders_of_their_own_are_refused(shared: str, task: str, tmp_path: Path) -> None:
+    extra = {
+        "NODEKIT_SNAPSHOT_SHARED": shared,
+        "NODEKIT_SNAPSHOT_DIR": [str(tmp_path / f"own{rank}") for rank in range(2)],
+    }
+    program = ["-m", "nodekit.training"]
+    given = ["--task", task, "--output", tmp_path, "--epochs", 1, *SHARDED, *OPTIONS]
+    with ranks(2, program, *given, **extra) as processes:
+        said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1 if shared else 2] * 2, said
+    (line,) = {next(line for line in each.splitlines() if "needs one folder" in line) for each in said}
+    assert "--snapshot-format whole" in line
+    assert "Traceback" not in said[0]
+
+
+def test_two_nodes_with_one_folder_save_to_it_together(task: str, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    program = ["-m", "nodekit.training"]
+    given = ["--task", task, "--output", tmp_path, "--epochs", 1, *SHARDED, *OPTIONS]
+    with ranks(2, program, *given, NODEKIT_SNAPSHOT_SHARED=1, NODEKIT_SNAPSHOT_DIR=folder) as processes:
+        said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert steps(folder) == [3, 6]
+    assert len(Snapshots(folder).manifests()[0].sha256) == 4
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Of this process alone."""
+    with World.from_env({}) as world:
+        yield world
+
+
+def sharded(folder: Path, world: World, generation: int | None = None) -> ShardedSnapshots:
+    like = Snapshots(folder, generation=generation)
+    return ShardedSnapshots(like, world, commits=writes_snapshots(like, world))
+
+
+def state(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.full((7, 3), float(step)), mesh)
+    return {
+        "model": {"a.weight": weight, "b": torch.arange(4), "extra": "x"},
+        "optimizer": {
+            "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(float(step)), "on": True}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "rng": [torch.ones(3)],
+        "step": step,
+    }
+
+
+def loaded_step(folder: Path) -> int | None:
+    found = Snapshots(folder).load()
+    if found is None:
+        return None
+    step: int = found.state["step"]
+    assert torch.equal(found.state["model"]["a.weight"], torch.full((7, 3), float(step)))
+    assert torch.equal(found.state["optimizer"]["state"][0]["exp_avg"], torch.full((7, 3), 2.0 * step))
+    assert torch.equal(found.state["model"]["b"], torch.arange(4))
+    assert (found.state["model"]["extra"], found.state["optimizer"]["state"][0]["on"]) == ("x", True)
+    assert found.state["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    return step
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "rest.pt"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_what_is_damaged_is_passed_over_and_then_removed(
+    file: str, damage: str, world: World, tmp_path: Path
+) -> None:
+    snapshots = sharded(tmp_path, world)
+    for step in (1, 2, 3):
+        assert snapshots.save(state(step), step=step)
+    assert loaded_step(tmp_path) == 3
+    assert steps(tmp_path) == [2, 3]
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    (path,) = tmp_path.glob(f"g0000-s000000003-*.dcp/{file}")
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if damage == "cut" else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    assert loaded_step(tmp_path) == 2
+    snapshots = sharded(tmp_path, world)
+    assert snapshots.load()
+    assert snapshots.save(state(4), step=4)
+    assert steps(tmp_path) == [2, 4]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_fenced_generation_commits_nothing(world: World, tmp_path: Path) -> None:
+    assert sharded(tmp_path, world, generation=2).save(state(5), step=5)
+    old = sharded(tmp_path, world, generation=1)
+    old.save_async(state(9), step=9)
+    with pytest.raises(Fenced):
+        old.wait()
+    assert loaded_step(tmp_path) == 5
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_only_what_belongs_there_is_unpickled(world: World, tmp_path: Path) -> None:
+    assert sharded(tmp_path, world).save(state(1), step=1)
+    (path,) = tmp_path.glob("*.dcp/.metadata")
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    path.write_bytes(pickle.dumps(Evil()))
+    (manifest,) = tmp_path.glob("*.json")
+    fields = json.loads(manifest.read_text())
+    name = f"{path.parent.name}/.metadata"
+    fields["size_bytes"][name] = path.stat().st_size
+    fields["sha256"][name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"\.metadata holds posix\.mkdir"):
+        Snapshots(tmp_path).load()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_kit_makes_no_copies_of_them(world: World, tmp_path: Path) -> None:
+    assert sharded(tmp_path, world).save(state(1), step=1)
+    mine = tmp_path / "mine.dcp" / "__0_0.distcp"
+    mine.parent.mkdir()
+    mine.write_bytes(b"x")
+    found = look(tmp_path)
+    assert set(found.files) == {"mine.dcp/__0_0.distcp"}
+    assert not found.unfinished
+    assert not any(is_allowed(name) for name in Snapshots(tmp_path).manifests()[0].sha256)

@@ -1,0 +1,136 @@
+"""The parts of a sharded snapshot, as torch.distributed.checkpoint (DCP) lays them out in a folder.
+
+The tensors of model and optimizer are in a ``.distcp`` file of each rank; ``.metadata`` says which part of which tensor
+is where, so that they can be read in other parts than they were written in. All else is in ``rest.pt``.
+
+DCP's own loading unpickles ``.metadata``, and values that are no tensors, without any restriction. Here the former is
+read with a list of what it may hold, and the latter are refused.
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METADATA = ".metadata"
+REST = "rest.pt"
+"""What is no tensor of the model or the optimizer."""
+SMALL = (METADATA, REST)
+"""What every rank reads all of."""
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_ALLOWED = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (
+            module == "torch" and isinstance(getattr(torch, name), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise ValueError(f"{METADATA} holds {module}.{name}, which is nothing that belongs there")
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state's model and optimizer, by the names that they have in the files."""
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for number, values in state["optimizer"]["state"].items():
+        found.update({f"optimizer.state.{number}.{name}": value for name, value in values.items()})
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def rest(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``flat`` leaves out, with None in place of each tensor, so that their order is kept."""
+    optimizer = state["optimizer"]
+    return {
+        **state,
+        "model": _emptied(state["model"]),
+        "optimizer": {
+            **optimizer,
+            "state": {number: _emptied(values) for number, values in optimizer["state"].items()},
+        },
+    }
+
+
+def assemble(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A state from its ``rest`` and ``flat``."""
+    optimizer = others["optimizer"]
+    states = {
+        number: _filled(values, f"optimizer.state.{number}.", tensors)
+        for number, values in optimizer["state"].items()
+    }
+    model = _filled(others["model"], "model.", tensors)
+    return {**others, "model": model, "optimizer": {**optimizer, "state": states}}
+
+
+def weights(others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The model's part of a state, without reading the optimizer's."""
+    return _filled(others["model"], "model.", read_whole(folder, "model."))
+
+
+def shapes(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that there is, of its whole shape, without content (on the meta device)."""
+    return {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+        for name, each in _read_metadata(folder).state_dict_metadata.items()
+    }
+
+
+def read_whole(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors whose names begin so, whole, on the CPU."""
+    tensors = {
+        name: torch.empty_like(each, device="cpu")
+        for name, each in shapes(folder).items()
+        if name.startswith(prefix)
+    }
+    read_into(folder, tensors)
+    return tensors
+
+
+def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors from the files; of a DTensor only this rank's part is read. No other rank is needed.
+
+    Raises:
+        ValueError, RuntimeError: one of them is not there, or has another shape.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # slow, and seldom needed
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = _read_metadata(folder)
+    planner, reader = DefaultLoadPlanner(flatten_state_dict=False), FileSystemReader(folder)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+
+
+def _read_metadata(folder: Path) -> Any:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    with (folder / METADATA).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    for name, each in metadata.state_dict_metadata.items():
+        if not isinstance(each, TensorStorageMetadata):
+            raise ValueError(
+                f"{folder / METADATA}: {name} is no tensor, and only an unsafe pickle would bring it back"
+            )
+    return metadata
+
+
+def _emptied(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: None if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def _filled(values: Mapping[Any, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {name: tensors.get(f"{prefix}{name}", value) for name, value in values.items()}
