@@ -51,6 +51,17 @@ in slurm.shared_dir now; nothing is queued. The script says what it does, and
 has no secret in it. Such a run is sbatch's and yours: kit status does not know it.
 """
 
+TEST = """\
+Print precision, recall and F1 of each class, and which were taken for which, of
+a run's weights on its task's test data. Computed by the run's own code on the
+first of its nodes that has the newest weights; nothing is written there.
+"""
+
+PREDICT = """\
+Print the label that a run's weights give to each text, and its probability.
+Computed by the run's own code on a node that has the weights.
+"""
+
 DRILL = """\
 Run the job once as it is, and then once per fault, with that fault in the
 middle. For each: when it was detected, when training went on, how many steps
@@ -75,13 +86,35 @@ exit codes:
   130  stopped by Ctrl-C
 """
 
+COMPARE = """\
+Train the same task with the same data, seed and batch by every engine on this
+machine, one after the other, and measure: how long the whole run took, samples
+per second in training, the greatest memory of any rank, the accuracy, and how
+many times the throughput of one process it was (single).
+
+A table, the same as CSV, a bar chart, and each run's log, result and metrics.
+An engine that cannot run here is a row with the reason. single and dp are one
+process, and run once. A batch is shared by all ranks, whatever their number.
+"""
+
+COMPARE_EXAMPLES = """\
+examples:
+  kit compare                                     the digits by all engines
+  kit compare --task text -- --epochs 2           the sentences; after the --, options of the shared module
+  kit compare --engines single,ddp,deepspeed:3 --nproc 1,2,4
+  kit compare --engines single,ddp,ddp:bf16,ddp:spawn:bf16
+
+after an engine, if wanted: :0 to :3 (deepspeed's stage), :bf16, :fp16, :spawn (its ranks without torchrun)
+
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
-        argv[:1] in (["up"], ["drill"], ["export"]) and "--" in argv
+        argv[:1] in (["up"], ["drill"], ["export"], ["compare"]) and "--" in argv
     ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
@@ -147,8 +180,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_ssh(command)
     listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
     listing.add_argument("--json", action="store_true", help="for programs")
+    _add_apply(commands)
     _add_export(commands)
     _add_drill(commands)
+    _add_compare(commands)
     _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
     from nodekit.deploy import lab
 
@@ -215,6 +250,27 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_ssh(command)
 
 
+def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    test = _add(commands, "test", _test, "how good a run's weights are on the task's test data", TEST)
+    predict = _add(commands, "predict", _predict, "the labels that a run's weights give to texts", PREDICT)
+    test.add_argument("run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)")
+    predict.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
+    predict.add_argument("texts", metavar="TEXT", nargs="*", help="what to label")
+    predict.add_argument("--file", metavar="F", help="in place of TEXT: a text on each line; - for stdin")
+    for command in (test, predict):
+        command.add_argument(
+            "--weights",
+            choices=["best", "last"],
+            default="best",
+            help="those that were best on the dev data, or the last (%(default)s)",
+        )
+        command.add_argument(
+            "--timeout", metavar="S", type=float, default=600.0, help="seconds to wait (%(default)g)"
+        )
+        command.add_argument("--json", action="store_true", help="for programs")
+        _add_ssh(command)
+
+
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _add(
         commands, "export", _export, "write the job of an inventory as a script for sbatch", EXPORT
@@ -244,6 +300,31 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     command.add_argument("--json", action="store_true", help="the results for programs, on stdout")
     _add_ssh(command)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands,
+        "compare",
+        _compare,
+        "train by every engine on this machine, and measure",
+        COMPARE,
+        COMPARE_EXAMPLES + EXIT_CODES,
+    )
+    command.usage = "kit compare [options] [-- OPTIONS OF python -m nodekit.training…]"
+    command.add_argument("--engines", metavar="NAME,NAME…", help="which (all)")
+    command.add_argument(
+        "--nproc",
+        metavar="N,N…",
+        help="on how many ranks (1, and as many as there are GPUs, or 2 without one)",
+    )
+    command.add_argument("--task", metavar="NAME", help="what to train (digits)")
+    command.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, help="a new folder for all of it (compare-DATE-TIME)"
+    )
+    command.add_argument(
+        "--timeout", metavar="S", type=float, default=3600.0, help="most seconds for a run (%(default)g)"
+    )
 
 
 def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
@@ -295,12 +376,50 @@ def _drill(args: argparse.Namespace) -> int:
     return list_faults(options.inventory) if args.list else drill(options)
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from nodekit.deploy.compare import Options, compare
+
+    task = ("--task", args.task) if args.task else ()
+    return compare(
+        Options(
+            engines=args.engines,
+            nproc=args.nproc,
+            arguments=(*task, *args.command),
+            output=args.output,
+            timeout_s=args.timeout,
+        )
+    )
+
+
 def _export(args: argparse.Namespace) -> int:
     from nodekit.deploy.start import Options
     from nodekit.slurm.export import export
 
     options = Options(inventory=_inventory(args), command=tuple(args.command) or None, ssh=_ssh_options(args))
     return export(options, args.output)
+
+
+def _test(args: argparse.Namespace) -> int:
+    from nodekit.deploy import apply, runs
+
+    return apply.test(runs.find(args.run_id), _apply_options(args))
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from nodekit.deploy import apply, runs
+
+    if bool(args.texts) == (args.file is not None):
+        raise KitError("kit predict: wanted either TEXT… or --file F, and not both")
+    if not all(text.strip() for text in args.texts):
+        raise KitError("kit predict: found an empty text, wanted some words")
+    run = runs.find(args.run_id)
+    return apply.predict(run, args.texts or apply.read_texts(args.file), _apply_options(args))
+
+
+def _apply_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
+    from nodekit.deploy.apply import Options
+
+    return Options(weights=args.weights, timeout_s=args.timeout, json=args.json, ssh=_ssh_options(args))
 
 
 def _supervise(args: argparse.Namespace) -> int:

@@ -3,11 +3,14 @@
 import json
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+
+import torch
 
 from nodekit.training.curves import Curves
 from nodekit.training.world import World
@@ -22,7 +25,9 @@ _PROGRESS_BYTES = 80
 class Report:
     """Rank 0 speaks and draws, each node's first rank keeps the numbers, every rank tells kit its step."""
 
-    def __init__(self, world: World, folder: Path, *, step: int, total_steps: int, samples_done: int) -> None:
+    def __init__(
+        self, world: World, folder: Path, *, step: int, total_steps: int, is_evaluated: bool
+    ) -> None:
         """Go on from ``step``: what was told of later steps is taken back, since they are done again."""
         self._world = world
         self._folder = folder
@@ -33,6 +38,13 @@ class Report:
         self._num_samples = 0
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step; None if unknown."""
+        self._timed_from_s: float | None = (
+            None  # when the step under way began; None before the first one's end
+        )
+        self._timed_s = 0.0
+        self._timed_samples = 0
+        self._is_warm = False  # whether there was an evaluation
+        self._peak_memory_bytes: int | None = None
         self._metrics = None
         self._curves: Curves | None = None
         self._bar: Any = None
@@ -42,7 +54,7 @@ class Report:
             path = folder / "metrics.jsonl"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _take_back(path, step, is_epoch_evaluated=samples_done == 0)
+                _take_back(path, step, is_evaluated=is_evaluated)
                 self._metrics = path.open("a", encoding="utf-8")
             except OSError as error:  # a full disk must not end the training
                 log.warning("%s is not written: %s", path, error)
@@ -87,13 +99,19 @@ class Report:
 
     def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int) -> None:
         """One step is done, of ``num_samples`` samples over all ranks, whose mean loss was ``loss``."""
+        now = time.monotonic()
+        if self._timed_from_s is not None:
+            self._timed_s += now - self._timed_from_s
+            self._timed_samples += num_samples
+            self._timed_from_s = now
+        if step == self._total_steps:  # here, before the state is put together for the last snapshot
+            self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
             self.first_step_s = _process_age_s()
             if self.first_step_s is not None:
                 self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
-        now = time.monotonic()
         if self._metrics is not None:
             self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": time.time()})
         text = f"epoch {epoch} loss {loss:.4f}"
@@ -107,6 +125,25 @@ class Report:
             self._last_line = now
             self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
         self._draw(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": rate})
+        if self._timed_from_s is None:
+            self._timed_from_s = time.monotonic()
+
+    def leave_out(self) -> None:
+        """What has passed since the last step was an evaluation or a snapshot, and no step's time."""
+        if self._timed_from_s is not None:
+            self._timed_from_s = time.monotonic()
+
+    def costs(self) -> dict[str, float | None]:
+        """What the training took, after the last step; all ranks call it.
+
+        ``samples_per_s`` over all ranks, by rank 0's clock: without evaluations, the pauses for snapshots and what was
+        before the first evaluation, or before the end of the first step if there was one evaluation only.
+        ``peak_memory_bytes`` of the rank that needed most until the end of the last step: on a GPU what torch had in
+        use there, else all of the process's memory. None for what is not known.
+        """
+        rate = self._timed_samples / self._timed_s if self._timed_s else None
+        rates, peaks = zip(*self._world.gather((rate, self._peak_memory_bytes)), strict=True)
+        return {"samples_per_s": rates[0], "peak_memory_bytes": max(filter(None, peaks), default=None)}
 
     def alive(self, *, at_once: bool = False) -> None:
         """Tell kit the step, and by that that this rank is at work; at most twice a second."""
@@ -129,13 +166,18 @@ class Report:
         if self._curves is not None:
             self._curves.settle()
 
-    def evaluation(self, step: int, *, epoch: int, means: dict[str, float]) -> None:
-        """The means over all test samples after ``epoch``."""
+    def evaluation(self, step: int, *, epoch: int, means: dict[str, float], when: str) -> None:
+        """The means over all test samples; ``when`` is said before the step's number."""
+        if (
+            not self._is_warm and step < self._total_steps
+        ):  # until here an import shared the cores with the steps
+            self._timed_s, self._timed_samples = 0.0, 0
+        self._is_warm = True
         if self._metrics is not None:
             self._write({"step": step, "epoch": epoch, "test": means, "time": time.time()})
         self._draw(step, {f"test/{name}": value for name, value in means.items()})
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
-        self.say(f"epoch {epoch} done at step {step}/{self._total_steps}: test {shown}")
+        self.say(f"{when} {step}/{self._total_steps}: test {shown}")
 
     def result(self, values: dict[str, Any]) -> None:
         """The run is trained to its end."""
@@ -164,7 +206,7 @@ class Report:
         self._curves.add(step, scalars)
 
 
-def _take_back(path: Path, step: int, *, is_epoch_evaluated: bool) -> None:
+def _take_back(path: Path, step: int, *, is_evaluated: bool) -> None:
     """Keep the lines of steps up to ``step``, the evaluation at it only if that is not done again."""
     if not path.exists():
         return
@@ -174,7 +216,7 @@ def _take_back(path: Path, step: int, *, is_epoch_evaluated: bool) -> None:
             values = json.loads(line)
         except ValueError:  # torn by a kill
             continue
-        is_redone = values["step"] == step and "test" in values and not is_epoch_evaluated
+        is_redone = values["step"] == step and "test" in values and not is_evaluated
         if line.endswith("\n") and values["step"] <= step and not is_redone:
             kept.append(line)
     beside = path.with_name(f".{path.name}.tmp")
@@ -187,6 +229,19 @@ def _process_age_s() -> float | None:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])
+        return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return None
+
+
+def _peak_memory_bytes(device: torch.device) -> int | None:
+    """The most that torch has had in use on one GPU, or this process altogether, where there is a /proc to tell."""
+    if device.type == "cuda":
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    try:
+        status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    # Not getrusage's: that counts what the process was forked from, before it became this program.
+    (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kib) * 1024

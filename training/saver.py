@@ -129,11 +129,13 @@ class Saver:
         yield
         self._last_s = self._edge_s = time.monotonic()
         self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
+        self._report.leave_out()
         self._report.alive()
 
     def paused(self) -> None:
         """The time since the last edge was not a step's: the next one begins now."""
         self._edge_s = None
+        self._report.leave_out()
 
     def save(self, state: Any, *, step: int) -> None:
         """Copy ``state`` and save it behind the loop's back."""

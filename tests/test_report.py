@@ -1,0 +1,77 @@
+"""What a run's result says of its cost: throughput of its steps alone, and memory."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nodekit.training.report import Report
+
+
+class Clock:
+    """Stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("nodekit.training.report.time", clock)
+    return clock
+
+
+def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tuple[Any, Any]) -> Report:
+    """Steps of 64 samples that take so long, and pauses of an hour."""
+    world: Any = SimpleNamespace(
+        is_main=False,
+        is_first_on_node=False,
+        progress_file=None,
+        device=torch.device("cpu"),
+        gather=lambda own: [own, *others],
+    )
+    total = sum(not isinstance(each, str) for each in steps_s)
+    report = Report(world, folder, step=0, total_steps=total, samples_done=0)
+    step = 0
+    for each in steps_s:
+        if isinstance(each, str):
+            clock.now_s += 3600
+            if each == "evaluation":
+                report.evaluation(step, epoch=1, means={})
+            report.leave_out()
+        else:
+            step += 1
+            clock.now_s += each
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "expected"),
+    [
+        ([50.0, 2.0, 2.0], 32),  # the first step is left out
+        ([50.0, 2.0, "snapshot", 2.0, "evaluation"], 32),
+        ([50.0, 9.0, 9.0, "evaluation", 1.0, "snapshot", 3.0, "evaluation"], 32),  # and the first epoch
+        (["evaluation", 50.0, "evaluation", 2.0], 32),
+        ([50.0, "evaluation"], None),
+        ([], None),
+    ],
+)
+def test_throughput_is_that_of_the_steps_alone(
+    steps_s: "list[float | str]", expected: float | None, clock: Clock, tmp_path: Path
+) -> None:
+    assert train(clock, steps_s, tmp_path).costs()["samples_per_s"] == expected
+
+
+def test_throughput_is_rank_0s_and_memory_that_of_who_needed_most(clock: Clock, tmp_path: Path) -> None:
+    found = train(clock, [1.0, 2.0], tmp_path, (5.0, 2**60), (7.0, None)).costs()
+    assert found == {"samples_per_s": 32, "peak_memory_bytes": 2**60}
+    own = train(clock, [1.0, 2.0], tmp_path).costs()["peak_memory_bytes"]
+    assert own is not None
+    assert 2**26 < own < 2**40  # torch alone is more than the lesser
