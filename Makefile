@@ -6,7 +6,7 @@ help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
 	@echo "make test   lint, types and all tests (root: they start hosts in network namespaces)"
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
-	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about 30 minutes)"
+	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about an hour)"
 	@echo "make check  ruff and mypy alone"
 
 up:
@@ -33,3 +33,5 @@ bench:
 	@bench/recovery --install-peers --cap 45
 	@bench/snapshot
 	@bench/slurm
+	@bench/methods
+	@bench/slow_network
