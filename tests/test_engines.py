@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from agents import until
+from engine_runs import SAME, killed_once, losses, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab_cluster import Lab
@@ -20,45 +18,11 @@ from nodekit.training.options import parse
 
 pytestmark = pytest.mark.slow
 
-# Clipping is active and shows a wrong scale of the gradients, which AdamW alone would hide.
 WAYS = [
     *(["--engine", name] for name in ENGINES if name not in ("ddp", "deepspeed")),
     *(["--engine", "deepspeed", "--zero", str(stage)] for stage in range(4)),
 ]
-SAME = [
-    "--lr",
-    "0.0003",
-    "--clip",
-    "0.5",
-    "--micro-batch",
-    "16",
-    "--schedule",
-    "constant",
-    "--warmup-steps",
-    "0",
-]
 CLOSE = 2e-6
-
-
-def train(folder: Path, *arguments: str, num_ranks: int = 2, code: int = 0) -> str:
-    """Run the module to its end, and give what it said."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "nodekit.training", "--output", str(folder), *SAME, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    return said
-
-
-def losses(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def ranks_of(way: Sequence[str]) -> int:
@@ -74,11 +38,26 @@ def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join(way[1:]))
-def test_every_engine_has_the_losses_of_ddp(way: list[str], by_ddp: dict[int, float], tmp_path: Path) -> None:
-    train(tmp_path, "--epochs", "1", *way, num_ranks=ranks_of(way))
+def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
+    way: list[str], by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    num_ranks = ranks_of(way)
+    own = [*killed_once(tmp_path, step=34, num_ranks=num_ranks), "--epochs", "3", "--snapshot-every", "8"]
+    said = train(tmp_path, *own, *way, num_ranks=num_ranks, launcher=["--max-restarts", "1"])
+    assert "resumed at step 32 " in said
     found = losses(tmp_path)
-    assert len(found) == 23
+    assert len(found) == 69
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
+    assert json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
+def test_every_engine_learns_the_sentences(way: list[str], tmp_path: Path) -> None:
+    how = ["--epochs", "2", "--batch-size", "32", "--lr", "0.002"]
+    train(tmp_path, "--task", "text", *how, *way, num_ranks=ranks_of(way))
+    assert (
+        json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
+    )  # of six, one of which is 0.25
 
 
 def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, float], tmp_path: Path) -> None:
@@ -123,13 +102,26 @@ def test_switches_stay_close_to_the_plain_losses(
             "--engine single is one process, and there are 2 ranks",
         ),
         (["--engine", "dp"], {"WORLD_SIZE": "4"}, "or take --engine ddp"),
-        (["--zero", "2"], {}, "--zero is for --engine deepspeed, and the engine is ddp"),
+        (["--zero", "2"], {}, "--zero: the engine ddp has no stages of ZeRO; it is for --engine deepspeed"),
         (
             ["--engine", "fsdp", "--compress", "bf16"],
             {},
-            "--compress is for --engine ddp, and the engine is fsdp",
+            "--compress bf16: the engine fsdp sends gradients as they are; it is for --engine ddp, accelerate",
         ),
         (["--accumulate", "2", "--micro-batch", "8"], {}, "not allowed with"),
+        (["--engine", "horovod", "--compress", "powersgd"], {}, "the engine horovod has fp16 alone"),
+        (["--engine", "fsdp", "--local-sgd", "4"], {}, "has no whole model on each rank"),
+        (["--diloco", "4", "--local-sgd", "4"], {}, "not allowed with"),
+        (["--diloco", "4", "--compress", "bf16"], {}, "no gradients are sent; leave one of them out"),
+        (
+            ["--engine", "single", "--sync-bn"],
+            {},
+            "with nobody to exchange anything with; it is for --engine ddp",
+        ),
+        (["--engine", "dp", "--compile"], {}, "copies the model in each step"),
+        (["--outer-momentum", "1"], {}, "'1' is not a number from 0 and below 1"),
+        (["--ignore-mismatched-sizes"], {}, "is for --init-from or --model, and neither is given"),
+        (["--snapshot-format", "sharded"], {}, "it is for --engine fsdp"),
     ],
 )
 def test_what_excludes_each_other_is_refused(

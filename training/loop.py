@@ -2,17 +2,21 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from nodekit.training import rng
-from nodekit.training.engines import load_engine
+from nodekit.training.best import Best
+from nodekit.training.engines import ShardedEngine, State, load_engine
+from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.exchange import newest_of_all, writes_snapshots
+from nodekit.training.export import load_weights, read_weights
+from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.manifest import Loaded
 from nodekit.training.options import Options
 from nodekit.training.report import Report
@@ -22,8 +26,6 @@ from nodekit.training.snapshot import Snapshots
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
-
-_TEST_BATCH = 256
 
 
 class Loop:
@@ -55,30 +57,65 @@ class Loop:
         self.loader: DataLoader[Any] = DataLoader(
             data, batch_sampler=self.sampler, persistent_workers=options.num_workers > 0, **self._loading()
         )
-        self.test_data = task.test_data()
         self.step = 0
         rng.seed_all(options.seed, rank=1 + world.rank)
         snapshots = Snapshots(
-            world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation
-        )
+            world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
+            leave_shards=options.engine == "fsdp",
+        )  # fmt: skip
         writes = writes_snapshots(snapshots, world)
+        self.is_sharded = options.snapshot_format == "sharded"
+        if self.is_sharded:
+            from nodekit.training.sharded import ShardedSnapshots  # half a second, for them alone
+
+            snapshots = ShardedSnapshots(snapshots, world, commits=writes)
         self.trained_s = 0.0
         found = newest_of_all(snapshots, world, writes=writes)
         self.resumed_from = found.source if found else None
+        left_out: list[str] = []
         if found:
             self._resume(found, optimizer)
+        elif options.init_from:
+            left_out = load_weights(
+                self.module,
+                read_weights(options.init_from),
+                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
+            )
         self.total_steps = (
             self.step
             + self.sampler.steps_left
             + (options.epochs - self.sampler.epoch - 1) * self.sampler.steps_per_epoch
         )
-        scaler = found.state["scaler"] if found else None
-        self.engine = load_engine(options, world, self.module, optimizer, scaler)
+        state = found.state if found else {}
+        self.engine = load_engine(options, world, self.module, optimizer, state.get("scaler"))
+        if found and found.shards:
+            cast(ShardedEngine, self.engine).load_shards(found)
+        if options.compile:
+            self.module.compile()  # in place: no other names in its state
+        self.apart = LocalSgd(options, world, self.module) if options.steps_apart else None
+        if self.apart:
+            self.apart.load(state.get("outer", {}))
+        self._owes_snapshot = False
         self.report = Report(
-            world, folder, step=self.step, total_steps=self.total_steps, samples_done=self.sampler.offset
+            world,
+            folder,
+            step=self.step,
+            total_steps=self.total_steps,
+            is_evaluated=self.sampler.steps_left > 0,
         )
+        for each in left_out:
+            self.report.say(f"left out of {options.init_from}: {each}")
+        self.evaluation = Evaluation(task, task.test_data(), world, self.report, self._loading())
+        facts = {
+            "task": options.task,
+            "data": options.data,
+            "model": options.model,
+            "engine": options.engine,
+        }
+        self.best = Best(options.best, folder, world, task, facts)
+        self.best.load(state.get("best", {}))
         self.saver = Saver(
-            snapshots, world, self.report, writes=writes, every=options.snapshot_every,
+            snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
         )  # fmt: skip
 
@@ -95,12 +132,12 @@ class Loop:
                 if not self._epoch():
                     self.report.say(f"stopped at step {self.step}/{self.total_steps}, to go on from there")
                     return None
-                self._same_buffers()
-                means = self._evaluate()
-                self.report.evaluation(self.step, epoch=self.sampler.epoch + 1, means=means)
+                means = self._evaluate(f"epoch {self.sampler.epoch + 1} done at step")
                 self.sampler.next_epoch()
-                self.saver.paused()
             self.saver.wait()
+            weights = self.engine.weights()
+            self.best.write("last", weights, means=means, step=self.step, epoch=self.options.epochs)
+            self.best.wait()
             result = {
                 **means,
                 "steps": self.step,
@@ -110,7 +147,8 @@ class Loop:
                 "resumed_at_step": started_step,
                 "first_step_s": self.report.first_step_s,
                 "train_seconds": time.monotonic() - started_s,
-                "weights_sha256": weights_sha256(self.engine.state()["model"]),
+                **self.report.costs(),
+                "weights_sha256": weights_sha256(weights),
             }
             self.report.result(result)
             return result
@@ -128,9 +166,9 @@ class Loop:
             self._set_lr()
             loss_sum.zero_()
             for micro, batch in micro_batches:
-                with self.engine.sync(is_last=micro.is_last):
+                with self.engine.sync(is_last=micro.is_last and not self.apart):
                     with self.engine.autocast():
-                        loss = self.task.loss(self.engine.model, _to(batch, self.world.device))
+                        loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
                     self.engine.backward(loss * micro.weight)
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
@@ -176,18 +214,42 @@ class Loop:
             lr=float(self.engine.optimizer.param_groups[0]["lr"]),
             num_samples=self.sampler.offset - offset,
         )
-        if self.saver.agree(said) or stop:
+        is_due = self.saver.agree(said) or self._owes_snapshot
+        epoch_ends = not self.sampler.steps_left
+        looks = bool(self.options.eval_every) and self.step % (self.options.eval_every or 1) == 0
+        meets = self.apart is None or self.apart.is_due(self.step) or epoch_ends or looks or bool(stop)
+        if self.apart and meets:
+            self.apart.meet()
+        if looks and not epoch_ends and not stop:
+            self._evaluate("at step")
+            self.module.train()
+        self._owes_snapshot = is_due and not meets
+        if (is_due and meets) or stop:
             self._save()
         if stop:
             self.saver.wait()
+            self.best.wait()
         return bool(stop)
+
+    def _evaluate(self, when: str) -> dict[str, float]:
+        """The measures now; the weights are kept if they are the best."""
+        self._same_buffers()
+        self.report.settle()
+        means = self.evaluation(self.engine, self.module)
+        epoch = self.sampler.epoch + 1
+        self.report.evaluation(self.step, epoch=epoch, means=means, when=when)
+        self.best.look(means, self.engine.weights, step=self.step, epoch=epoch)
+        self.saver.paused()
+        return means
 
     def _save(self) -> None:
         """A snapshot of this step on every node; not of the learning rate, which follows from it."""
         with self.saver.measured():
             self._same_buffers()
+            if self.apart:
+                self.apart.share(self.engine.optimizer)
             generators = self.world.gather(rng.capture(self.world.device))
-            trained = self.engine.state()
+            trained = self._state()
             if self.saver.writes:
                 state = {
                     **trained,
@@ -195,15 +257,22 @@ class Loop:
                     "step": self.step,
                     "rng": generators,
                     "trained_s": self.saver.trained_s,
+                    "best": self.best.state(),
+                    "outer": self.apart.state() if self.apart else {},
                 }
                 self.saver.save(state, step=self.step)
+
+    def _state(self) -> State:
+        """Of the engine; under --snapshot-format sharded no rank gets all of it."""
+        return cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()
 
     def _resume(self, found: Loaded, optimizer: torch.optim.Optimizer) -> None:
         """Go to the newest snapshot of all nodes, with all but the scaler, which is the engine's."""
         state = found.state
         try:
-            self.module.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            if not found.shards:  # which the engine reads, each rank its own part
+                self.module.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
             self.sampler.load_state_dict(state["sampler"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
@@ -220,37 +289,6 @@ class Loop:
         """Give every rank rank 0's buffers (batch norm's means): DDP does so before a step, not after."""
         for buffer in self.module.buffers():
             dist.broadcast(buffer, src=0)
-
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Means over the test samples, each counted once, on whichever rank."""
-        self.module.eval()
-        if self.options.num_workers:
-            self.report.settle()
-        num, rank, world_size = len(self.test_data), self.world.rank, self.world.world_size
-        own = range(num * rank // world_size, num * (rank + 1) // world_size)
-        sums: dict[str, float] = {}
-        for batch in self._test_batches(own):
-            for name, value in self._measure(batch).items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        if self.engine.forwards_together:
-            # Who has a batch less than others goes through one that does not count.
-            most = -(-num // world_size)
-            for _ in range(-(-most // _TEST_BATCH) - -(-len(own) // _TEST_BATCH)):
-                self._measure(next(iter(self._test_batches(range(1)))))
-        parts = self.world.gather((len(own), sums))
-        assert sum(count for count, _ in parts) == num
-        names = dict.fromkeys(name for _, part in parts for name in part)
-        return {name: sum(part.get(name, 0.0) for _, part in parts) / num for name in names}
-
-    def _test_batches(self, own: range) -> Iterable[Any]:
-        chosen = Subset(self.test_data, own)
-        return DataLoader(chosen, batch_size=_TEST_BATCH, **self._loading()) if own else ()
-
-    def _measure(self, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        self.report.alive()
-        with self.engine.autocast():
-            return self.task.measure(self.module, _to(batch, self.world.device))
 
     def _loading(self) -> dict[str, Any]:
         return {
@@ -273,16 +311,3 @@ def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
 
 def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch, however it is nested."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to(value, device) for value in batch)
-    return batch

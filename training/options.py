@@ -3,13 +3,15 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from nodekit.training.engines import ALONE, ENGINES
+from nodekit.training.engines import ENGINES
+from nodekit.training.initmethod import InitMethod
+from nodekit.training.refusals import refusals
 
 LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""
@@ -26,7 +28,7 @@ class Options:
     init_from: Path | None
     ignore_mismatched_sizes: bool
     engine: str
-    zero: int
+    zero: int | None
     deepspeed_config: Path | None
     launcher: str
     nproc_per_node: int | None
@@ -48,6 +50,8 @@ class Options:
     find_unused: bool
     local_sgd: int | None
     diloco: int | None
+    outer_lr: float
+    outer_momentum: float
     seed: int
     eval_every: int | None
     best: str
@@ -204,6 +208,7 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
     )
     start.add_argument(
         "--init-method",
+        type=_init_method,
         default="env://",
         metavar="URL",
         help="where the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: %(default)s)",
@@ -299,7 +304,17 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         "--diloco",
         type=_whole(1),
         metavar="H",
-        help="likewise, with a momentum over these means, which allows a larger H",
+        help="likewise, with a step of SGD with momentum towards that mean (DiLoCo)",
+    )
+    how.add_argument(
+        "--outer-lr", type=_positive, default=0.7, metavar="X", help="DiLoCo's step (default: %(default)s)"
+    )
+    how.add_argument(
+        "--outer-momentum",
+        type=_share,
+        default=0.5,
+        metavar="X",
+        help="DiLoCo's momentum, from 0 and below 1; its authors took 0.9, for long runs (default: %(default)s)",
     )
     looks = parser.add_argument_group("how it is judged")
     looks.add_argument(
@@ -364,61 +379,10 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
         help="seconds from SIGTERM or SIGUSR2 to the end, snapshot or not (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
-    for reason in _refusals(given):
-        parser.error(reason)
-    given.zero = 1 if given.zero is None else given.zero
     options = Options(**vars(given))
-    num_ranks = env.get("WORLD_SIZE", "1")
-    if options.engine in ALONE and num_ranks != "1":
-        parser.error(
-            f"--engine {options.engine} is one process, and there are {num_ranks} ranks: "
-            "start one (nproc_per_node: 1 on one node, or python without a launcher), or take --engine ddp"
-        )
+    for reason in refusals(options, env):
+        parser.error(reason)
     return options
-
-
-def _refusals(given: argparse.Namespace) -> Iterator[str]:
-    """Why options exclude each other."""
-    engine, one = given.engine, "is one process, and there is nobody to {}"
-    wraps_ddp = ("ddp", "accelerate", "fabric", "trainer")
-    for option, is_given, engines, reason in (
-        ("--zero", given.zero is not None, ("deepspeed",), "has no stages of ZeRO"),
-        ("--deepspeed-config", given.deepspeed_config, ("deepspeed",), "does not read it"),
-        ("--snapshot-format sharded", given.snapshot_format == "sharded", ("fsdp",), "has whole ones only"),
-        ("--find-unused", given.find_unused, wraps_ddp, "finds them anyhow"),
-        ("--compress fp16", given.compress == "fp16", (*wraps_ddp, "horovod"), "sends gradients as they are"),
-        (
-            f"--compress {given.compress}",
-            given.compress in ("bf16", "powersgd"),
-            wraps_ddp,
-            "has fp16 alone" if engine == "horovod" else "sends gradients as they are",
-        ),
-        (
-            "--local-sgd" if given.local_sgd else "--diloco",
-            given.local_sgd or given.diloco,
-            (*wraps_ddp, "horovod"),
-            "has no whole model on each rank",
-        ),
-        (
-            "--sync-bn",
-            given.sync_bn,
-            [each for each in ENGINES if each not in ALONE],
-            "",
-        ),
-        (
-            "--compile",
-            given.compile,
-            [each for each in ENGINES if each != "dp"],
-            "copies the model in each step",
-        ),
-    ):
-        if is_given and engine not in engines:
-            why = one.format("exchange with") if engine in ALONE and option != "--compile" else reason
-            yield f"{option}: the engine {engine} {why}; it is for --engine {', '.join(engines)}"
-    if given.ignore_mismatched_sizes and not (given.init_from or given.model):
-        yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
-    if given.nproc_per_node and given.launcher != "spawn":
-        yield "--nproc-per-node is for --launcher spawn; torchrun and kit are told it themselves"
 
 
 def _whole(least: int) -> Callable[[str], int]:
@@ -428,6 +392,24 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
+    return number
+
+
+def _init_method(text: str) -> str:
+    try:
+        InitMethod.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _default(

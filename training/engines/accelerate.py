@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nodekit.training.engines import single
+from nodekit.training.engines.ddp import compress
 
 PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 
@@ -22,10 +23,14 @@ class Engine(single.Engine):
             cpu=self.world.device.type == "cpu",
             mixed_precision=PRECISIONS[self.options.amp],
             step_scheduler_with_optimizer=False,
+            kwargs_handlers=[
+                accelerate.DistributedDataParallelKwargs(find_unused_parameters=self.options.find_unused)
+            ],
         )
         model: torch.nn.Module
         model, self.optimizer = self._accelerator.prepare(module, self.optimizer)
         self.scaler = self._accelerator.scaler or self.scaler
+        compress(model, self.options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:

@@ -29,18 +29,25 @@ class Engine(single.Engine):
         )
         _settle_buckets(model, module)
         self.optimizer.zero_grad()
-        if self.options.compress == "powersgd":
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # not needed otherwise
-
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_FROM)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.options.compress != "off":
-            model.register_comm_hook(AMP_DTYPES[self.options.compress], _halve)
+        compress(model, self.options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """DDP's own."""
         return nullcontext() if is_last else self.model.no_sync()
+
+
+def compress(model: torch.nn.Module, how: str) -> None:
+    """Have a DistributedDataParallel send its gradients so, as ``--compress`` has it; another has nothing to send."""
+    if how == "off" or not isinstance(model, DistributedDataParallel):
+        return
+    if how == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # not needed otherwise
+
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_FROM)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        model.register_comm_hook(AMP_DTYPES[how], _halve)
 
 
 def _halve(

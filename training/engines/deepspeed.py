@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nodekit.training.engines import EngineError, State, single
+from nodekit.training.engines import EngineError, State, read_deepspeed_config, single
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -24,29 +24,32 @@ class Engine(single.Engine):
         """The engine it makes; it spreads the optimizer's state, and with stage 3 the weights."""
         options, optimizer = self.options, self.optimizer
         deepspeed = importlib.import_module("deepspeed")
-        if options.zero and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        config = read_deepspeed_config(options)
+        zero = config.get("zero_optimization", {})
+        stage = zero.get("stage", "auto")
+        self._stage = stage = (1 if options.zero is None else options.zero) if stage == "auto" else stage
+        if stage and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise EngineError(
-                f"--engine deepspeed --zero {options.zero}: found {type(optimizer).__name__}, wanted Adam or AdamW, "
+                f"--engine deepspeed --zero {stage}: found {type(optimizer).__name__}, wanted Adam or AdamW, "
                 "whose state kit can put into snapshots; take --zero 0, or --engine fsdp"
             )
-        self.forwards_together = options.zero == 3
+        self.forwards_together = stage == 3
         before = copy.deepcopy(optimizer.state_dict()["state"])
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # Compiled for half a minute on the first use, by a compiler that may not be there, for what we do not use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        config = {
+        config |= {
             "train_micro_batch_size_per_gpu": 1,  # it only counts with it
             "managed_gradient_accumulation": False,
             "gradient_clipping": options.clip or 0.0,
-            "zero_optimization": {"stage": options.zero},
+            "zero_optimization": {**zero, "stage": stage},
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
-            "steps_per_print": 10**9,
+            "steps_per_print": config.get("steps_per_print", 10**9),
         }
         self._engine = deepspeed.initialize(
             model=module, optimizer=optimizer, dist_init_required=False, config=config
         )[0]
         self.optimizer = self._engine.optimizer
-        self._stage = options.zero
         if before and self._stage:
             self._put_back(before)
         model: torch.nn.Module = self._engine
@@ -60,11 +63,18 @@ class Engine(single.Engine):
         """Clips, steps, and clears the gradients."""
         self._engine.step()
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Put together of all ranks' pieces."""
+        if self._stage == 0:
+            return super().weights()
+        values = {name: self._whole(each) for name, each in self.module.named_parameters()}
+        values |= {name: each.clone() for name, each in self.module.named_buffers()}
+        return {name: values[name] for name in self.module.state_dict()}
+
     def state(self) -> State:
-        """Put together of all ranks' pieces, in torch's own format."""
+        """Likewise, in torch's own format."""
         if self._stage == 0:
             return super().state()
-        module = self.module
         base = self._engine.optimizer.optimizer
         steps = {
             group: base.state[flat]["step"]
@@ -73,8 +83,6 @@ class Engine(single.Engine):
         }
         if steps and self._stage < 3:
             self._relink()
-        values = {name: self._whole(each) for name, each in module.named_parameters()}
-        values |= {name: each.clone() for name, each in module.named_buffers()}
         state: dict[int, dict[str, Any]] = {}
         groups, number = [], 0
         for index, (members, group) in enumerate(zip(self._groups, base.param_groups, strict=True)):
@@ -85,8 +93,7 @@ class Engine(single.Engine):
                     moments = {name: self._moment(each, name) for name in MOMENTS}
                     state[number] = {"step": torch.tensor(float(steps[index])), **moments}
             number = numbers.stop
-        model = {name: values[name] for name in module.state_dict()}
-        return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
+        return {"model": self.weights(), "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         deepspeed = importlib.import_module("deepspeed")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nodekit.training.engines import single
+from nodekit.training.engines.ddp import compress
 
 PRECISIONS = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -18,16 +19,23 @@ class Engine(single.Engine):
         """What it sets up."""
         world = self.world
         fabric = importlib.import_module("lightning_fabric")
+        strategies = importlib.import_module("lightning_fabric.strategies")
+        strategy = (
+            strategies.DDPStrategy(find_unused_parameters=self.options.find_unused)
+            if world.world_size > 1
+            else "auto"
+        )
         self._fabric = fabric.Fabric(
             accelerator=world.device.type,
             devices=world.local_world_size,
             num_nodes=world.world_size // world.local_world_size,
-            strategy="ddp" if world.world_size > 1 else "auto",
+            strategy=strategy,
             precision=PRECISIONS[self.options.amp],
         )
         self._fabric.launch()
         model: torch.nn.Module
         model, self.optimizer = self._fabric.setup(module, self.optimizer)
+        compress(model._forward_module, self.options.compress)  # type: ignore[arg-type]  # private: its DDP
         self.scaler = getattr(self._fabric.strategy.precision, "scaler", None) or self.scaler
         return model
 

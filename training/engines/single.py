@@ -62,10 +62,14 @@ class Engine:
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def state(self) -> State:
+    def weights(self) -> Mapping[str, torch.Tensor]:
         """Of what was given, which what it is wrapped in trains."""
+        return self.module.state_dict()
+
+    def state(self) -> State:
+        """Likewise."""
         return {
-            "model": self.module.state_dict(),
+            "model": self.weights(),
             "optimizer": self._plain.state_dict(),
             "scaler": self.scaler.state_dict(),
         }

@@ -10,6 +10,7 @@ import torch
 
 from nodekit.training import rng
 from nodekit.training.engines import single
+from nodekit.training.engines.ddp import compress
 
 
 class Engine(single.Engine):
@@ -28,7 +29,7 @@ class Engine(single.Engine):
             max_grad_norm=options.clip or 0.0,
             use_cpu=world.device.type == "cpu",
             ddp_backend=world.backend,
-            ddp_find_unused_parameters=False,
+            ddp_find_unused_parameters=options.find_unused,
             average_tokens_across_devices=False,
             remove_unused_columns=False,
             bf16=options.amp == "bf16",
@@ -64,6 +65,8 @@ class Engine(single.Engine):
 
     def gradients(self, model: torch.nn.Module) -> None:
         """What the Trainer calls in each step: the loop's own data, loss and weights."""
+        if model is not self.model:  # its DDP, since the first step
+            compress(model, self.options.compress)
         self.model = model
         self._compute()
 

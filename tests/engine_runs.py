@@ -1,0 +1,79 @@
+"""Runs of the shared module under torchrun on this machine, and what they have left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Clipping is active and shows a wrong scale of the gradients, which AdamW alone would hide.
+SAME = [
+    "--lr",
+    "0.0003",
+    "--clip",
+    "0.5",
+    "--micro-batch",
+    "16",
+    "--schedule",
+    "constant",
+    "--warmup-steps",
+    "0",
+]
+
+
+_KILLED_ONCE = """
+import os, pathlib, signal
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        self.num_left = {micro_batches}
+        return data
+    def loss(self, model, batch):
+        self.num_left -= 1
+        mark = pathlib.Path(__file__ + ".killed")
+        if self.num_left == 0 and os.environ["LOCAL_RANK"] == str({rank}) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+def task(folder: Path, text: str) -> list[str]:
+    """The option for a task of this text, whose class is Task."""
+    (folder / "own.py").write_text(text)
+    return ["--task", f"{folder / 'own.py'}:Task"]
+
+
+def killed_once(folder: Path, *, step: int, num_ranks: int = 2) -> list[str]:
+    """The digits; the last rank gets SIGKILL in its first time through ``step``, which is in the second epoch."""
+    per_step = -(-64 // num_ranks // 16)
+    in_the_last_of_an_epoch = -(-(1437 - 22 * 64) // num_ranks // 16)
+    micro_batches = (step - 2) * per_step + in_the_last_of_an_epoch + 1
+    return task(folder, _KILLED_ONCE.format(micro_batches=micro_batches, rank=num_ranks - 1))
+
+
+def train(
+    folder: Path, *arguments: str, num_ranks: int = 2, code: int = 0, launcher: Sequence[str] = ()
+) -> str:
+    """Run the module to its end, and give what it said."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launcher]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "nodekit.training", "--output", str(folder), *SAME, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    return said
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
