@@ -4,6 +4,7 @@ Local SGD (Stich 2018, arXiv:1805.09767) takes the mean itself. DiLoCo (Douillar
 the way from the last mean to this one for a gradient, and makes a step of SGD with Nesterov's momentum.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from nodekit.training.options import Options
 from nodekit.training.world import World
 
 _BUCKET_BYTES = 25 << 20
+_TALK_EVERY_S = 1.0
+"""About how often ranks hear of each other's losses, of a stop and of snapshots: each time they wait for the slowest."""
 
 
 class LocalSgd:
@@ -22,8 +25,12 @@ class LocalSgd:
     def __init__(self, options: Options, world: World, module: torch.nn.Module) -> None:
         """Begin with weights that are the same on all ranks."""
         assert options.steps_apart is not None
+        self.step_s = 0.0
+        """How long a step has taken lately, on this rank."""
         self._every, self._world = options.steps_apart, world
         self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._talk_at, self._talked_at, self._talked_s = 0, 0, time.monotonic()
+        self._snapshot_every = options.snapshot_every
         self._outer: torch.optim.SGD | None = None
         if options.diloco:
             self._common = [each.detach().clone() for each in self._parameters]
@@ -37,6 +44,17 @@ class LocalSgd:
     def is_due(self, step: int) -> bool:
         """Whether the ranks meet after this step."""
         return step % self._every == 0
+
+    def talks(self, step: int) -> bool:
+        """Whether the ranks agree on anything after this step; the same on all."""
+        self.step_s = (time.monotonic() - self._talked_s) / max(1, step - self._talked_at)
+        is_asked_for = self._snapshot_every is not None and step % self._snapshot_every == 0
+        return step >= self._talk_at or self.is_due(step) or is_asked_for
+
+    def have_talked(self, step: int, step_s: float) -> None:
+        """Count from here; ``step_s`` is how long a step takes, the same number on all ranks."""
+        self._talked_at, self._talked_s = step, time.monotonic()
+        self._talk_at = step + max(1, int(_TALK_EVERY_S / max(step_s, 1e-6)))
 
     @torch.no_grad()
     def meet(self) -> None:

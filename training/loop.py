@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,17 @@ from nodekit.training.snapshot import Snapshots
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is to be told of a step that is done."""
+
+    step: int
+    loss_sum: torch.Tensor
+    """This rank's part of the mean loss, a scalar."""
+    lr: float
+    num_samples: int
 
 
 class Loop:
@@ -95,6 +107,7 @@ class Loop:
         self.apart = LocalSgd(options, world, self.module) if options.steps_apart else None
         if self.apart:
             self.apart.load(state.get("outer", {}))
+        self._untold: list[_Step] = []
         self._owes_snapshot = False
         self.report = Report(
             world,
@@ -201,22 +214,39 @@ class Loop:
         offset = self.sampler.offset
         self.sampler.advance()
         self.step += 1
+        self._untold.append(
+            _Step(
+                self.step,
+                loss_sum.clone(),
+                lr=float(self.engine.optimizer.param_groups[0]["lr"]),
+                num_samples=self.sampler.offset - offset,
+            )
+        )
+        epoch_ends = not self.sampler.steps_left
+        looks = bool(self.options.eval_every) and self.step % (self.options.eval_every or 1) == 0
+        talks = self.apart is None or self.apart.talks(self.step)
+        if not (talks or epoch_ends or looks):
+            return False
+        untold, self._untold = self._untold, []
         flags = [
             self.stop.requested,
+            self.apart.step_s if self.apart else 0.0,
             *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
         ]
         own = torch.tensor(flags, dtype=torch.float64).to(self.world.device)
-        loss, stop, *said = self.world.sum(torch.cat([loss_sum.view(1), own]))
-        self.report.step(
-            self.step,
-            epoch=self.sampler.epoch + 1,
-            loss=loss,
-            lr=float(self.engine.optimizer.param_groups[0]["lr"]),
-            num_samples=self.sampler.offset - offset,
-        )
+        sums = self.world.sum(torch.cat([torch.stack([each.loss_sum for each in untold]), own]))
+        for each, loss in zip(untold, sums, strict=False):
+            self.report.step(
+                each.step,
+                epoch=self.sampler.epoch + 1,
+                loss=loss,
+                lr=each.lr,
+                num_samples=each.num_samples,
+            )
+        stop, step_s, *said = sums[len(untold) :]
+        if self.apart:
+            self.apart.have_talked(self.step, step_s / self.world.world_size)
         is_due = self.saver.agree(said) or self._owes_snapshot
-        epoch_ends = not self.sampler.steps_left
-        looks = bool(self.options.eval_every) and self.step % (self.options.eval_every or 1) == 0
         meets = self.apart is None or self.apart.is_due(self.step) or epoch_ends or looks or bool(stop)
         if self.apart and meets:
             self.apart.meet()

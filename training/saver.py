@@ -69,7 +69,8 @@ class Saver:
         self._stall_s: float | None = None  # of the last snapshot, until all have heard of its cost
         self._slowed_s = 0.0  # by how much steps took longer while it was being saved
         self._quiet_steps_s: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._edge_s: float | None = None  # when the last step's edge was left
+        self._edge_s: float | None = None  # when the last edge at which the ranks agreed was left
+        self._edge_step = 0
         self._fence = 0
         self._fence_looked_s = 0.0
         self._failing: set[int] = set()
@@ -89,7 +90,7 @@ class Saver:
         own_fence = self._look_at_fence()
         self._is_last = is_last
         costs, unsaved = [0.0] * self._world.world_size, [0.0] * self._world.world_size
-        costs[self._world.rank] = self._cost_of_the_last()
+        costs[self._world.rank] = self._cost_of_the_last(step)
         if self.snapshots.num_failed >= MANY_FAILED or self._is_stuck():
             unsaved[self._world.rank] = time.monotonic() - self.snapshots.saved_s
         return [
@@ -156,15 +157,16 @@ class Saver:
         except Exception as error:
             log.warning("the last snapshot was not saved: %s", error)
 
-    def _cost_of_the_last(self) -> float:
+    def _cost_of_the_last(self, step: int) -> float:
         """Seconds that the last snapshot held the training up, once it is saved, else 0: for all to hear once."""
-        step_s = None if self._edge_s is None else time.monotonic() - self._edge_s
+        steps_s = None if self._edge_s is None else time.monotonic() - self._edge_s
+        num_steps, self._edge_step = max(1, step - self._edge_step), step
         if self._stall_s is None:
-            if step_s is not None:
-                self._quiet_steps_s.append(step_s)
+            if steps_s is not None:
+                self._quiet_steps_s.append(steps_s / num_steps)
             return 0.0
-        if step_s is not None and self.writes and self._quiet_steps_s:
-            self._slowed_s += step_s - statistics.mean(self._quiet_steps_s)
+        if steps_s is not None and self.writes and self._quiet_steps_s:
+            self._slowed_s += steps_s - num_steps * statistics.mean(self._quiet_steps_s)
         if self.snapshots.is_saving:
             return 0.0
         cost_s, self._stall_s = self._stall_s + max(0.0, self._slowed_s), None

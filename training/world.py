@@ -179,7 +179,8 @@ class World:
 
     def sum(self, values: torch.Tensor) -> list[float]:
         """Sum a 1-D tensor over all ranks; every rank gets the same numbers."""
-        dist.all_reduce(values)
+        if self.world_size > 1:
+            dist.all_reduce(values)
         return [float(value) for value in values.tolist()]
 
     def gather(self, value: T) -> list[T]:

@@ -45,14 +45,31 @@ def compress(model: torch.nn.Module, how: str) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # not needed otherwise
 
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_FROM)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        model.register_comm_hook(state, _thin)
     else:
         model.register_comm_hook(AMP_DTYPES[how], _halve)
 
 
+def _thin(
+    state: Any,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks for this very annotation
+) -> torch.futures.Future[torch.Tensor]:
+    """PowerSGD by torch's hook, one bucket at a time where there is gloo.
+
+    It sends in two or three parts, the later ones from a thread of gloo's when the earlier have arrived. With two
+    buckets on their way, ranks would send in different orders, and one take a part for another.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    future: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+    if dist.get_backend() == "gloo":
+        future.wait()
+    return future
+
+
 def _halve(
     dtype: torch.dtype,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks for this very annotation
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # likewise
 ) -> torch.futures.Future[torch.Tensor]:
     """Average in 16 bits. torch's own hooks do as much, but that for bf16 refuses gloo, which can do it."""
     whole = bucket.buffer()
