@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:  # --help needs no torch
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 _WANTED = "env://, tcp://HOST:PORT or file:///PATH was wanted"
 _EVERY_S = 0.05
@@ -79,27 +79,28 @@ class InitMethod:
         if not os.access(path.parent, os.W_OK):
             raise ValueError(f"--init-method: {path.parent} cannot be written to: take another folder")
 
-    def store(self, *, rank: int, world_size: int, timeout_s: float) -> "dist.Store | None":
+    def store(self, *, rank: int, world_size: int, timeout_s: float) -> "Store | None":
         """What the ranks tell each other their addresses by, when all are there; None for what torch does itself.
 
         Raises:
             TimeoutError: some rank has not come.
         """
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         timeout = timedelta(seconds=timeout_s)
         if self.scheme == "tcp":
             # Not torch's own way with such a URL: under torchrun it takes the address for one of torchrun's.
-            return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined, no-any-return]  # no stub
+            return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]  # no stub
         if self.scheme == "file":
             store = _meet(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
             store.set_timeout(timeout)
             return store
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun keeps its store over a restart, with the addresses of the ranks before it (torch 2.13).
-            store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+            store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            return dist.PrefixStore(f"nodekit-{attempt}", store)  # type: ignore[attr-defined, no-any-return]  # no stub
+            return dist.PrefixStore(f"nodekit-{attempt}", store)  # type: ignore[attr-defined]  # no stub
         return None
 
     def remove(self) -> None:
@@ -110,7 +111,7 @@ class InitMethod:
                 _beat(Path(self.path)).unlink(missing_ok=True)
 
 
-def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "dist.Store":
+def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
     """A store in a file that is new, however many runs have left theirs there.
 
     A rank that opens the file of a run that is over finds addresses that are over too. So rank 0 removes it, and then
@@ -135,7 +136,7 @@ def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "dist.St
             _wait(deadline_s, f"rank {_some(missing)} of {world_size} ranks has not come to {path}")
         with suppress(PermissionError):
             beat.unlink(missing_ok=True)
-    return store  # type: ignore[no-any-return]  # as above
+    return store
 
 
 def _here(rank: int) -> str:

@@ -16,20 +16,20 @@ from nodekit.training.world import World
 
 _BUCKET_BYTES = 25 << 20
 _TALK_EVERY_S = 1.0
-"""About how often ranks hear of each other's losses, of a stop and of snapshots: each time they wait for the slowest."""
+"""About how often ranks hear of losses, a stop and snapshots; each time they wait for the slowest."""
 
 
 class LocalSgd:
     """When the ranks meet, and what they do then."""
 
-    def __init__(self, options: Options, world: World, module: torch.nn.Module) -> None:
-        """Begin with weights that are the same on all ranks."""
+    def __init__(self, options: Options, world: World, module: torch.nn.Module, *, step: int) -> None:
+        """Begin after ``step`` with weights that are the same on all ranks."""
         assert options.steps_apart is not None
         self.step_s = 0.0
         """How long a step has taken lately, on this rank."""
         self._every, self._world = options.steps_apart, world
         self._parameters = [each for each in module.parameters() if each.requires_grad]
-        self._talk_at, self._talked_at, self._talked_s = 0, 0, time.monotonic()
+        self._talk_at, self._talked_at, self._talked_s = 0, step, time.monotonic()
         self._snapshot_every = options.snapshot_every
         self._outer: torch.optim.SGD | None = None
         if options.diloco:
@@ -94,7 +94,7 @@ def mean_of_all(tensors: Iterable[torch.Tensor], world_size: int) -> None:
         flat = torch.cat([each.reshape(-1) for each in bucket])
         dist.all_reduce(flat)
         flat /= world_size
-        for own, common in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+        for own, common in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
             own.copy_(common.view_as(own))
 
     for tensor in tensors:

@@ -104,7 +104,7 @@ class Loop:
             cast(ShardedEngine, self.engine).load_shards(found)
         if options.compile:
             self.module.compile()  # in place: no other names in its state
-        self.apart = LocalSgd(options, world, self.module) if options.steps_apart else None
+        self.apart = LocalSgd(options, world, self.module, step=self.step) if options.steps_apart else None
         if self.apart:
             self.apart.load(state.get("outer", {}))
         self._untold: list[_Step] = []

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from nodekit.training.engines import ALONE
 from nodekit.training.initmethod import InitMethod
@@ -107,7 +108,7 @@ def run(options: Options) -> int:
         stack.callback(telling.close)
         # Ranks inherit that: while they import torch, Ctrl-C would be a traceback of each. They hear of it from here.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        started = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+        started = spawn(  # type: ignore[no-untyped-call]
             _rank, (options, world_size, port, told, first), world_size, join=False
         )
         signal.signal(signal.SIGINT, handler)
@@ -130,7 +131,7 @@ def _wait(processes: list[BaseProcess], stop: Stop, telling: Connection, grace_s
     code, deadline_s = 0, float("inf")
     while running and time.monotonic() < deadline_s:
         for sentinel in multiprocessing.connection.wait(list(running), timeout=_LOOK_EVERY_S):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]  # these sentinels are numbers
+            rank = running.pop(sentinel)  # type: ignore[arg-type]  # these sentinels are numbers
             processes[rank].join()
             if not code:
                 code = _status(rank, processes[rank], stop)

@@ -155,7 +155,7 @@ def _own_place(options: Options, world: World) -> tuple[str, str]:
 @contextmanager
 def _served(address: str, slots: list[Any]) -> Iterator[int]:
     """Horovod's own place to meet, in a thread of rank 0; gives its port."""
-    http = importlib.import_module("horovod.runner.http.http_server")
+    http: Any = importlib.import_module("horovod.runner.http.http_server")
 
     class Server(http.RendezvousHTTPServer):  # type: ignore[misc]  # a class that is known when it runs
         def server_bind(self) -> None:
