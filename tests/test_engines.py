@@ -76,6 +76,9 @@ def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, floa
         (["--compress", "fp16"], 2e-3),
         (["--compress", "bf16"], 2e-3),
         (["--compress", "powersgd"], 5e-2),
+        (["--compress", "bf16", "--engine", "accelerate"], 2e-3),
+        (["--compress", "bf16", "--engine", "fabric"], 2e-3),
+        (["--compress", "bf16", "--engine", "trainer"], 2e-3),
         (["--amp", "bf16"], 2e-3),
         (["--amp", "fp16"], 2e-3),
         *((["--amp", "bf16", "--engine", name], 2e-3) for name in ("fsdp", "trainer", "deepspeed")),
@@ -193,3 +196,48 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest
         with pytest.raises(EngineError, match=re.escape(f"pip install '{cure}'")):
             check_engine(parse(["--engine", engine], {}), "cpu")
     check_engine(parse(["--engine", "fsdp"], {}), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        ('{"gradient_clipping": 1.0}', [], 'gradient_clipping is said by --clip; leave it out, or "auto"'),
+        ('{"bf16": {"enabled": true}}', [], "bf16 is said by --amp"),
+        ('{"zero_optimization": {"stage": 2}}', ["--zero", "3"], "has stage 2; leave one of them out"),
+        ('{"zero_optimization": {"stage": 4}}', [], "stage is 4; wanted 0 to 3"),
+        ("[]", [], "found a list, wanted an object"),
+        ("{", [], "wanted JSON"),
+    ],
+)
+def test_a_deepspeed_configuration_that_says_what_options_say(
+    config: str, options: list[str], expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(config)
+    given = ["--engine", "deepspeed", "--deepspeed-config", str(path), *options]
+    with pytest.raises(EngineError, match=re.escape(expected)):
+        check_engine(parse(given, {}), "cpu")
+
+
+def test_a_deepspeed_configuration_of_ones_own(by_ddp: dict[int, float], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000}}'
+    )
+    given = ["--engine", "deepspeed", "--deepspeed-config", str(path)]
+    train(tmp_path / "run", "--epochs", "1", *given)
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_compiled_model_has_the_same_losses(engine: str, by_ddp: dict[int, float], tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "1", "--engine", engine, "--compile")
+    found = losses(tmp_path)
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=1e-5)
+
+
+def test_powersgd_sends_more_than_one_bucket(tmp_path: Path) -> None:
+    how = ["--task", "text", "--epochs", "1", "--compress", "powersgd", "--lr", "0.002"]
+    train(tmp_path, *how)  # 17 steps, from the tenth on in thin matrices
+    assert len(losses(tmp_path)) == 17

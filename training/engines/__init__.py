@@ -6,12 +6,10 @@ state back, so that a snapshot that one has saved is loaded by any other.
 
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # --help needs the names, and no torch
@@ -92,7 +90,7 @@ class Engine(Protocol):
         """
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:
-        """The plain module's state dict, whole; all ranks call it, and all get all of it."""
+        """The plain module's state dict, whole, on the first rank of each node at least; all ranks call it."""
 
     def state(self) -> State:
         """Everything a snapshot needs; all ranks call it, and all get all of it."""
@@ -122,15 +120,16 @@ def check_engine(options: "Options", device: str) -> None:
     absent = [each for each in _LIBRARIES.get(name, ()) if importlib.util.find_spec(each) is None]
     if absent:
         extras = ",".join(_EXTRAS.get(each, each) for each in absent)
-        raise EngineError(
-            f"--engine {name} needs {' and '.join(absent)}: pip install 'nodekit[{extras}]' on every node"
-        )
+        cure = BUILD_HOROVOD if name == "horovod" else f"pip install 'nodekit[{extras}]'"
+        raise EngineError(f"--engine {name} needs {' and '.join(absent)}: {cure} on every node")
     if options.compile and device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         raise EngineError(
             "--compile needs a C++ compiler on a CPU, and there is no g++: apt install g++, or set CXX"
         )
     if options.deepspeed_config:
-        read_deepspeed_config(options)
+        from nodekit.training.engines.deepspeed_config import read_config
+
+        read_config(options)
     if options.amp == "fp16" and device != "cpu" and name == "deepspeed":
         raise EngineError(
             "--amp fp16: with --engine deepspeed there is bf16 alone; take that, or --engine fsdp"
@@ -139,55 +138,6 @@ def check_engine(options: "Options", device: str) -> None:
         raise EngineError(
             f"--amp fp16 without a GPU: {name} {NO_FP16_ON_CPU[name]}; take bf16, or --engine ddp"
         )
-
-
-DEEPSPEED_OWNED = {
-    "train_batch_size": "--batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch",
-    "gradient_accumulation_steps": "--accumulate",
-    "managed_gradient_accumulation": "--accumulate",
-    "gradient_clipping": "--clip",
-    "optimizer": "the task's optimizer",
-    "scheduler": "--schedule",
-    "fp16": "--amp",
-    "bf16": "--amp",
-    "amp": "--amp",
-    "torch_autocast": "--amp",
-}
-"""What of a DeepSpeed configuration is said by an option or the task."""
-
-
-def read_deepspeed_config(options: "Options") -> dict[str, Any]:
-    """The user's configuration without what options say; there, "auto" stands for just that.
-
-    Raises:
-        EngineError: the file cannot be read, or says what an option is to say, or another stage than ``--zero``.
-    """
-    path = options.deepspeed_config
-    if path is None:
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EngineError(f"--deepspeed-config {path}: {error.strerror}, from {Path.cwd()}") from error
-    except ValueError as error:
-        raise EngineError(f"--deepspeed-config {path}: {error}; wanted JSON") from error
-    if not isinstance(config, dict):
-        raise EngineError(
-            f"--deepspeed-config {path}: found a {type(config).__name__}, wanted an object, {{…}}"
-        )
-    for name, option in DEEPSPEED_OWNED.items():
-        if config.pop(name, "auto") != "auto":
-            raise EngineError(
-                f'--deepspeed-config {path}: {name} is said by {option}; leave it out, or "auto"'
-            )
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", "auto") if isinstance(zero, dict) else zero
-    if stage not in ("auto", 0, 1, 2, 3):
-        raise EngineError(f"--deepspeed-config {path}: zero_optimization.stage is {stage!r}; wanted 0 to 3")
-    if stage != "auto" and options.zero not in (None, stage):
-        raise EngineError(f"--zero {options.zero}, but {path} has stage {stage}; leave one of them out")
-    return config
 
 
 def load_engine(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nodekit.training.engines import EngineError, State, read_deepspeed_config, single
+from nodekit.training.engines import EngineError, State, single
+from nodekit.training.engines.deepspeed_config import read_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -24,7 +25,7 @@ class Engine(single.Engine):
         """The engine it makes; it spreads the optimizer's state, and with stage 3 the weights."""
         options, optimizer = self.options, self.optimizer
         deepspeed = importlib.import_module("deepspeed")
-        config = read_deepspeed_config(options)
+        config = read_config(options)
         zero = config.get("zero_optimization", {})
         stage = zero.get("stage", "auto")
         self._stage = stage = (1 if options.zero is None else options.zero) if stage == "auto" else stage
