@@ -1,8 +1,12 @@
 """One process that splits each batch over the GPUs it sees (DataParallel)."""
 
+import logging
+
 import torch
 
 from nodekit.training.engines import single
+
+log = logging.getLogger("nodekit.training")
 
 
 class Engine(single.Engine):
@@ -10,4 +14,8 @@ class Engine(single.Engine):
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Without GPUs it calls the module itself."""
+        log.warning(
+            "dp drives all GPUs from one interpreter and copies the model to them in every step: --engine ddp with a "
+            "rank for each GPU is faster"
+        )
         return torch.nn.DataParallel(module)
