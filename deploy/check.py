@@ -13,6 +13,7 @@ from typing import Any
 from nodekit.deploy.link import Link, on_all
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
+from nodekit.training.engines import LIBRARIES
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)
@@ -42,6 +43,8 @@ class Facts:
     executable: str
     torch: str | None
     """The version of torch there; None: no torch."""
+    modules: tuple[str, ...]
+    """Which of the libraries are there that only some ways to train need."""
     clock_offset_s: float
     """The host's clock minus ours, to within half the round trip."""
     cpus: int
@@ -78,6 +81,7 @@ def gather(
             workdir=hosts[link.host].workdir,
             kit_digest=kit_digest,
             peers=peers[link.host],
+            modules=LIBRARIES,
         )
         return _facts(link.host, found, middle=(before + time.time()) / 2)
 
@@ -92,6 +96,7 @@ def _facts(host: str, found: Mapping[str, Any], *, middle: float) -> Facts:
         python=found["python"],
         executable=found["executable"],
         torch=found["torch"],
+        modules=tuple(found["modules"]),
         clock_offset_s=found["time"] - middle,
         cpus=found["cpus"],
         interfaces=tuple(

@@ -27,13 +27,16 @@ _IFREQ_BYTES = 40
 _MAX_INTERFACES = 128
 
 
-def facts(workdir: str, kit_digest: str = "", peers: Sequence[str] = ()) -> Dict[str, Any]:
+def facts(
+    workdir: str, kit_digest: str = "", peers: Sequence[str] = (), modules: Sequence[str] = ()
+) -> Dict[str, Any]:
     """What `deploy/check.py` needs to know of this host, in one answer.
 
     Args:
         workdir: kit's folder here, ``~`` allowed; made if it does not exist.
         kit_digest: asks whether this version of kit's package is here already.
         peers: addresses of the other hosts, to find the interface that routes to each.
+        modules: names of packages that may be here or not.
     """
     workdir = os.path.expanduser(workdir)
     found: Dict[str, Any] = {
@@ -42,6 +45,7 @@ def facts(workdir: str, kit_digest: str = "", peers: Sequence[str] = ()) -> Dict
         "python": platform.python_version(),
         "executable": sys.executable,
         "torch": module_version("torch"),
+        "modules": [name for name in modules if importlib.util.find_spec(name) is not None],
         "time": time.time(),
         "cpus": len(os.sched_getaffinity(0)),
         "interfaces": interfaces(),

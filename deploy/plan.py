@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
+from nodekit.training.engines import lacking
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
 
@@ -100,19 +101,39 @@ class Plan:
         return sum(node.nproc_per_node for node in self.active)
 
 
-def refuse_options(planned: Plan, code: Path) -> None:
+def argv_of(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ...]:
+    """What a rank runs: the command line's command, the inventory's, or the shared module."""
+    argv = tuple(command or inventory.job.command or TRAINING_MODULE)
+    return (PYTHON, "-u", *argv) if argv[0] == "-m" or argv[0].endswith(".py") else argv
+
+
+def refuse_options(
+    argv: Sequence[str],
+    code: Path,
+    *,
+    world_size: int,
+    env: Mapping[str, str],
+    modules: Mapping[str, Collection[str]],
+) -> None:
     """Look at what the shared training module would be asked for, if that is what runs, before anything is started.
 
     Args:
-        planned: what would run.
+        argv: what would run.
         code: the folder that is synced: rows of text in it are looked at, too.
+        world_size: the number of ranks.
+        env: what they would find in their environment.
+        modules: host → those of engines.LIBRARIES that are there.
 
     Raises:
         KitError: it would refuse that.
     """
-    node = planned.nodes[0]
-    asked = training_options(node.argv, {**node.env, "WORLD_SIZE": str(planned.world_size)})
-    if asked is None or asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
+    asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)})
+    if asked is None:
+        return
+    problems = {host: lacking(asked.engine, found) for host, found in modules.items()}
+    if without := [host for host, problem in problems.items() if problem]:
+        raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
+    if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
         return  # another folder than that of the code is the hosts' own
     if (code / asked.data).is_dir():
         try:
@@ -163,9 +184,7 @@ def build(
         KitError: with one line for each host whose interface or GPUs are not clear.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
-    argv = tuple(command or inventory.job.command or TRAINING_MODULE)
-    if argv[0] == "-m" or argv[0].endswith(".py"):
-        argv = (PYTHON, "-u", *argv)
+    argv = argv_of(inventory, command)
     gpus = share_gpus(hosts, facts)
     chosen: dict[str, tuple[str, str]] = {}
     problems: list[str] = []

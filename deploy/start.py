@@ -128,7 +128,14 @@ def start(
             kit_digest=package.digest,
             command=options.command,
         )
-        plan.refuse_options(planned, Path(inventory.job.code).expanduser())
+        first = planned.nodes[0]
+        plan.refuse_options(
+            first.argv,
+            Path(inventory.job.code).expanduser(),
+            world_size=planned.world_size,
+            env=first.env,
+            modules={name: found.modules for name, found in facts.items()},
+        )
         said.append(_checked(facts, planned))
     for warning in check.warnings(facts):
         phases.say(f"warning: {warning}")

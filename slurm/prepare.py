@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import sync
+from nodekit.deploy import plan, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
@@ -56,6 +56,13 @@ def prepare(
     """
     settings = settings_of(inventory)
     warn = options.ssh.notice if options.quiet else phases.say
+    plan.refuse_options(
+        plan.argv_of(inventory, options.command),
+        Path(inventory.job.code).expanduser(),
+        world_size=settings.nodes.max * (inventory.job.nproc_per_node or settings.gpus_per_node or 1),
+        env=dict(inventory.job.env),
+        modules={},  # of the login node, they say nothing
+    )
     tree = take(inventory, options.command)
     with phases.phase("connect") as said:
         link = stack.enter_context(login(inventory, options.ssh))

@@ -14,6 +14,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
+from nodekit.training.engines import LIBRARIES
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 
@@ -32,6 +33,7 @@ def facts(host: str, *interfaces: Interface, **changes: Any) -> Facts:
         "python": "3.11.2",
         "executable": "/venv/bin/python",
         "torch": "2.13.0",
+        "modules": LIBRARIES,
         "clock_offset_s": 0.0,
         "cpus": 8,
         "interfaces": (LO, *interfaces),
@@ -268,6 +270,11 @@ def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path:
 TRAIN = ("-m", "nodekit.training")
 
 
+def refuse_options(found: plan.Plan, code: Path, modules: dict[str, tuple[str, ...]] | None = None) -> None:
+    first = found.nodes[0]
+    plan.refuse_options(first.argv, code, world_size=found.world_size, env=first.env, modules=modules or {})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -288,7 +295,7 @@ def test_what_the_training_module_would_refuse_is_refused_before_anything_starts
             (tmp_path / folder / "dev.tsv").write_text(dev, encoding="utf-8")
     found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=(*TRAIN, *arguments))
     with pytest.raises(KitError, match=message):
-        plan.refuse_options(found, tmp_path)
+        refuse_options(found, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +313,17 @@ def test_what_only_the_hosts_can_tell_is_left_to_them(tmp_path: Path, command: t
     (tmp_path / "bad").mkdir()
     command = tuple(each.format(tmp_path) for each in command)
     found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=command)
-    plan.refuse_options(found, tmp_path)
+    refuse_options(found, tmp_path)
+
+
+def test_a_library_that_some_hosts_lack_is_named_with_them(tmp_path: Path) -> None:
+    found = build(inventory(tmp_path, TWO), TWO_FACTS, command=(*TRAIN, "--engine", "trainer"))
+    modules = {"a": ("accelerate",), "b": ("accelerate", "transformers"), "c": ("accelerate", "deepspeed")}
+    with pytest.raises(
+        KitError, match=r"a, c: --engine trainer needs transformers: pip install 'nodekit\[text\]'"
+    ):
+        refuse_options(found, tmp_path, modules)
+    refuse_options(found, tmp_path, {"b": ("accelerate", "transformers")})
 
 
 @pytest.mark.parametrize(

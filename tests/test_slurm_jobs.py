@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from slurm_runs import Site
 
 from nodekit.deploy import runs
 from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
@@ -31,6 +33,7 @@ from nodekit.slurm.jobs import (
     parse_jobs,
     time_limit,
 )
+from nodekit.slurm.prepare import prepare
 
 RECORDED = Path(__file__).with_name("recorded")
 
@@ -557,3 +560,23 @@ def test_what_cannot_run_is_refused_and_what_ran_is_told_even_when_slurm_has_for
     run.save()
     assert "failed: Slurm ended the job: it knows it no more\n" in site.kit("status").stdout
     site.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "ddpp"], "invalid choice: 'ddpp'"),
+        (["--batch-size", "7"], "--batch-size 7 is less than the 8 ranks"),
+        (["--launcher", "spawn"], "--launcher spawn starts the ranks itself"),
+    ],
+)
+def test_what_the_shared_module_would_refuse_is_not_queued(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "slurm.yaml"
+    path.write_text(
+        "slurm: {nodes: 4, gpus_per_node: 2, shared_dir: /nowhere, login: nobody@login.invalid}\n"
+    )
+    options = Options(inventory=path, command=("-m", "nodekit.training", *arguments))
+    with contextlib.ExitStack() as stack, pytest.raises(KitError, match=re.escape(message)):
+        prepare(stack, load_inventory(path), "run", options, Phases(silent=True), secrets={})

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,6 +42,8 @@ _LIBRARIES = {
     "deepspeed": ("deepspeed",),
     "horovod": ("horovod",),
 }
+LIBRARIES = tuple(sorted({each for own in _LIBRARIES.values() for each in own}))
+"""All that some engine needs beyond torch."""
 _EXTRAS = {"lightning_fabric": "fabric", "transformers": "text"}
 BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
 """No release of Horovod builds against a current torch, so there is no extra for it."""
@@ -110,6 +112,16 @@ class ShardedEngine(Engine, Protocol):
         """
 
 
+def lacking(name: str, found: Collection[str]) -> str:
+    """What an engine lacks where there are only these libraries, and how to get it; "" where there is all."""
+    absent = [each for each in _LIBRARIES.get(name, ()) if each not in found]
+    if not absent:
+        return ""
+    extras = ",".join(_EXTRAS.get(each, each) for each in absent)
+    cure = BUILD_HOROVOD if name == "horovod" else f"pip install 'nodekit[{extras}]'"
+    return f"--engine {name} needs {' and '.join(absent)}: {cure} on every node"
+
+
 def check_engine(options: "Options", device: str) -> None:
     """Refuse what cannot run here, before any rank waits for another.
 
@@ -117,11 +129,8 @@ def check_engine(options: "Options", device: str) -> None:
         EngineError: a library is not installed, or does without a GPU something else than it is asked for.
     """
     name = options.engine
-    absent = [each for each in _LIBRARIES.get(name, ()) if importlib.util.find_spec(each) is None]
-    if absent:
-        extras = ",".join(_EXTRAS.get(each, each) for each in absent)
-        cure = BUILD_HOROVOD if name == "horovod" else f"pip install 'nodekit[{extras}]'"
-        raise EngineError(f"--engine {name} needs {' and '.join(absent)}: {cure} on every node")
+    if problem := lacking(name, [each for each in LIBRARIES if importlib.util.find_spec(each) is not None]):
+        raise EngineError(problem)
     if options.compile and device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         raise EngineError(
             "--compile needs a C++ compiler on a CPU, and there is no g++: apt install g++, or set CXX"
