@@ -113,7 +113,7 @@ def test_runs_share_the_cores_and_nothing_of_a_job_that_we_run_in() -> None:
         ("ddp", 2, [], GPUS, None),
         ("ddp", 3, [], GPUS, "3 ranks need as many GPUs, and here they are 2"),
         ("ddp", 3, ["--batch-size", "2"], CPU, "--batch-size 2 is less than a sample for each of 3 ranks"),
-        ("fsdp", 1, ["--find-unused"], CPU, "--find-unused: the engine fsdp finds them anyhow"),
+        ("fsdp", 1, ["--find-unused"], CPU, "--find-unused: the engine fsdp finds them without being told"),
         ("deepspeed:fp16", 1, [], GPUS, "there is bf16 alone"),
         (TAKEN, 1, [], CPU, f"pip install 'nodekit[{TAKEN}]'"),
     ],

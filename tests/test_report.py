@@ -37,13 +37,13 @@ def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tup
         gather=lambda own: [own, *others],
     )
     total = sum(not isinstance(each, str) for each in steps_s)
-    report = Report(world, folder, step=0, total_steps=total, samples_done=0)
+    report = Report(world, folder, step=0, total_steps=total, is_evaluated=True)
     step = 0
     for each in steps_s:
         if isinstance(each, str):
             clock.now_s += 3600
             if each == "evaluation":
-                report.evaluation(step, epoch=1, means={})
+                report.evaluation(step, epoch=1, means={}, when="at step")
             report.leave_out()
         else:
             step += 1

@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -20,6 +22,9 @@ log = logging.getLogger("nodekit.training")
 _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
+_FLUSH_EVERY_S = 0.25
+_SLOW_CURVES_EVERY_S = 0.5
+"""Of what changes slowly, not every step is a point: each costs 50 µs."""
 
 
 class Report:
@@ -46,6 +51,7 @@ class Report:
         self._is_warm = False  # whether there was an evaluation
         self._peak_memory_bytes: int | None = None
         self._metrics = None
+        self._last_flush = self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._bar: Any = None
         self._progress: BinaryIO | None = None
@@ -83,6 +89,7 @@ class Report:
             self._bar.close()
         if self._curves is not None:
             self._curves.close()
+        self.flush()
         if self._metrics is not None:
             self._metrics.close()
         if self._progress is not None:
@@ -124,7 +131,11 @@ class Report:
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
             self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
-        self._draw(step, {"train/loss": loss, "train/lr": lr, "train/samples_per_s": rate})
+        scalars = {"train/loss": loss}
+        if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
+            self._last_slow_curves = now
+            scalars |= {"train/lr": lr, "train/samples_per_s": rate}
+        self._draw(step, scalars)
         if self._timed_from_s is None:
             self._timed_from_s = time.monotonic()
 
@@ -175,6 +186,7 @@ class Report:
         self._is_warm = True
         if self._metrics is not None:
             self._write({"step": step, "epoch": epoch, "test": means, "time": time.time()})
+            self.flush()
         self._draw(step, {f"test/{name}": value for name, value in means.items()})
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
         self.say(f"{when} {step}/{self._total_steps}: test {shown}")
@@ -191,11 +203,24 @@ class Report:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._metrics is not None
-        try:
+        with self._or_no_metrics():
             self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
+        if time.monotonic() - self._last_flush >= _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring metrics.jsonl up to this step; before a snapshot, since what was before it is not done again."""
+        self._last_flush = time.monotonic()
+        if self._metrics is not None:
+            with self._or_no_metrics():
+                self._metrics.flush()
+
+    @contextmanager
+    def _or_no_metrics(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:  # a full disk must not end the training
-            log.warning("%s is no longer written: %s", self._metrics.name, error)
+            log.warning("%s is no longer written: %s", self._folder / "metrics.jsonl", error)
             self._metrics = None
 
     def _draw(self, step: int, scalars: dict[str, float]) -> None:
