@@ -48,7 +48,7 @@ def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tup
         else:
             step += 1
             clock.now_s += each
-            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64)
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=0.0)
     return report
 
 

@@ -38,6 +38,8 @@ class _Step:
     """This rank's part of the mean loss, a scalar."""
     lr: float
     num_samples: int
+    ended: float
+    """Seconds since 1970."""
 
 
 class Loop:
@@ -220,6 +222,7 @@ class Loop:
                 loss_sum.clone(),
                 lr=float(self.engine.optimizer.param_groups[0]["lr"]),
                 num_samples=self.sampler.offset - offset,
+                ended=time.time(),
             )
         )
         epoch_ends = not self.sampler.steps_left
@@ -242,6 +245,7 @@ class Loop:
                 loss=loss,
                 lr=each.lr,
                 num_samples=each.num_samples,
+                ended=each.ended,
             )
         stop, step_s, *said = sums[len(untold) :]
         if self.apart:

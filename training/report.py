@@ -104,7 +104,7 @@ class Report:
         else:
             print(text, flush=True)
 
-    def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int) -> None:
+    def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int, ended: float) -> None:
         """One step is done, of ``num_samples`` samples over all ranks, whose mean loss was ``loss``."""
         now = time.monotonic()
         if self._timed_from_s is not None:
@@ -120,7 +120,7 @@ class Report:
         self._step = step
         self._num_samples += num_samples
         if self._metrics is not None:
-            self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": time.time()})
+            self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": ended})
         text = f"epoch {epoch} loss {loss:.4f}"
         self._progress_text = text
         self.alive(at_once=step == self._total_steps)
