@@ -197,9 +197,7 @@ class Edges:
 
     def __init__(self, folder: Path, clock: Clock, **options: Any) -> None:
         self.said: list[str] = []
-        report = SimpleNamespace(
-            alive=lambda: None, flush=lambda: None, leave_out=lambda: None, say=self.said.append
-        )
+        report = SimpleNamespace(alive=lambda: None, leave_out=lambda: None, say=self.said.append)
         world: Any = SimpleNamespace(
             rank=0, world_size=1, node_rank=0, num_restarts=0, is_main=True, timeout_s=1.0,
             gather=lambda value: [value],

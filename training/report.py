@@ -6,8 +6,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -22,7 +20,6 @@ log = logging.getLogger("nodekit.training")
 _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
-_FLUSH_EVERY_S = 0.25
 _SLOW_CURVES_EVERY_S = 0.5
 """Of what changes slowly, not every step is a point: each costs 50 µs."""
 
@@ -51,7 +48,7 @@ class Report:
         self._is_warm = False  # whether there was an evaluation
         self._peak_memory_bytes: int | None = None
         self._metrics = None
-        self._last_flush = self._last_slow_curves = 0.0
+        self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._bar: Any = None
         self._progress: BinaryIO | None = None
@@ -61,7 +58,7 @@ class Report:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _take_back(path, step, is_evaluated=is_evaluated)
-                self._metrics = path.open("a", encoding="utf-8")
+                self._metrics = path.open("ab", buffering=0)
             except OSError as error:  # a full disk must not end the training
                 log.warning("%s is not written: %s", path, error)
         if world.progress_file:
@@ -89,7 +86,6 @@ class Report:
             self._bar.close()
         if self._curves is not None:
             self._curves.close()
-        self.flush()
         if self._metrics is not None:
             self._metrics.close()
         if self._progress is not None:
@@ -186,7 +182,6 @@ class Report:
         self._is_warm = True
         if self._metrics is not None:
             self._write({"step": step, "epoch": epoch, "test": means, "time": time.time()})
-            self.flush()
         self._draw(step, {f"test/{name}": value for name, value in means.items()})
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
         self.say(f"{when} {step}/{self._total_steps}: test {shown}")
@@ -203,24 +198,12 @@ class Report:
 
     def _write(self, values: dict[str, Any]) -> None:
         assert self._metrics is not None
-        with self._or_no_metrics():
-            self._metrics.write(json.dumps(values) + "\n")
-        if time.monotonic() - self._last_flush >= _FLUSH_EVERY_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Bring metrics.jsonl up to this step; before a snapshot, since what was before it is not done again."""
-        self._last_flush = time.monotonic()
-        if self._metrics is not None:
-            with self._or_no_metrics():
-                self._metrics.flush()
-
-    @contextmanager
-    def _or_no_metrics(self) -> Iterator[None]:
         try:
-            yield
+            self._metrics.write(
+                json.dumps(values).encode() + b"\n"
+            )  # not buffered: a kill may come at any time
         except OSError as error:  # a full disk must not end the training
-            log.warning("%s is no longer written: %s", self._folder / "metrics.jsonl", error)
+            log.warning("%s is no longer written: %s", self._metrics.name, error)
             self._metrics = None
 
     def _draw(self, step: int, scalars: dict[str, float]) -> None:

@@ -127,7 +127,6 @@ class Saver:
         """Around everything that the training stands still for when a snapshot is taken; on all ranks."""
         started_s = time.monotonic()
         self._report.alive()
-        self._report.flush()
         yield
         self._last_s = self._edge_s = time.monotonic()
         self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
