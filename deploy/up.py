@@ -297,6 +297,8 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     print(f"  snapshots  {first}:{run.nodes[first]['env']['NODEKIT_SNAPSHOT_DIR']}")
     print(f"  curves     {first}:{node_dir}/output   (tensorboard --logdir …/output)")
     if verdict.outcome == "succeeded":
+        if plan.training_options(run.nodes[first]["argv"], run.nodes[first]["env"]) is not None:
+            print(f"  weights    {first}:{node_dir}/output/best   (kit test {run.run_id})")
         return 0
     return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
 

@@ -33,7 +33,7 @@ def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
     done = local.run("up", "two nodes.yaml", "--", "-m", "nodekit.training", "--epochs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
-    for kind in ("logs", "snapshots", "output"):
+    for kind in ("logs", "snapshots", "output", "output/best"):
         assert re.search(rf"a:.*/a/{kind}\b", done.stdout), f"it says where the {kind} are"
 
 
