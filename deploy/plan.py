@@ -17,7 +17,8 @@ from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
-from nodekit.training.engines import lacking
+from nodekit.training.engines import EngineError, lacking
+from nodekit.training.engines.deepspeed_config import read_config
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
 
@@ -133,6 +134,12 @@ def refuse_options(
     problems = {host: lacking(asked.engine, found) for host, found in modules.items()}
     if without := [host for host, problem in problems.items() if problem]:
         raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
+    own = asked.deepspeed_config
+    if own is not None and (code / own).is_file():
+        try:
+            read_config(dataclasses.replace(asked, deepspeed_config=code / own))
+        except EngineError as error:
+            raise KitError(str(error)) from error
     if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
         return  # another folder than that of the code is the hosts' own
     if (code / asked.data).is_dir():

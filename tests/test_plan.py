@@ -316,6 +316,15 @@ def test_what_only_the_hosts_can_tell_is_left_to_them(tmp_path: Path, command: t
     refuse_options(found, tmp_path)
 
 
+def test_a_deepspeed_configuration_is_read_where_it_is_synced_from(tmp_path: Path) -> None:
+    arguments = (*TRAIN, "--engine", "deepspeed", "--deepspeed-config", "ds.json")
+    found = build(inventory(tmp_path, TWO), TWO_FACTS, command=arguments)
+    refuse_options(found, tmp_path)  # on the hosts, perhaps
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true}}')
+    with pytest.raises(KitError, match=r"ds\.json: fp16 is said by --amp"):
+        refuse_options(found, tmp_path)
+
+
 def test_a_library_that_some_hosts_lack_is_named_with_them(tmp_path: Path) -> None:
     found = build(inventory(tmp_path, TWO), TWO_FACTS, command=(*TRAIN, "--engine", "trainer"))
     modules = {"a": ("accelerate",), "b": ("accelerate", "transformers"), "c": ("accelerate", "deepspeed")}
