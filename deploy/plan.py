@@ -135,7 +135,7 @@ def refuse_options(
     if without := [host for host, problem in problems.items() if problem]:
         raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
     own = asked.deepspeed_config
-    if own is not None and (code / own).is_file():
+    if own is not None and not own.is_absolute() and (code / own).is_file():
         try:
             read_config(dataclasses.replace(asked, deepspeed_config=code / own))
         except EngineError as error:
