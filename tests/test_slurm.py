@@ -136,7 +136,7 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
     run = story("queue", nodes=2, max_requeues=5)
-    run.hold()
+    run.hold(0.5)  # until Slurm looks at time limits, up to 60 steps go by
     run.begin()
     run.wait_for(STARTED)
     job = submitit.SlurmJob(run.run_dir / "slurm", run.job_id)

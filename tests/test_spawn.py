@@ -314,4 +314,6 @@ def test_kit_refuses_it_before_anything_starts(tmp_path: Path) -> None:
     command = ["-m", "nodekit.training", "--launcher", "spawn"]
     planned = build(inventory(tmp_path, TWO), TWO_FACTS, command=command)
     with pytest.raises(KitError, match="kit or torchrun does: leave the option out"):
-        plan.refuse_options(planned)
+        plan.refuse_options(
+            planned.nodes[0].argv, tmp_path, world_size=2, env=planned.nodes[0].env, modules={}
+        )

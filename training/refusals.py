@@ -64,6 +64,8 @@ def _by_ranks(options: "Options", environ: Mapping[str, str]) -> Iterator[str]:
             f"--launcher spawn starts the ranks itself, and {started[0]} says that kit or torchrun does: leave the "
             "option out"
         )
+    if options.backend == "mpi" and options.launcher == "spawn":
+        yield "--backend mpi: its ranks are started by mpirun, not by --launcher spawn; take gloo"
     num_ranks = environ.get("WORLD_SIZE", str(options.nproc_per_node or 1))
     if num_ranks.isdecimal() and options.batch_size < int(num_ranks):
         yield (
