@@ -15,7 +15,7 @@ from nodekit.training.options import Options
 from nodekit.training.world import World
 
 _BUCKET_BYTES = 25 << 20
-_TALK_EVERY_S = 1.0
+_TALK_EVERY_S = 2.0
 """About how often ranks hear of losses, a stop and snapshots; each time they wait for the slowest."""
 
 
