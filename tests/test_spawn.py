@@ -212,7 +212,8 @@ def rank(rank, barrier, folder):
             assert world.gather((turn, rank)) == [(turn, each) for each in range(3)]
         barrier.wait()
         if rank == 0:
-            assert os.listdir(folder) == [], os.listdir(folder)
+            # Who lets go of torch's store after rank 0 has removed its file makes it anew, empty.
+            assert os.listdir(folder) in ([], ["meet"]), os.listdir(folder)
             if turn % 2:  # of a run that was cut off: all have been there, with addresses that are gone
                 store = dist.FileStore(f"{folder}/meet", 4)
                 for each in range(3):
