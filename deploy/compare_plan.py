@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,14 +185,8 @@ def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
 
 def parsed(arguments: Sequence[str]) -> training.Options | str:
     """The shared module's options, or why it refuses them."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return training.parse(arguments, {})
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-        return said.getvalue().strip().removeprefix(_PROGRAM)
+    found = training.parse_or_reason(arguments, {})
+    return found.removeprefix(_PROGRAM) if isinstance(found, str) else found
 
 
 def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:

@@ -157,13 +157,12 @@ def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Opt
     """
     if tuple(argv[2:4]) != TRAINING_MODULE:
         return None
-    with io.StringIO() as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            return options.parse(argv[4:], env)
-        except SystemExit as end:
-            if end.code:
-                raise KitError(said.getvalue().strip()) from None
-            return None
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
+        found = options.parse_or_reason(argv[4:], env)
+        if isinstance(found, str):
+            raise KitError(found)
+        return found
+    return None
 
 
 def _devices(node: NodePlan) -> str:

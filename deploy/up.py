@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nodekit.deploy import cluster, plan, runs, start, sync
+from nodekit.deploy import apply, cluster, plan, runs, start, sync
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
 from nodekit.deploy.link import Link, on_all
@@ -298,7 +298,9 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     print(f"  curves     {first}:{node_dir}/output   (tensorboard --logdir …/output)")
     if verdict.outcome == "succeeded":
         if plan.training_options(run.nodes[first]["argv"], run.nodes[first]["env"]) is not None:
-            print(f"  weights    {first}:{node_dir}/output/best   (kit test {run.run_id})")
+            print(
+                f"  weights    {first}:{apply.folders(run.nodes[first], 'best')[0]}   (kit test {run.run_id})"
+            )
         return 0
     return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
 

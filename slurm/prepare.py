@@ -29,7 +29,7 @@ from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limi
 from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, execute, login, settings_of, write
 
 MAX_TIMEOUTS = 100
-NEEDED_MODULES = ("ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
+NEEDED_MODULES = ("torch", "ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
 
 
 def prepare(
@@ -74,6 +74,7 @@ def prepare(
             timeout_s=CALL_TIMEOUT_S,
             workdir=settings.shared_dir,
             kit_digest=package.digest,
+            modules=NEEDED_MODULES,
         )
         _check_host(link, found)
         shared_dir = str(found["workdir"])
@@ -194,12 +195,9 @@ def _check_host(link: Link, found: Mapping[str, Any]) -> None:
     python = found["executable"]
     if found["workdir_problem"]:
         raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
-    program = "import importlib.util as u,sys;print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
-    done = execute(link, python, "-c", program, "torch", *NEEDED_MODULES)
-    if done["status"] or done["out"].strip():
-        absent = ", ".join(done["out"].split()) or done["err"].strip()
+    if absent := [name for name in NEEDED_MODULES if name not in found["modules"]]:
         raise KitError(
-            f"{link.host}: {python} lacks {absent}; {python} -m pip install 'nodekit[slurm,train]', "
+            f"{link.host}: {python} lacks {', '.join(absent)}; {python} -m pip install 'nodekit[slurm,train]', "
             "or set `python:` to an interpreter that the login node and the nodes share"
         )
 

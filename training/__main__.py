@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nodekit.training.options import Options, parse
+from nodekit.training.refusals import ONE_FOLDER
 from nodekit.training.stop import Stop, leave
 
 if TYPE_CHECKING:
@@ -64,9 +65,8 @@ def _check(options: Options, environ: Mapping[str, str] | None = None) -> tuple[
     is_many = world.world_size > world.local_world_size
     if options.snapshot_format == "sharded" and is_many and not world.snapshot_is_shared:
         raise ValueError(
-            "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: give them "
-            "one (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and NODEKIT_SNAPSHOT_DIR), "
-            "or take --snapshot-format whole"
+            "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: "
+            f"{ONE_FOLDER}"
         )
     in_part = (
         options.ignore_mismatched_sizes and options.model is not None

@@ -1,6 +1,8 @@
 """What can be asked of the shared training module, checked before anything slow or shared is started."""
 
 import argparse
+import contextlib
+import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -385,6 +387,18 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
     return options
 
 
+def parse_or_reason(arguments: Sequence[str], environ: Mapping[str, str]) -> Options | str:
+    """As ``parse``, but what is not right is given, not said; only ``--help`` ends the process."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(arguments, environ)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        return said.getvalue().strip()
+
+
 def _whole(least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -395,10 +409,7 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _float(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
     return number
@@ -433,10 +444,14 @@ def _auto_or_positive(text: str) -> float | None:
 
 
 def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _float(text)
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

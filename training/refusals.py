@@ -12,6 +12,12 @@ _ALONE = dict.fromkeys(ALONE, "is one process, with nobody to exchange anything 
 _SPREADS = "has no whole model on each rank, whose weights could be averaged"
 _PLAIN = "sends gradients as they are"
 
+ONE_FOLDER = (
+    "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
+    "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
+)
+"""What sharded snapshots need, beyond what options can tell."""
+
 
 def refusals(options: "Options", environ: Mapping[str, str]) -> Iterator[str]:
     """Each a sentence for the user; none where all is right.

@@ -27,6 +27,7 @@ from nodekit.training.commit import HashingFile, place, sync_folder, written_bes
 from nodekit.training.engines import EngineError
 from nodekit.training.fence import Fenced
 from nodekit.training.manifest import Manifest
+from nodekit.training.refusals import ONE_FOLDER
 from nodekit.training.shards import REST, flat, rest, shapes
 from nodekit.training.snapshot import Snapshots
 from nodekit.training.world import World
@@ -35,11 +36,6 @@ T = TypeVar("T")
 
 # A disk may take long, and a peer that died is noticed by its connection; after a timeout no rank could save any more.
 _TIMEOUT = timedelta(days=7)
-
-CURE = (
-    "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
-    "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
-)
 
 
 class ShardedSnapshots(Snapshots):
@@ -61,7 +57,8 @@ class ShardedSnapshots(Snapshots):
         """
         if (num_folders := world.gather(commits).count(True)) != 1:
             raise EngineError(
-                f"--snapshot-format sharded needs one folder that all ranks see, and they see {num_folders}: {CURE}"
+                f"--snapshot-format sharded needs one folder that all ranks see, and they see {num_folders}: "
+                f"{ONE_FOLDER}"
             )
         # Ranks without a launcher's or kit's id have each made up a name of their own.
         folder = world.gather(like.folder)[world.rank - world.local_rank]
