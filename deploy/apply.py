@@ -229,22 +229,23 @@ def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapp
 
 def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights: str) -> Place:
     """The newest of a run's weights: a node that was lost may have older ones."""
+    there = [name for name in nodes if name in links]
+    places = {name: folders(nodes[name], weights) for name in there}
 
     def look(name: str) -> list[Place]:
         found = []
-        for folder in folders(nodes[name], weights):
+        for folder in places[name]:
             path = posixpath.join(folder, "nodekit.json")
             text = links[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
             if text is not None:
                 found.append(Place(node=name, folder=folder, step=json.loads(text).get("step", 0)))
         return found
 
-    there = [name for name in nodes if name in links]
     results = on_all({name: name for name in there}, look)
     found = [place for result in results.values() if not isinstance(result, Exception) for place in result]
     if found:
         return max(found, key=lambda place: place.step)
-    looked = [f"{name}:{folder}" for name in there for folder in folders(nodes[name], weights)]
+    looked = [f"{name}:{folder}" for name in there for folder in places[name]]
     failed = [str(result) for result in results.values() if isinstance(result, Exception)]
     failed += [f"{name}: not reached" for name in nodes if name not in links]
     other = "last" if weights == "best" else "best"

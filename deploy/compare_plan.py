@@ -185,8 +185,10 @@ def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
 
 def parsed(arguments: Sequence[str]) -> training.Options | str:
     """The shared module's options, or why it refuses them."""
-    found = training.parse_or_reason(arguments, {})
-    return found.removeprefix(_PROGRAM) if isinstance(found, str) else found
+    try:
+        return training.read(arguments, {})
+    except training.OptionsError as error:
+        return str(error).removeprefix(_PROGRAM)
 
 
 def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -157,12 +155,13 @@ def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Opt
     """
     if tuple(argv[2:4]) != TRAINING_MODULE:
         return None
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
-        found = options.parse_or_reason(argv[4:], env)
-        if isinstance(found, str):
-            raise KitError(found)
-        return found
-    return None
+    arguments = argv[4:]
+    if {"-h", "--help"} & set(arguments):
+        return None
+    try:
+        return options.read(arguments, env)
+    except options.OptionsError as error:
+        raise KitError(str(error)) from None
 
 
 def _devices(node: NodePlan) -> str:

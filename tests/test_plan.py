@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,12 @@ def test_kit_looks_at_text_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "204\n", done.stderr
+
+
+def test_commands_are_read_in_threads_at_once() -> None:
+    """What has redirected stderr meanwhile gave it back closed."""
+    before, command = sys.stderr, ("python", "-u", *TRAIN, "--epochs", "3")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: plan.training_options(command, {}), range(100)))
+    assert all(each is not None and each.epochs == 3 for each in found)
+    assert sys.stderr is before

@@ -1,10 +1,9 @@
 """What can be asked of the shared training module, checked before anything slow or shared is started."""
 
 import argparse
-import contextlib
-import io
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -98,6 +97,10 @@ class Options:
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+class OptionsError(ValueError):
+    """Options that are not right; the message is a line for users, with the program's name before it."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, since every rank says it, and names the nearest valid option."""
 
@@ -109,14 +112,27 @@ class _Parser(argparse.ArgumentParser):
             given = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
             near = get_close_matches(given, known, n=1)
             message += f"{f' (did you mean {near[0]}?)' if near else ''}; the options are: {', '.join(known)}"
-        self.exit(2, f"{self.prog}: {message}\n")
+        raise OptionsError(f"{self.prog}: {message}")
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
-    """Read the command line (default: this process's); ends the process with 2 where it is not right.
+    """As ``read``; ends the process with 2 where something is not right."""
+    try:
+        return read(arguments, environ)
+    except OptionsError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
+    """Read the command line (default: this process's).
 
     Defaults that kit gives in ``environ`` (default: this process's): ``NODEKIT_SNAPSHOT_EVERY``, as
     ``--snapshot-seconds``, and ``NODEKIT_COLLECTIVE_TIMEOUT_S``, as ``--timeout``.
+
+    Raises:
+        OptionsError: something is not right with it.
+        SystemExit: with 0, after ``--help``.
     """
     env = os.environ if environ is None else environ
     parser = _Parser(
@@ -385,18 +401,6 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
     for reason in refusals(options, env):
         parser.error(reason)
     return options
-
-
-def parse_or_reason(arguments: Sequence[str], environ: Mapping[str, str]) -> Options | str:
-    """As ``parse``, but what is not right is given, not said; only ``--help`` ends the process."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parse(arguments, environ)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        return said.getvalue().strip()
 
 
 def _whole(least: int) -> Callable[[str], int]:
