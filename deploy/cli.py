@@ -51,6 +51,35 @@ in slurm.shared_dir now; nothing is queued. The script says what it does, and
 has no secret in it. Such a run is sbatch's and yours: kit status does not know it.
 """
 
+SHELL = """\
+Run a command on the hosts of an inventory, all at once. Each line of its output
+stands behind its host's name, as it comes and never torn; how it ended on each
+host is told at the end. A host that cannot be reached does not keep the others
+from their work.
+
+The command is given to each host's kernel as it stands after the `--`: no shell
+reads it, so use `sh -c '…'` for pipes and variables. It runs in the home folder,
+with nothing on its stdin; `python` is the interpreter that the inventory names.
+Ctrl-C ends it on every host, with all that it started.
+
+Without a command it opens a shell on the one host that is named.
+"""
+
+SHELL_EPILOG = """\
+examples:
+  kit shell lab.yaml -- nvidia-smi -L
+  kit shell lab.yaml gpu[1-3] -- sh -c 'df -h ~ | tail -1'
+  kit shell lab.yaml -- python -c 'import torch; print(torch.__version__)'
+  kit shell lab.yaml --timeout 10 -- sudo -n true
+  kit shell lab.yaml gpu2                  a shell on gpu2
+
+exit codes:
+  0    exit status 0 on all hosts
+  1    not so on some, or one could not be reached
+  2    wrong usage of the command line
+  130  stopped by Ctrl-C
+"""
+
 TEST = """\
 Print precision, recall and F1 of each class, and which were taken for which, of
 a run's weights on its task's test data. Computed by the run's own code on the
@@ -114,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
-        argv[:1] in (["up"], ["drill"], ["export"], ["compare"]) and "--" in argv
+        argv[:1] in (["up"], ["drill"], ["export"], ["compare"], ["shell"]) and "--" in argv
     ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
@@ -182,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="for programs")
     _add_apply(commands)
     _add_export(commands)
+    _add_shell(commands)
     _add_drill(commands)
     _add_compare(commands)
     _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
@@ -279,6 +309,20 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file, with a slurm section")
     command.add_argument("--to", choices=["sbatch"], default="sbatch", help="what for (sbatch)")
     command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there (stdout)")
+    _add_ssh(command)
+
+
+def _add_shell(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands, "shell", _shell, "run a command on the hosts of an inventory, or log in", SHELL, SHELL_EPILOG
+    )
+    command.usage = "kit shell INVENTORY [HOSTS] [options] [-- COMMAND ARG…]"
+    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
+    command.add_argument("hosts", metavar="HOSTS", nargs="?", help="these only, as gpu[1-3] (all)")
+    command.add_argument("--hosts", metavar="HOSTS", dest="picked", help="the same")
+    command.add_argument(
+        "--timeout", metavar="S", type=float, help="end it on a host where it takes longer than S seconds"
+    )
     _add_ssh(command)
 
 
@@ -397,6 +441,49 @@ def _export(args: argparse.Namespace) -> int:
 
     options = Options(inventory=_inventory(args), command=tuple(args.command) or None, ssh=_ssh_options(args))
     return export(options, args.output)
+
+
+def _shell(args: argparse.Namespace) -> int:
+    from nodekit.deploy import shell, shell_view
+    from nodekit.inventory.load import load_inventory
+
+    inventory = load_inventory(_inventory(args))
+    if args.hosts and args.picked:
+        raise KitError(f"kit shell: found HOSTS and --hosts ({args.hosts}, {args.picked}), wanted one of them")
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise KitError(f"--timeout: found {args.timeout:g}, wanted seconds, a number above 0")
+    hosts = shell.pick(inventory, args.hosts or args.picked)
+    if not args.command:
+        if len(hosts) > 1:
+            names = shell.fold([host.name for host in hosts])
+            raise KitError(
+                f"a shell to type in is one host's, and this is {names}; name one: kit shell {args.inventory} "
+                f"{hosts[0].name}; or a command for all: kit shell {args.inventory} -- uptime"
+            )
+        argv = shell.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
+        try:
+            os.execvp(argv[0], argv)  # noqa: S606  # the terminal is its own from here
+        except OSError as error:
+            raise KitError(f"cannot run {argv[0]} on this machine: {error.strerror}") from error
+    prefixes = shell_view.Prefixes([host.name for host in hosts])
+    streams = {"out": sys.stdout, "err": sys.stderr}
+    is_terminal = {name: stream.isatty() for name, stream in streams.items()}
+    colour = {name: is_one and "NO_COLOR" not in os.environ for name, is_one in is_terminal.items()}
+    ended: dict[str, shell.Ended] = {}
+    with shell.Commands(hosts, args.command, timeout_s=args.timeout, ssh=_ssh_options(args)) as commands:
+        for event in commands.events():
+            if isinstance(event, shell.Ended):
+                ended[event.host] = event
+                continue
+            name = event.stream
+            shown = prefixes.apply(event, is_terminal=is_terminal[name], colour=colour[name])
+            streams[name].buffer.write(shown)
+            streams[name].flush()
+    in_order = [ended[host.name] for host in hosts]
+    print(shell_view.summary(in_order, colour=colour["err"]), file=sys.stderr)
+    if commands.was_interrupted:
+        return 130
+    return 0 if all(each.is_good for each in in_order) else 1
 
 
 def _test(args: argparse.Namespace) -> int:

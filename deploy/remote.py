@@ -641,7 +641,13 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 out.write(data)
                 out.flush()
             except OSError:
-                os._exit(0)  # nobody listens any more
+                leave()  # nobody listens any more
+
+    def leave() -> None:
+        for process in list(_attended):
+            _end(process)
+        modules["hostshell"].close()
+        os._exit(0)
 
     def answer(request: Dict[str, Any]) -> None:
         try:
@@ -651,7 +657,7 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 call = getattr(modules[module], function)
             else:
                 call = OPS[name]
-            if name in ("follow", "attend"):
+            if "part" in call.__code__.co_varnames[: call.__code__.co_argcount]:
                 args["part"] = lambda message: send({"id": request["id"], "part": message})
             send({"id": request["id"], "result": call(**args)})
         except BaseException as error:  # it must reach the caller, whatever it is
@@ -670,6 +676,4 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
     for agent in _agents.values():  # those that never got their go
         if agent.stdin and not agent.stdin.closed:
             agent.stdin.close()
-    for process in list(_attended):
-        _end(process)
-    os._exit(0)
+    leave()
