@@ -45,10 +45,31 @@ examples:
 """
 
 EXPORT = """\
-Write a script that runs, by plain sbatch, what `kit up` would submit to Slurm.
-All is checked as by kit up; the run's folder with the code is put in its place
-in slurm.shared_dir now; nothing is queued. The script says what it does, and
-has no secret in it. Such a run is sbatch's and yours: kit status does not know it.
+Write the job of an inventory for another tool: what `kit up` would run, as that
+tool wants it. No secret is in it: its first lines say how to set them, and how
+all of it is used.
+
+  hostfile    host and slots=N, for mpirun and deepspeed         a file
+  ansible     the hosts as an Ansible inventory                  a file
+  accelerate  a configuration of accelerate launch for each host a folder
+  deepspeed   hostfile, .deepspeed_env and the command           a folder
+  shell       a bash script for each host, by plain torchrun     a folder
+  compose     the job on one machine, each host a container      a file
+  sbatch      what kit up would submit to Slurm                  a file
+
+accelerate, deepspeed and shell need what only the hosts know, as interfaces: they
+are connected to and checked as by kit up --dry-run, and nothing runs there; for
+hostfile where the inventory does not say how many GPUs a host has. For sbatch
+all is checked as by kit up, and the run's folder with the code is put in its
+place in slurm.shared_dir now; nothing is queued. kit status does not know a job
+that was started from an export.
+"""
+
+EXPORT_EPILOG = """\
+examples:
+  kit export lab.yaml --to shell -o scripts -- train.py --lr 0.1
+  kit export lab.yaml --to ansible > hosts.yaml
+  kit export slurm.yaml --to sbatch -o job.sh
 """
 
 SHELL = """\
@@ -303,18 +324,38 @@ def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _add(
-        commands, "export", _export, "write the job of an inventory as a script for sbatch", EXPORT
+        commands, "export", _export, "write the job of an inventory for another tool", EXPORT, EXPORT_EPILOG
     )
-    command.usage = "kit export INVENTORY [options] [-- SCRIPT.py ARGS…]"
-    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file, with a slurm section")
-    command.add_argument("--to", choices=["sbatch"], default="sbatch", help="what for (sbatch)")
-    command.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there (stdout)")
+    command.usage = "kit export INVENTORY --to FORMAT [options] [-- SCRIPT.py ARGS…]"
+    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
+    command.add_argument(
+        "--to",
+        metavar="FORMAT",
+        choices=["hostfile", "ansible", "accelerate", "deepspeed", "sbatch", "shell", "compose"],
+        default="sbatch",
+        help="one of those above (sbatch)",
+    )
+    command.add_argument(
+        "-o", "--output", metavar="PATH", type=Path, help="write it there, a file or a folder (stdout)"
+    )
+    command.add_argument(
+        "--port",
+        metavar="P",
+        type=int,
+        default=29500,
+        help="where the nodes meet on the first host (%(default)s)",
+    )
     _add_ssh(command)
 
 
 def _add_shell(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = _add(
-        commands, "shell", _shell, "run a command on the hosts of an inventory, or log in", SHELL, SHELL_EPILOG
+        commands,
+        "shell",
+        _shell,
+        "run a command on the hosts of an inventory, or log in",
+        SHELL,
+        SHELL_EPILOG,
     )
     command.usage = "kit shell INVENTORY [HOSTS] [options] [-- COMMAND ARG…]"
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
@@ -436,11 +477,22 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from nodekit.deploy import export
     from nodekit.deploy.start import Options
-    from nodekit.slurm.export import export
 
     options = Options(inventory=_inventory(args), command=tuple(args.command) or None, ssh=_ssh_options(args))
-    return export(options, args.output)
+    if args.to == "sbatch":
+        from nodekit.slurm import export as sbatch
+
+        return sbatch.export(options, args.output)
+    if not 0 < args.port < 65536:
+        raise KitError(f"--port: found {args.port}, wanted a port from 1 to 65535")
+    files = export.build(options, args.to, master_port=args.port)
+    if args.output is None:
+        sys.stdout.write(export.to_text(files))
+    else:
+        print(export.write(files, args.to, args.output))
+    return 0
 
 
 def _shell(args: argparse.Namespace) -> int:
@@ -449,7 +501,9 @@ def _shell(args: argparse.Namespace) -> int:
 
     inventory = load_inventory(_inventory(args))
     if args.hosts and args.picked:
-        raise KitError(f"kit shell: found HOSTS and --hosts ({args.hosts}, {args.picked}), wanted one of them")
+        raise KitError(
+            f"kit shell: found HOSTS and --hosts ({args.hosts}, {args.picked}), wanted one of them"
+        )
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise KitError(f"--timeout: found {args.timeout:g}, wanted seconds, a number above 0")
     hosts = shell.pick(inventory, args.hosts or args.picked)

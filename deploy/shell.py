@@ -76,7 +76,9 @@ class Commands:
 
     def __enter__(self) -> Commands:
         # No exception: it could come between an event's being taken and its being told.
-        self._handlers = {each: signal.signal(each, self._interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {
+            each: signal.signal(each, self._interrupt) for each in (signal.SIGINT, signal.SIGTERM)
+        }
         for host in self._hosts.values():
             threading.Thread(target=self._one, args=(host,), name=f"shell-{host.name}", daemon=True).start()
         return self
@@ -114,9 +116,7 @@ class Commands:
 
         def end(link: Link) -> None:
             with contextlib.suppress(HostError):  # a lost link is told by the call that runs the command
-                link.call(
-                    "hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S
-                )
+                link.call("hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S)
 
         for name in self._hosts.keys() - links.keys():
             self._events.put(Ended(name, problem="not started"))

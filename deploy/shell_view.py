@@ -44,13 +44,13 @@ def summary(ended: Iterable[Ended], *, colour: bool) -> str:
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for each in ended:
         groups.setdefault((not each.is_good, _status(each), each.problem), []).append(each.host)
-    rows = [(is_bad, status, fold(hosts), problem) for (is_bad, status, problem), hosts in groups.items()]
-    rows.sort(key=lambda row: row[0])
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (1, 2)]
+    folded = {group: fold(hosts) for group, hosts in sorted(groups.items(), key=lambda item: item[0][0])}
+    status_width = max((len(status) for _, status, _ in folded), default=0)
+    hosts_width = max(map(len, folded.values()), default=0)
     lines = []
-    for is_bad, status, hosts, problem in rows:
-        mark = (_BAD if is_bad else _GOOD) if colour else ""
-        text = f"{mark}{status.ljust(widths[0])}{_PLAIN if colour else ''}  {hosts.ljust(widths[1])}  {problem}"
+    for (is_bad, status, problem), hosts in folded.items():
+        mark, plain = (_BAD if is_bad else _GOOD, _PLAIN) if colour else ("", "")
+        text = f"{mark}{status.ljust(status_width)}{plain}  {hosts.ljust(hosts_width)}  {problem}"
         lines.append(text.rstrip())
     return "\n".join(lines)
 

@@ -84,6 +84,31 @@ def gather_facts(
     return facts, peers
 
 
+def planned(inventory: Inventory, options: Options, *, master_port: int | None = None) -> Plan:
+    """What each node would run, exactly; nothing is run.
+
+    Args:
+        inventory: what the cluster is.
+        options: the command line's.
+        master_port: None for one that is free now.
+
+    Raises:
+        KitError: a host cannot be reached, or will not do.
+    """
+    package = sync.package()
+    with cluster.links(inventory.hosts, options.ssh) as links:
+        facts, peers = gather_facts(links, inventory, package.digest)
+        return plan.build(
+            inventory,
+            facts,
+            run_id=runs.new_id(inventory.name),
+            peers=peers,
+            master_port=hold_port(links) if master_port is None else master_port,
+            kit_digest=package.digest,
+            command=options.command,
+        )
+
+
 def hold_port(links: Mapping[str, Link]) -> int:
     """A port found free on the rendezvous host, the first, and kept for its agent."""
     port: int = next(iter(links.values())).call("hold_port", timeout_s=CALL_TIMEOUT_S)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nodekit.deploy import apply, cluster, plan, runs, start, sync
+from nodekit.deploy import apply, cluster, plan, runs, start
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
 from nodekit.deploy.link import Link, on_all
@@ -161,19 +161,8 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
 
 def dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
-    package = sync.package()
     secrets_of(inventory)
-    with cluster.links(inventory.hosts, options.ssh) as links:
-        facts, peers = start.gather_facts(links, inventory, package.digest)
-        planned = plan.build(
-            inventory,
-            facts,
-            run_id=runs.new_id(inventory.name),
-            peers=peers,
-            master_port=start.hold_port(links),
-            kit_digest=package.digest,
-            command=options.command,
-        )
+    planned = start.planned(inventory, options)
     print(planned.to_json() if options.json else planned.to_text())
     return 0
 

@@ -33,7 +33,10 @@ def export(options: Options, output: Path | None) -> int:
     """
     inventory = load_inventory(options.inventory)
     if inventory.slurm is None:
-        raise KitError(f"{inventory.path}: found hosts, wanted slurm: only what Slurm runs can be exported")
+        raise KitError(
+            f"{inventory.path}: found hosts, wanted slurm for sbatch; "
+            "for hosts there is --to shell, hostfile, ansible, accelerate, deepspeed or compose"
+        )
     if inventory.slurm.array:
         raise KitError(
             "slurm.array: a script is for one run; take it out, or use kit up, which submits arrays"

@@ -19,9 +19,13 @@ from nodekit.deploy.shell_view import Prefixes, summary
 from nodekit.inventory.load import load_inventory
 
 HARD_ARGS = [
-    "a b", "it's", '"q"', "$HOME", "$$", "; rm", "new\nline", "ünï ✓", "", "--lr=1", "*", "`id`", "\\", "--", "b\udcffd",
+    "a b", "it's", '"q"', "$HOME", "$$", "; rm", "new\nline", "ünï ✓", "", "--lr=1", "*", "`id`", "\\", "--",
+    "not\udcffutf8",
 ]  # fmt: skip
-SHOW = "import os, sys; sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])).replace(b'\\n', b'%') + b'\\n')"
+SHOW = """
+import os, sys
+sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])).replace(b'\\n', b'%') + b'\\n')
+"""
 
 
 def lines_of(text: str, host: str) -> list[str]:
@@ -72,10 +76,17 @@ def test_each_hosts_exit_is_told_and_one_that_is_not_zero_is_the_commands(kit: K
     done = kit.run("shell", "lab.yaml", "--", "sh", "-c", script)
     assert done.returncode == 1
     assert done.stdout == "node1 | fine\n"
-    assert sorted(done.stderr.splitlines()) == ["SIGKILL  node3", "exit 0   node1", "exit 3   node2", "node2 | gone"]
+    assert sorted(done.stderr.splitlines()) == [
+        "SIGKILL  node3",
+        "exit 0   node1",
+        "exit 3   node2",
+        "node2 | gone",
+    ]
     done = kit.run("shell", "lab.yaml", "node[1-2]", "--", "no such; command")
     assert done.returncode == 1
-    assert lines_of(done.stderr, "node2") == ["kit: cannot run no such; command here: No such file or directory"]
+    assert lines_of(done.stderr, "node2") == [
+        "kit: cannot run no such; command here: No such file or directory"
+    ]
     assert done.stderr.endswith("exit 127  node[1-2]\n")
 
 
