@@ -49,20 +49,20 @@ Write the job of an inventory for another tool: what `kit up` would run, as that
 tool wants it. No secret is in it: its first lines say how to set them, and how
 all of it is used.
 
-  hostfile    host and slots=N, for mpirun and deepspeed         a file
-  ansible     the hosts as an Ansible inventory                  a file
-  accelerate  a configuration of accelerate launch for each host a folder
-  deepspeed   hostfile, .deepspeed_env and the command           a folder
-  shell       a bash script for each host, by plain torchrun     a folder
-  compose     the job on one machine, each host a container      a file
-  sbatch      what kit up would submit to Slurm                  a file
+  hostfile    a file    the hosts and their slots, for mpirun and deepspeed
+  ansible     a file    the hosts as an Ansible inventory
+  accelerate  a folder  for each host a configuration of accelerate launch
+  deepspeed   a folder  hostfile, .deepspeed_env and the command
+  shell       a folder  for each host a bash script, by plain torchrun
+  compose     a file    the job on one machine, each host a container
+  sbatch      a file    what kit up would submit to Slurm
 
 accelerate, deepspeed and shell need what only the hosts know, as interfaces: they
-are connected to and checked as by kit up --dry-run, and nothing runs there; for
-hostfile where the inventory does not say how many GPUs a host has. For sbatch
-all is checked as by kit up, and the run's folder with the code is put in its
-place in slurm.shared_dir now; nothing is queued. kit status does not know a job
-that was started from an export.
+are asked and checked as by kit up --dry-run, and nothing runs there. hostfile asks
+them where the inventory does not say how many GPUs they have. For sbatch all is
+checked as by kit up, and the run's folder with the code is put in its place in
+slurm.shared_dir now; nothing is queued. What was started from an export, kit
+status does not know.
 """
 
 EXPORT_EPILOG = """\
@@ -89,7 +89,7 @@ Without a command it opens a shell on the one host that is named.
 SHELL_EPILOG = """\
 examples:
   kit shell lab.yaml -- nvidia-smi -L
-  kit shell lab.yaml gpu[1-3] -- sh -c 'df -h ~ | tail -1'
+  kit shell lab.yaml 'gpu[1-3]' -- sh -c 'df -h ~ | tail -1'
   kit shell lab.yaml -- python -c 'import torch; print(torch.__version__)'
   kit shell lab.yaml --timeout 10 -- sudo -n true
   kit shell lab.yaml gpu2                  a shell on gpu2
@@ -326,7 +326,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = _add(
         commands, "export", _export, "write the job of an inventory for another tool", EXPORT, EXPORT_EPILOG
     )
-    command.usage = "kit export INVENTORY --to FORMAT [options] [-- SCRIPT.py ARGS…]"
+    command.usage = "kit export INVENTORY [--to FORMAT] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
     command.add_argument(
         "--to",
