@@ -279,6 +279,10 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
             name == "NCCL_SOCKET_IFNAME" and len(values) > 1
         ):  # it takes several, and uses those that are there
             values = ["=" + ",".join(value.removeprefix("=") for value in values)]
+        if name == "GLOO_SOCKET_IFNAME" and len(values) > 1:  # it takes one, which each host's shell looks up
+            known = " ".join(f"-e {node.local_addr}" for node in nodes)
+            env[name] = f"$(ip -o addr | grep -wF {known} | awk '{{print $2; exit}}')"
+            continue
         # It quotes with ", and pdsh has a meaning for %.
         if len(values) > 1 or not re.fullmatch(r"[^\s\"$`\\%!]([^\n\"$`\\%!]*[^\s\"$`\\%!])?", values[0]):
             left_out.append(name)

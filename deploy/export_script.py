@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nodekit.deploy.plan import PYTHON, NodePlan, Plan
+from nodekit.deploy.shell import login_argv
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -142,15 +143,12 @@ def copying(source: Source, host: Host, code_dir: str) -> str:
     """The command that brings the code to a host."""
     code = str(Path(source.inventory.job.code).expanduser().resolve())
     argv = ["rsync", "-a", "--mkpath", "--filter=:- .gitignore", "--exclude=.git"]
-    ssh = ["ssh"]
-    if host.port is not None:
-        ssh += ["-p", str(host.port)]
-    if host.identity_file is not None:
-        ssh += ["-i", host.identity_file]
-    if len(ssh) > 1:
+    if host.connection == "ssh" and (host.port or host.identity_file or host.known_hosts):
+        *ssh, _, _ = login_argv(host, accept_new_host_keys=False)
         argv += ["-e", shlex.join(ssh)]
     address = f"[{host.address}]" if ":" in host.address else host.address
-    login = "" if host.connection == "local" else f"{f'{host.user}@' if host.user else ''}{address}:"
+    user = f"{host.user}@" if host.user else ""
+    login = "" if host.connection == "local" else f"{user}{address}:"
     return one_line(shlex.join([*argv, f"{code}/", f"{login}{code_dir}/"]))
 
 

@@ -242,7 +242,9 @@ def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
     of = source(
         tmp_path / "it's", GPUS.replace("NCCL_DEBUG: WARN", "{NCCL_DEBUG: WARN, A: 'x y;&', B: a%hb}"[1:-1])
     )
-    files = export_formats.deepspeed(planned(of, interfaces={"gpu2": "eno1"}), of)
+    plan = planned(of, interfaces={"gpu2": "eno1"})
+    here = replace(plan.nodes[1], local_addr="127.0.0.1")
+    files = export_formats.deepspeed(Plan(plan.run_id, (plan.nodes[0], here, *plan.nodes[2:])), of)
     folder = tmp_path / "a 'folder' $x"
     export.write(files, "deepspeed", folder)
     # What deepspeed makes of .deepspeed_env is put before the command it has a shell on each host read.
@@ -256,9 +258,10 @@ def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
     )
     env = dict(each.decode().split("=", 1) for each in shown.stdout.split(b"\0") if each)
     assert env["NCCL_SOCKET_IFNAME"] == "=eth0,eno1"
+    assert env["GLOO_SOCKET_IFNAME"] == "lo", "each host finds its own"
     assert (env["NCCL_DEBUG"], env["A"]) == ("WARN", "x y;&")
     text = text_of(files, "run.sh")
-    for name in ("GLOO_SOCKET_IFNAME", "NOTE", "B", "NODEKIT_SNAPSHOT_DIR"):
+    for name in ("NOTE", "B", "NODEKIT_SNAPSHOT_DIR"):
         assert name not in env
         assert re.search(rf"without .*\b{name}\b", text)
     assert "'it'\"'\"'s $HOME'\n" in text.partition("beware")[2].partition("set -eu")[0]
