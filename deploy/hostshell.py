@@ -58,12 +58,11 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
         return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
     _is_running.set()
     is_late, left = False, []  # type: bool, List[int]
-    selector = selectors.DefaultSelector()
-    for name, pipe in (("out", process.stdout), ("err", process.stderr)):
-        assert pipe is not None
-        selector.register(pipe, selectors.EVENT_READ, name)
     beat = ended = 0.0
-    while selector.get_map() or process.poll() is None:
+
+    def tick() -> float:
+        """Give a sign of life when it is time, and end the command when its time is up."""
+        nonlocal beat, is_late, left
         now = time.monotonic()
         if now - beat > _BEAT_S:
             part(None)
@@ -71,6 +70,14 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
         if limit_s is not None and now - begin > limit_s and not is_late:
             is_late = True
             left = end(signal.SIGTERM, _KILL_S)
+        return now
+
+    selector = selectors.DefaultSelector()
+    for name, pipe in (("out", process.stdout), ("err", process.stderr)):
+        assert pipe is not None
+        selector.register(pipe, selectors.EVENT_READ, name)
+    while selector.get_map() or process.poll() is None:
+        now = tick()
         if process.poll() is not None:
             ended = ended or now
             if now - ended > _LINGER_S:
@@ -84,10 +91,8 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
                 selector.unregister(ready.fileobj)
                 continue
             ended = ended and now  # there is still something to be read
-            while not _window.acquire(timeout=_BEAT_S):
-                part(None)
-                if _is_ending.is_set():
-                    break
+            while not _window.acquire(timeout=0.1) and not _is_ending.is_set():
+                tick()
             part([ready.data, data.decode("utf-8", "surrogateescape")])
     for pipe in (process.stdout, process.stderr):
         assert pipe is not None

@@ -183,6 +183,13 @@ def test_a_time_limit_ends_it_and_a_background_process_is_not_waited_for(kit: Ki
     assert done.returncode == 1
     assert done.stderr == "exit 0   node[2-3]\nSIGTERM  node1      ended after 1.5 s (--timeout)\n"
     assert not sleepers(kit)
+    # It holds too where nobody reads what is written.
+    argv = kit.argv("shell", "lab.yaml", "--timeout", "2", "--", "yes", "4242")
+    process = subprocess.Popen(argv, cwd=kit.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(lambda: len(sleepers(kit)) == 3, timeout_s=10, what="the command on all hosts")
+    until(lambda: not sleepers(kit), timeout_s=10, what="its end")
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (1, b"SIGTERM  node[1-3]  ended after 2 s (--timeout)\n")
 
 
 @pytest.mark.lab
