@@ -5,18 +5,24 @@ import pty
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from agents import until
 from kit_runs import Kit
 
 from nodekit.deploy import shell
 from nodekit.deploy.cli import main
+from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.link import Link, open_local
 from nodekit.deploy.shell import Ended, Lines
 from nodekit.deploy.shell_view import Prefixes, summary
+from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Host
 
 HARD_ARGS = [
     "a b", "it's", '"q"', "$HOME", "$$", "; rm", "new\nline", "ünï ✓", "", "--lr=1", "*", "`id`", "\\", "--",
@@ -92,21 +98,40 @@ def test_each_hosts_exit_is_told_and_one_that_is_not_zero_is_the_commands(kit: K
 
 @pytest.mark.lab
 def test_a_host_that_cannot_be_reached_is_named_and_the_others_do_their_work(kit: Kit) -> None:
-    assert kit.lab is not None
-    kit.inventory()
-    kit.lab.cut("node2")
-    started = kit.start("shell", "lab.yaml", "--", "sh", "-c", "echo here; sleep 0.1")
-    begin = time.monotonic()
-    kit.wait_for("node3 | here", timeout_s=8)
-    kit.wait_for("node1 | here", timeout_s=8)
-    assert started.poll() is None, "node2 is still being tried"
-    assert started.wait(20) == 1
-    assert time.monotonic() - begin < 15
-    assert re.search(
-        r"^exit 0  node\[1,3\]\nfailed  node2 +198\.18\.\d+\.12:22 did not connect within 10 s; is it overloaded",
-        kit.log(),
-        re.MULTILINE,
-    ), kit.log()
+    values = yaml.safe_load(kit.inventory().read_text())
+    values["hosts"]["node2"]["port"] = 1
+    (kit.folder / "lab.yaml").write_text(yaml.safe_dump(values))
+    done = kit.run("shell", "lab.yaml", "--", "echo", "here")
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == ["node1 | here", "node3 | here"]
+    assert re.fullmatch(
+        r"exit 0  node\[1,3\]\nfailed  node2 +198\.18\.\d+\.12:1 cannot be reached \(Connection refused\); .*\n",
+        done.stderr,
+    ), done.stderr
+
+
+@pytest.mark.slow
+def test_no_host_waits_for_another(tmp_path: Path) -> None:
+    (tmp_path / "l.yaml").write_text("connection: local\nhosts: {node1: , node2: , node3: }\n")
+    others_have_ended = threading.Event()
+
+    def connect(host: Host) -> Link:
+        if host.name != "node2":
+            return open_local(host.name, host.python)
+        assert others_have_ended.wait(60), "they wait for node2"
+        raise HostError(host.name, "cannot be reached")
+
+    ended = []
+    hosts = load_inventory(tmp_path / "l.yaml").hosts
+    with shell.Commands(hosts, ["true"], timeout_s=None, ssh=SshOptions(open=connect)) as commands:
+        for event in commands.events():
+            assert isinstance(event, Ended)
+            ended.append(event)
+            if len(ended) == 2:
+                others_have_ended.set()
+    assert {each.host for each in ended[:2]} == {"node1", "node3"}
+    assert all(each.is_good for each in ended[:2])
+    assert ended[2] == Ended("node2", problem="cannot be reached")
 
 
 @pytest.mark.lab
@@ -155,40 +180,38 @@ def test_nothing_is_left_on_any_host(kit: Kit, how: str) -> None:
         )
         assert process.stdout is not None
         process.stdout.readline()
-        until(lambda: len(sleepers(kit)) == 3, timeout_s=10)
+        until(lambda: len(sleepers(kit)) == 3, timeout_s=60)
         process.stdout.close()
-        process.wait(20)
+        process.wait(60)
     else:
         process = kit.start("shell", "lab.yaml", "--", "sh", "-c", script)
-        until(lambda: len(sleepers(kit)) == 3, timeout_s=20, what="the command on all hosts")
+        until(lambda: len(sleepers(kit)) == 3, timeout_s=60, what="the command on all hosts")
         os.kill(process.pid, signal.SIGKILL if how == "killed" else signal.SIGINT)
         if how == "twice":
             time.sleep(0.5)  # two at once would be one
             process.send_signal(signal.SIGINT)
-        status = process.wait(20)
+        status = process.wait(60)
         assert status == (-signal.SIGKILL if how == "killed" else 130), kit.log()
         if how == "Ctrl-C":
             assert kit.log().endswith("SIGKILL  node[1-3]\n")
             assert not sleepers(kit)
-    until(lambda: not sleepers(kit), timeout_s=10, what="the end of the command on all hosts")
+    until(lambda: not sleepers(kit), timeout_s=30, what="the end of the command on all hosts")
 
 
 @pytest.mark.lab
 def test_a_time_limit_ends_it_and_a_background_process_is_not_waited_for(kit: Kit) -> None:
     kit.inventory()
-    begin = time.monotonic()
-    script = "test $(hostname) = node1 && exec sleep 4242; setsid sleep 3 & echo done"
-    done = kit.run("shell", "lab.yaml", "--timeout", "1.5", "--", "sh", "-c", script)
-    assert time.monotonic() - begin < 10
+    script = "test $(hostname) = node1 && exec sleep 4242; setsid sleep 999 & echo done"
+    done = kit.run("shell", "lab.yaml", "--timeout", "5", "--", "sh", "-c", script)
     assert done.returncode == 1
-    assert done.stderr == "exit 0   node[2-3]\nSIGTERM  node1      ended after 1.5 s (--timeout)\n"
+    assert done.stderr == "exit 0   node[2-3]\nSIGTERM  node1      ended after 5 s (--timeout)\n"
     assert not sleepers(kit)
     # It holds too where nobody reads what is written.
     argv = kit.argv("shell", "lab.yaml", "--timeout", "2", "--", "yes", "4242")
     process = subprocess.Popen(argv, cwd=kit.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    until(lambda: len(sleepers(kit)) == 3, timeout_s=10, what="the command on all hosts")
-    until(lambda: not sleepers(kit), timeout_s=10, what="its end")
-    _, err = process.communicate(timeout=20)
+    until(lambda: len(sleepers(kit)) == 3, timeout_s=60, what="the command on all hosts")
+    until(lambda: not sleepers(kit), timeout_s=30, what="its end")
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, b"SIGTERM  node[1-3]  ended after 2 s (--timeout)\n")
 
 
@@ -204,7 +227,7 @@ def test_without_a_command_one_host_gives_a_shell_and_several_are_asked_about(ki
         input="hostname; exit 5\n",
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (5, "node2"), done.stderr
@@ -225,7 +248,7 @@ def test_on_a_terminal_each_host_has_its_colour(tmp_path: Path) -> None:
     except OSError:  # a pty's way of saying that it is over
         pass
     os.close(ours)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     text = said.decode().replace("\r\n", "\n")
     assert "\x1b[36mnode1 │ \x1b[0m100 %\n" in text
     assert "\x1b[35mnode2 │ \x1b[0m100 %\n" in text
