@@ -71,8 +71,8 @@ def write(files: Sequence[File], to: str, output: Path) -> str:
         for file in files:
             path = output / file.name if to in FOLDERS else output
             path.write_text(file.text, encoding="utf-8")
-            if file.is_executable:
-                path.chmod(0o755)
+            if file.mode is not None:
+                path.chmod(file.mode)
     except OSError as error:
         raise KitError(f"{error.filename or output}: cannot be written: {error.strerror}") from error
     names = ", ".join(file.name for file in files)

@@ -11,7 +11,7 @@ from typing import Any
 from nodekit.deploy import plan
 from nodekit.deploy.check import Facts, Interface
 from nodekit.deploy.export_formats import File, to_yaml
-from nodekit.deploy.export_script import Source, check_text, torchrun_options, torchrun_words
+from nodekit.deploy.export_script import Source, check_text, torchrun_env, torchrun_options, torchrun_words
 from nodekit.deploy.plan import NodePlan, Plan
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
@@ -40,12 +40,9 @@ def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
     for node in planned.nodes:
         check_text(node.argv, node.env)
         environment: dict[str, str | None] = {
-            "PYTHONUNBUFFERED": "1",
-            **{name: _dollars(value) for name, value in node.env.items()},
+            **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
             **dict.fromkeys(node.secrets),  # no value: docker compose takes it from its own environment
         }
-        if node.min_nodes == node.max_nodes:
-            environment.setdefault("NODE_RANK", str(node.node_rank))
         options = [word for option in torchrun_options(node, planned.run_id) for word in option]
         words = [*options, *torchrun_words(node.argv, node.python)]
         service: dict[str, Any] = {

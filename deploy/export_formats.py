@@ -30,7 +30,7 @@ class File:
 
     name: str
     text: str
-    is_executable: bool = False
+    mode: int | None = None
 
 
 def slots_of(inventory: Inventory) -> dict[str, int] | None:
@@ -264,8 +264,8 @@ def deepspeed(planned: Plan, source: Source) -> list[File]:
     ]
     return [
         hosts,
-        File(".deepspeed_env", "".join(f"{name}={value}\n" for name, value in env.items())),
-        File("run.sh", "\n".join(lines) + "\n", is_executable=True),
+        File(".deepspeed_env", "".join(f"{name}={value}\n" for name, value in env.items()), mode=0o600),
+        File("run.sh", "\n".join(lines) + "\n", mode=0o755),
     ]
 
 
@@ -299,4 +299,4 @@ def shell(planned: Plan, source: Source) -> list[File]:
     """
     is_elastic = planned.nodes[0].min_nodes < planned.nodes[0].max_nodes
     nodes = planned.nodes if is_elastic else planned.active
-    return [File(f"{node.name}.sh", script(node, planned, source), is_executable=True) for node in nodes]
+    return [File(f"{node.name}.sh", script(node, planned, source), mode=0o755) for node in nodes]

@@ -110,6 +110,14 @@ def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
     return [*options, ["--local-addr", node.local_addr], ["--max-restarts", str(node.max_restarts)]]
 
 
+def torchrun_env(node: NodePlan) -> dict[str, str]:
+    """What kit's agent sees to, and torchrun does not."""
+    if node.min_nodes == node.max_nodes:
+        return {"PYTHONUNBUFFERED": "1", "NODE_RANK": str(node.node_rank)}
+    # Or survivors would meet at the address of the one that was lost.
+    return {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
 def launched(argv: Sequence[str], python: str) -> list[str]:
     """The command as a launcher of torch's family takes it: its flags, the script or program, and the arguments.
 
@@ -174,13 +182,10 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
         unlike="kit up: nobody watches. No other host takes over when the first is lost, no snapshot is copied\n"
         "to other hosts, and a hang is not noticed",
     )
-    folders = [node.env[name] for name in ("NODEKIT_SNAPSHOT_DIR", "NODEKIT_OUTPUT_DIR") if name in node.env]
-    env = dict(node.env)
-    env.setdefault("PYTHONUNBUFFERED", "1")  # as kit's agent sets it
-    if is_fixed:
-        env.setdefault("NODE_RANK", str(node.node_rank))
-    else:  # or survivors would meet at the address of the one that was lost
-        env.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    folders = [
+        node.env[name] for name in ("NODEKIT_SNAPSHOT_DIR", "NODEKIT_OUTPUT_DIR") if node.env.get(name)
+    ]
+    env = {**torchrun_env(node), **node.env}
     python_path = env.pop("PYTHONPATH", None)
     after = "${PYTHONPATH:+:$PYTHONPATH}" if python_path is None else bash_word(f":{python_path}")
     lines = [

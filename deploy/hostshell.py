@@ -27,6 +27,7 @@ _KILL_S = 2.0
 _CLOSE_S = 1.0
 
 _window = threading.Semaphore(_WINDOW)
+_starting = threading.Lock()
 _is_running = threading.Event()
 _is_ending = threading.Event()
 
@@ -34,6 +35,7 @@ _is_ending = threading.Event()
 def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] = None) -> Dict[str, Any]:
     """Run a command in the home folder, with nothing on its stdin: ``{"status", "timed_out", "left"}``.
 
+    The status is None where `end` was first.
     Its output is sent as parts ``[stream, text]``, bytes that are no UTF-8 as surrogates; ``None`` is a sign of life.
 
     Args:
@@ -43,20 +45,24 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     begin = time.monotonic()
-    program = sys.executable if argv[0] == "python" else argv[0]
-    try:
-        process = subprocess.Popen(
-            [os.fsencode(each) for each in [program, *argv[1:]]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=os.path.expanduser("~"),
-            start_new_session=True,
-        )
-    except OSError as error:
-        part(["err", "kit: cannot run %s here: %s\n" % (argv[0], error.strerror)])
-        return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
-    _is_running.set()
+    program = os.fsencode(sys.executable) if argv[0] == "python" else _bytes_of(argv[0])
+    home = os.path.expanduser("~")
+    with _starting:  # or it could begin behind the back of `end`
+        if _is_ending.is_set():
+            return {"status": None, "timed_out": False, "left": []}
+        try:
+            process = subprocess.Popen(
+                [program, *map(_bytes_of, argv[1:])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=home if os.path.isdir(home) else "/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            part(["err", "kit: cannot run %s here: %s\n" % (argv[0], error.strerror)])
+            return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
+        _is_running.set()
     is_late, left = False, []  # type: bool, List[int]
     beat = ended = 0.0
 
@@ -101,6 +107,10 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
     return {"status": process.wait(), "timed_out": is_late, "left": left}
 
 
+def _bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
 def taken(number: int) -> None:
     """So many parts of output have been dealt with: as many more may be sent."""
     for _ in range(number):
@@ -118,7 +128,8 @@ def end(number: int, grace_s: float) -> List[int]:
 
     Those may only be processes that this user may not signal, as of sudo.
     """
-    _is_ending.set()
+    with _starting:
+        _is_ending.set()
     for pid in _descendants():
         _signal(pid, number)
     asked = time.monotonic()

@@ -158,7 +158,7 @@ class Commands:
 
         try:
             answer = link.stream("hostshell.run", take, argv=self._argv, limit_s=self._timeout_s)
-            problems = []
+            problems = [] if answer["status"] is not None else ["not started"]
             if answer["timed_out"]:
                 problems.append(f"ended after {self._timeout_s:g} s (--timeout)")
             if answer["left"]:

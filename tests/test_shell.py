@@ -5,6 +5,7 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -231,6 +232,18 @@ def test_without_a_command_one_host_gives_a_shell_and_several_are_asked_about(ki
         check=False,
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (5, "node2"), done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_ended_before_it_began_does_not_begin(tmp_path: Path) -> None:
+    link = open_local("here", sys.executable)
+    try:
+        assert link.call("hostshell.end", timeout_s=30, number=2, grace_s=0.1) == []
+        answer = link.call("hostshell.run", timeout_s=30, argv=["touch", str(tmp_path / "begun")])
+    finally:
+        link.close()
+    assert answer["status"] is None
+    assert not (tmp_path / "begun").exists()
 
 
 @pytest.mark.slow
