@@ -391,7 +391,7 @@ NAMES = st.sampled_from(TRAPS) | st.text(
 ).filter(lambda name: not name[0].isdigit())
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     argv=st.lists(TEXT, max_size=6),
     start=st.sampled_from([("train.py",), ("-m", "pkg.mod"), ("python", "-c"), ("it's $x.py",)])
@@ -407,6 +407,7 @@ NAMES = st.sampled_from(TRAPS) | st.text(
     elastic=False,
     locale="C",
 )
+@example(argv=[], start=("train.py",), env={"PYTHONPATH": ""}, elastic=False, locale="C")
 @example(argv=["a=b"], start=("A=b",), env={"BASHOPTS": "x", "PATH": "/"}, elastic=True, locale="C.UTF-8")
 def test_a_script_gives_exactly_the_arguments_and_the_environment(
     argv: list[str],
