@@ -283,12 +283,16 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
             known = " ".join(f"-e {node.local_addr}" for node in nodes)
             env[name] = f"$(ip -o addr | grep -wF {known} | awk '{{print $2; exit}}')"
             continue
-        # It quotes with ", and pdsh has a meaning for %.
-        if len(values) > 1 or not re.fullmatch(r"[^\s\"$`\\%!]([^\n\"$`\\%!]*[^\s\"$`\\%!])?", values[0]):
+        if len(values) > 1 or not _survives(values[0]):
             left_out.append(name)
         else:
             env[name] = values[0]
     return env, left_out
+
+
+def _survives(value: str) -> bool:
+    """Whether a value comes out as it was: deepspeed strips it and quotes with ``"``, pdsh has a meaning for ``%``."""
+    return value.isprintable() and value == value.strip() and not re.search(r"[\"$`\\%!]", value)
 
 
 def shell(planned: Plan, source: Source) -> list[File]:

@@ -235,10 +235,26 @@ def test_accelerate_loads_each_nodes_file(tmp_path: Path) -> None:
         export_formats.accelerate(planned(source(tmp_path)), source(tmp_path))
 
 
+def deepspeeds_env(file: Path) -> dict[str, str]:
+    """What deepspeed makes of the file: it has a shell on each host read it, before the command."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    runner = PDSHRunner.__new__(PDSHRunner)
+    runner.exports = {}
+    with file.open() as lines:
+        for line in lines.readlines():
+            runner.add_export(*line.split("=", maxsplit=1))
+    exports = "".join(f"export {key}={value}; " for key, value in runner.exports.items())
+    shown = subprocess.run(
+        ["sh", "-c", f"{exports} env -0"], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True
+    )
+    return dict(each.decode().split("=", 1) for each in shown.stdout.split(b"\0") if each)
+
+
 def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = pytest.importorskip("deepspeed.launcher.multinode_runner")
+    pytest.importorskip("deepspeed")
     of = source(
         tmp_path / "it's", GPUS.replace("NCCL_DEBUG: WARN", "{NCCL_DEBUG: WARN, A: 'x y;&', B: a%hb}"[1:-1])
     )
@@ -247,16 +263,7 @@ def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
     files = export_formats.deepspeed(Plan(plan.run_id, (plan.nodes[0], here, *plan.nodes[2:])), of)
     folder = tmp_path / "a 'folder' $x"
     export.write(files, "deepspeed", folder)
-    # What deepspeed makes of .deepspeed_env is put before the command it has a shell on each host read.
-    pdsh = runner.PDSHRunner.__new__(runner.PDSHRunner)
-    pdsh.exports = {}
-    for line in (folder / ".deepspeed_env").read_text().splitlines(keepends=True):
-        pdsh.add_export(*line.split("=", maxsplit=1))
-    exports = "".join(f"export {key}={value}; " for key, value in pdsh.exports.items())
-    shown = subprocess.run(
-        ["sh", "-c", f"{exports} env -0"], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True
-    )
-    env = dict(each.decode().split("=", 1) for each in shown.stdout.split(b"\0") if each)
+    env = deepspeeds_env(folder / ".deepspeed_env")
     assert env["NCCL_SOCKET_IFNAME"] == "=eth0,eno1"
     assert env["GLOO_SOCKET_IFNAME"] == "lo", "each host finds its own"
     assert (env["NCCL_DEBUG"], env["A"]) == ("WARN", "x y;&")
@@ -276,6 +283,29 @@ def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
         "train.py", "--name", "it's $HOME",
     ]  # fmt: skip
     assert env["DS_ENV_FILE"] == f"{folder}/.deepspeed_env"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=st.lists(st.text("ab \t'\"$`\\\\%!~=;&|<>(){}*?#\r\n\x01üé\u2028\udcff", max_size=8), max_size=4)
+)
+def test_no_variable_reaches_deepspeeds_shell_that_it_would_read_otherwise(
+    values: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    of = source(tmp_path)
+    env = {f"VALUE{number}": value for number, value in enumerate(values)}
+    plan = planned(of)
+    nodes = tuple(replace(node, env={**node.env, **env}) for node in plan.nodes)
+    files = export_formats.deepspeed(Plan(plan.run_id, nodes), of)
+    (tmp_path / "env").write_text(text_of(files, ".deepspeed_env"), encoding="utf-8")
+    found = deepspeeds_env(tmp_path / "env")
+    for name, value in env.items():
+        if name in found:
+            assert found[name] == value
+        else:
+            assert re.search(rf"without .*\b{name}\b", text_of(files, "run.sh"))
+            assert re.search(r"[^\w;&|<>(){}*?#~=' ]|^ | $", value, re.ASCII), "no more than must be left out"
 
 
 # --- compose ------------------------------------------------------------------------------------------------
