@@ -108,6 +108,7 @@ def train(options: Options, parent: "Parent | None" = None) -> int:
                 parent.stops_by(stop)
             loop = Loop(options, world, task, _output_folder(options, world), stop)
             _LASTING.append(loop)
+            gc.freeze()  # nor what libraries bring: the Trainer has all garbage collected before each epoch
             result = loop.run()
             world.close()  # here, where it cannot take longer than the grace if a signal comes
         except Fenced as error:
