@@ -23,7 +23,6 @@ _NAMES = {
     "port": ("ansible_port", "ansible_ssh_port"),
     "identity_file": ("ansible_ssh_private_key_file", "ansible_private_key_file"),
     "connection": ("ansible_connection",),
-    "python": ("ansible_python_interpreter",),
     "jump": ("ansible_ssh_common_args", "ansible_ssh_extra_args"),
 }
 _WANTED = {name for names in _NAMES.values() for name in names}
@@ -143,7 +142,7 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
     jump = re.search(r"Proxy(?:Jump|Command)|(?:^|\s)-J", values.get("jump", ("", ""))[0])
     is_local = connection in _LOCAL
     if is_local:
-        values = {key: values[key] for key in ("python",) if key in values}
+        values = {}
     user, port, address = values.get("user"), values.get("port"), values.get("address")
     return FoundHost(
         name=name,
@@ -153,7 +152,6 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
         port=checked_port(*port) if port else None,
         identity_file=values["identity_file"][0] if "identity_file" in values else None,
         connection="local" if is_local else None,
-        python=values["python"][0] if "python" in values else None,
         note="Ansible reaches it through a jump host: say so as ProxyJump in ~/.ssh/config" if jump else "",
     )
 

@@ -34,8 +34,6 @@ class FoundHost:
     """``local`` or None."""
     slots: int | None = None
     """How many processes a hostfile allows there: GPUs, or cores where there are none."""
-    python: str | None = None
-    """An interpreter that the file names, which need not have torch."""
     note: str = ""
     """What else the file says of it that a person should know."""
 
