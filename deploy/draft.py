@@ -113,7 +113,7 @@ def from_hosts(
     if notes:
         lines += ["", *_comment("Passed over:")]
         for note in notes:
-            lines += _comment(note, indent="  ")
+            lines += _comment(note, bullet="- ")
     return _finished(lines, _hosts_summary(seen, looked, network, pythons))
 
 
@@ -127,9 +127,10 @@ def _hosts_summary(
     seen: Mapping[str, Survey], looked: Sequence[Looked], network: Shared | None, pythons: Pythons
 ) -> str:
     num_gpus = sum(len(survey["gpus"]) for survey in seen.values())
+    unseen = sum(each.survey is None for each in looked)
     said = [
-        f"{len(looked)} host{'s' * (len(looked) != 1)}",
-        f"{num_gpus} GPUs" if num_gpus else "no GPU found",
+        f"{len(looked)} host{'s' * (len(looked) != 1)}" + (f" ({unseen} not seen)" if unseen else ""),
+        f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU found",
     ]
     if network is not None:
         said.append(f"over {network.network} ({visible(network.names())})")
@@ -266,36 +267,32 @@ def _host_lines(
     looked: Looked, twin: str, common: Mapping[str, Any], pythons: Pythons, network: Shared | None
 ) -> list[str]:
     host, survey = looked.host, looked.survey
-    lines: list[str] = []
-    if host.note:
-        lines += _comment(host.note, indent="  ")
-    if survey is None:
-        lines += _comment(f"could not be looked at: {looked.problem}", indent="  ")
     keys: list[str] = []
     for key in ("address", "user", "port", "identity_file", "connection"):
         value = getattr(host, key)
         if value is not None and key not in common:
             keys.append(f"{key}: {_scalar(value)}")
+    if host.note:
+        keys += _comment(host.note)
     if survey is None:
+        keys += _comment(f"could not be looked at: {looked.problem}")
         if host.slots is not None:
             keys += _keyed(f"# gpus: {host.slots}", f"slots={host.slots} in {host.where}")
     else:
         keys += _gpu_lines(host, survey)
         keys += _host_python_lines(host.name, survey, pythons)
         keys += _nic_lines(host, survey, network)
-    body = [f"  {_key(host.name)}:", *(f"    {line}" for line in keys)]
+    lines = [f"  {_key(host.name)}:", *(f"    {line}" for line in keys)]
     if twin:
-        lines += _comment(f"{CHOOSE} one of the two: {host.name} is the same machine as {twin}", indent="  ")
-        body = [f"  # {line[2:]}" for line in body]
-    return [*lines, *body]
+        intro = _comment(f"{CHOOSE} one of the two: {host.name} is the same machine as {twin}", indent="  ")
+        lines = [*intro, *(f"  # {line[2:]}" for line in lines)]
+    return lines
 
 
 def _gpu_lines(host: FoundHost, survey: Survey) -> list[str]:
-    models = collections.Counter(
-        f"{gpu['name']}, {gpu['memory_mib'] / 1024:.0f} GiB" for gpu in survey["gpus"]
-    )
+    models = collections.Counter(f"{gpu['name']}, {_gib(gpu['memory_mib'])}" for gpu in survey["gpus"])
     seen = " and ".join(f"{count} × {model}" for model, count in models.items())
-    machine = f"{survey['cpus']} cores, {survey['memory_mib'] / 1024:.0f} GiB memory"
+    machine = f"{survey['cpus']} cores, {_gib(survey['memory_mib'])} memory"
     if not models:
         slots = f"; slots={host.slots} in {host.where}" if host.slots is not None else ""
         return _comment(f"no GPU found; {machine}{slots}")
@@ -432,10 +429,7 @@ def from_slurm(
         *_comment(f"{CHOOSE}, if need be: a folder that all nodes and this machine share.", indent="  "),
         "  # shared_dir: ~/nodekit",
     ]
-    num_nodes = sum(kind.num_nodes for kinds in partitions.values() for kind in kinds)
-    return _finished(
-        lines, f"{len(partitions)} partition{'s' * (len(partitions) != 1)}, {num_nodes} nodes in them"
-    )
+    return _finished(lines, f"{len(partitions)} partition{'s' * (len(partitions) != 1)}")
 
 
 def _kind(kind: NodeKind) -> str:
@@ -443,7 +437,11 @@ def _kind(kind: NodeKind) -> str:
     gpus = f"{kind.gpus} {model}GPU{'s' * (kind.gpus != 1)}" if kind.gpus else "no GPU"
     usable = "" if kind.num_usable == kind.num_nodes else f" ({kind.num_usable} usable now)"
     nodes = f"{kind.num_nodes} node{'s' * (kind.num_nodes != 1)}{usable}"
-    return f"{nodes} with {gpus}, {kind.cpus} CPUs, {kind.memory_mib / 1024:.0f} GiB"
+    return f"{nodes} with {gpus}, {kind.cpus} CPUs, {_gib(kind.memory_mib)}"
+
+
+def _gib(mib: int) -> str:
+    return f"{mib / 1024:.0f} GiB" if mib >= 10 * 1024 else f"{mib / 1024:.1f} GiB"
 
 
 # --- text that is safe in YAML ------------------------------------------------------------------------------
@@ -476,12 +474,12 @@ def _shown(text: str) -> str:
     return visible(shlex.quote(text))
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
+def _comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
     return textwrap.wrap(
         visible(text),
         WIDTH,
-        initial_indent=f"{indent}# ",
-        subsequent_indent=f"{indent}# ",
+        initial_indent=f"{indent}# {bullet}",
+        subsequent_indent=f"{indent}# {' ' * len(bullet)}",
         break_long_words=False,
         break_on_hyphens=False,
     )

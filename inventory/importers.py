@@ -151,7 +151,7 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
     place, *settings = words
     if "=" in place:
         raise InventoryError(
-            f"{where}: found {entry[:80]!r}, wanted a host first, as `gpu1 slots=8` (a rankfile names no hosts)"
+            f"{where}: found {entry[:80]!r}, wanted a host first, as `gpu1 slots=8`"
         )
     if place[0] in "^+":
         raise InventoryError(
@@ -162,11 +162,12 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
     values: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
+        key = key.lower().replace("-", "_")
         if not equals and key.isdigit():  # LSF's and some DeepSpeed users' `gpu1 8`
             key, value = "slots", key
-        elif not equals:
+        elif not equals or not key.isidentifier():  # the second is a rankfile's: rank 0=gpu1 slot=1
             raise InventoryError(f"{where}: found {setting[:80]!r}, wanted settings as slots=8")
-        values[key.lower().replace("-", "_")] = value
+        values[key] = value
     written = values.get("slots", values.get("cpu", values.get("count", slots)))
     if written is not None and not re.fullmatch(r"[0-9]{1,6}", written):
         raise InventoryError(f"{where}: found slots={written[:80]!r}, wanted a number")

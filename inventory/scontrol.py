@@ -34,16 +34,18 @@ def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[Node
     """
     found: dict[str, dict[tuple[int, str, int, int], list[bool]]] = {}
     for record in re.split(r"(?:^|\n)(?=\s*NodeName=)", text):
-        fields = dict(re.findall(rf"(?<!\S)({'|'.join(_FIELDS)})=(\S*)", record))
+        fields: dict[str, str] = {}
+        for name, value in re.findall(rf"(?<!\S)({'|'.join(_FIELDS)})=(\S*)", record):
+            fields.setdefault(name, value)  # what comes later may be of a Reason's words
         if not fields.get("NodeName"):
             continue
         gpus, gpu_type = _gpus(fields.get("Gres", ""), fields.get("CfgTRES", ""))
         kind = (gpus, gpu_type, _number(fields.get("CPUTot")), _number(fields.get("RealMemory")))
         is_usable = not any(word in fields.get("State", "").upper() for word in _UNUSABLE)
         names = fields.get("Partitions", "")
-        for name in ("" if names == "(null)" else names).split(","):
-            if name:
-                found.setdefault(name, {}).setdefault(kind, []).append(is_usable)
+        for partition in ("" if names == "(null)" else names).split(","):
+            if partition:
+                found.setdefault(partition, {}).setdefault(kind, []).append(is_usable)
     if not found:
         raise KitError(
             "scontrol show nodes: found no node in a partition, wanted lines as `NodeName=gpu01 …`"
