@@ -105,6 +105,7 @@ def from_hosts(
         "",
         *_network_lines(shared, network, remote),
         "",
+        *_mixture_lines(seen),
         "hosts:",
     ]
     for each in looked:
@@ -287,6 +288,18 @@ def _host_lines(
         intro = _comment(f"{CHOOSE} one of the two: {host.name} is the same machine as {twin}", indent="  ")
         lines = [*intro, *(f"  # {line[2:]}" for line in lines)]
     return lines
+
+
+def _mixture_lines(seen: Mapping[str, Survey]) -> list[str]:
+    """What kit would refuse later: hosts with GPUs and hosts without."""
+    without = [name for name, survey in seen.items() if not survey["gpus"]]
+    if not without or len(without) == len(seen):
+        return []
+    listed = ", ".join(without[:8]) + (" …" if len(without) > 8 else "")
+    return _comment(
+        f"{CHOOSE} which hosts: a job runs on GPUs everywhere or nowhere, and none was found on {listed}. Leave those "
+        "out, or write `gpus: 0` at the top for all."
+    )
 
 
 def _gpu_lines(host: FoundHost, survey: Survey) -> list[str]:
