@@ -130,14 +130,12 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
             if each in variables and key not in values:
                 value, at = variables[each]
                 if "{{" in value or "{%" in value:
-                    notes.append(
-                        f"{at}: passed over {each} of {name}: only Ansible can tell what a template says"
-                    )
+                    notes.append(f"{at}: {each} of {name}: only Ansible can tell what a template says")
                 elif value:
                     values[key] = (value, at)
     connection = values.get("connection", ("", ""))[0]
     if connection not in (*_SSH, *_LOCAL):
-        notes.append(f"{where}: passed over {name}: its connection is {connection[:80]!r}, not ssh")
+        notes.append(f"{where}: {name}: its connection is {connection[:80]!r}, not ssh")
         return None
     jump = re.search(r"Proxy(?:Jump|Command)|(?:^|\s)-J", values.get("jump", ("", ""))[0])
     is_local = connection in _LOCAL

@@ -25,7 +25,7 @@ class FoundHost:
 
     name: str
     where: str
-    """``file:line``"""
+    """``file:line``, or the file alone where it includes others."""
     address: str | None = None
     user: str | None = None
     port: int | None = None
@@ -150,9 +150,7 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
     words = re.sub(r"\s*=\s*", "=", entry).split()
     place, *settings = words
     if "=" in place:
-        raise InventoryError(
-            f"{where}: found {entry[:80]!r}, wanted a host first, as `gpu1 slots=8`"
-        )
+        raise InventoryError(f"{where}: found {entry[:80]!r}, wanted a host first, as `gpu1 slots=8`")
     if place[0] in "^+":
         raise InventoryError(
             f"{where}: found {place[:80]!r}, wanted a host's name: it names others than itself"
@@ -208,10 +206,8 @@ def ssh_config(text: str, file: str) -> Imported:
     there when it connects: only the name is taken.
     """
     aliases: dict[str, dict[str, str]] = {}
-    lines: dict[str, int] = {}
-    notes: list[str] = []
     current: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for line in text.splitlines():
         keyword = re.match(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)", line)
         if keyword is None:
             continue
@@ -220,19 +216,17 @@ def ssh_config(text: str, file: str) -> Imported:
             current = _aliases(value) if name == "host" else []
             for alias in current:
                 aliases.setdefault(alias, {})
-                lines.setdefault(alias, number)
         elif name in ("hostname", "user"):
             for alias in current:
                 aliases[alias].setdefault(name, value.strip('"'))
-    hosts = []
+    hosts, notes = [], []
     for alias, settings in aliases.items():
-        where = f"{file}:{lines[alias]}"
         if not hostlists.is_name(alias):
-            notes.append(f"{where}: passed over {alias[:80]!r}, which is no name that an inventory takes")
+            notes.append(f"{file}: {alias[:80]!r} is no name that an inventory takes")
         elif settings.get("user") == "git":
-            notes.append(f"{where}: passed over {alias}: User git")
+            notes.append(f"{file}: {alias}, where one is User git")
         else:
-            hosts.append(FoundHost(name=alias, where=where, note=_hostname_note(alias, settings)))
+            hosts.append(FoundHost(name=alias, where=file, note=_hostname_note(alias, settings)))
     if not hosts:
         raise InventoryError(f"{file}: found no host, wanted lines as `Host gpu1` (patterns name none)")
     return Imported(tuple(hosts), tuple(notes))
