@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -18,6 +19,8 @@ from nodekit.deploy import hostfacts
 from nodekit.deploy import nics as interfaces
 
 _PROBE_TIMEOUT_S = 6
+_PROBES_TIMEOUT_S = 12
+"""For all of them: a home on a server that is gone must not cost the rest of the survey."""
 _MAX_INTERPRETERS = 60
 _AT_ONCE = 4
 """Each takes some 20 ms of a core: more at once would not be sooner done."""
@@ -77,8 +80,14 @@ def interpreters() -> List[Dict[str, Any]]:
     found: List[Dict[str, Any]] = []
     prefixes = set()
     candidates = list(dict.fromkeys(_candidates()))[:_MAX_INTERPRETERS]
+    deadline = time.monotonic() + _PROBES_TIMEOUT_S
+
+    def probe(path: str) -> Optional[List[Any]]:
+        left_s = deadline - time.monotonic()
+        return _probe(path, min(left_s, _PROBE_TIMEOUT_S)) if left_s > 0 else None
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for candidate, answer in zip(candidates, pool.map(_probe, candidates)):  # noqa: B905, it is 3.10's
+        for candidate, answer in zip(candidates, pool.map(probe, candidates)):  # noqa: B905, it is 3.10's
             if answer is None or answer[2] in prefixes:
                 continue
             executable, version, prefix, torch = answer
@@ -114,14 +123,14 @@ def _candidates() -> Iterator[str]:
         yield path
 
 
-def _probe(path: str) -> Optional[List[Any]]:
+def _probe(path: str, limit_s: float) -> Optional[List[Any]]:
     try:
         done = subprocess.run(
             [path, "-B", "-c", _PROBE],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=_PROBE_TIMEOUT_S,
+            timeout=limit_s,
             cwd="/",  # `-c` looks in the current folder for torch, too
             check=False,
         )
