@@ -159,13 +159,13 @@ def _groups_of(tree: _Tree, name: str) -> list[str]:
     found = {group for group, inside in tree.groups.items() if name in inside.hosts}
     depth = dict.fromkeys(tree.groups, 1)
     for _ in range(_MAX_DEPTH):  # where groups hold one another, it ends all the same
-        before = dict(depth)
+        before = dict(depth), set(found)
         for parent, group in tree.groups.items():
             for child in group.children:
                 depth[child] = max(depth[child], depth[parent] + 1)
                 if child in found:
                     found.add(parent)
-        if depth == before:
+        if (depth, found) == before:
             break
     found.discard("all")
     return ["all"] * ("all" in tree.groups) + sorted(found, key=lambda group: (depth[group], group))

@@ -102,7 +102,8 @@ def select(imported: Imported, patterns: Sequence[str]) -> Imported:
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        names = {host.name for host in imported.hosts if fnmatch.fnmatchcase(host.name, pattern)}
+        glob = pattern.replace("[", "[[]")  # brackets are a hostlist's: gpu[01-16] is not gpu0
+        names = {host.name for host in imported.hosts if fnmatch.fnmatchcase(host.name, glob)}
         with contextlib.suppress(ValueError):  # `gpu*` is no hostlist
             names |= set(hostlists.expand(pattern)) & {host.name for host in imported.hosts}
         if not names:

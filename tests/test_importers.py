@@ -139,6 +139,8 @@ def test_hosts_of_a_command_line(arguments: list[str], wanted: dict[str, Any] | 
 def test_some_of_the_hosts_of_a_file() -> None:
     found = importers.hostfile("gpu1\ngpu2\ngpu3\ncpu1\n", "f")
     assert list(said(importers.select(found, ["gpu[2-3]", "c*"]))) == ["gpu2", "gpu3", "cpu1"]
+    with pytest.raises(InventoryError, match=r"'gpu\[02-13\]' names none"):
+        importers.select(found, ["gpu[02-13]"])
     with pytest.raises(InventoryError, match=r"'gpu9' names none of the hosts that were found: gpu1, gpu2"):
         importers.select(found, ["gpu9"])
 
@@ -231,6 +233,17 @@ def test_what_ansible_inventory_lists() -> None:
         "gpu1": {"address": "10.0.0.11", "port": 2201, "user": "train"},
         "gpu2": {"address": "10.0.0.12", "user": "train"},
     }
+
+
+@pytest.mark.parametrize("outermost_first", [True, False])
+def test_the_innermost_group_counts_most_however_deep_it_is(outermost_first: bool) -> None:
+    levels = ["[g1:children]\ng2\n", "[g2:children]\ng3\n", "[g3:children]\ng4\n", "[g4]\ngpu1\n"]
+    text = "".join(levels if outermost_first else levels[::-1])
+    text += (
+        "[g1:vars]\nansible_port=1\nansible_user=one\n[g3:vars]\nansible_port=3\n[all:vars]\nansible_port=9\n"
+    )
+    assert said(ansible.read(text, "f")) == {"gpu1": {"port": 3, "user": "one"}}
+    assert list(said(ansible.read(text, "f", "g1"))) == ["gpu1"]
 
 
 @pytest.mark.parametrize(
