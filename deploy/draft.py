@@ -1,15 +1,9 @@
-"""The text that `kit init` writes: what was found as keys, what a person must decide as comments. Pure.
-
-Everything in it that came from a file or a host goes through `_scalar` or `_comment`: no such text can add a line.
-"""
+"""The text that `kit init` writes: what was found as keys, what a person must decide as comments. Pure."""
 
 from __future__ import annotations
 
 import collections
-import json
 import re
-import shlex
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +21,10 @@ from nodekit.deploy.choices import (
     rank,
     shared_networks,
 )
+from nodekit.deploy.draft_text import CHOOSE, Draft, comment, gib, key_of, keyed, scalar, shown, visible
 from nodekit.inventory.importers import FoundHost
-from nodekit.inventory.scontrol import NodeKind
 
-CHOOSE = "CHOOSE"
-"""What a comment begins with that wants a decision."""
-WIDTH = 100
-_COMMENT_COLUMN = 34
-_PLAIN = re.compile(r"[A-Za-z_/~][A-Za-z0-9_./~-]*")
 _INTERFACE = re.compile(r"[^\s/,^=:-][^\s/,^=:]{0,14}")
-_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +35,6 @@ class Looked:
     survey: Survey | None = None
     problem: str = ""
     """Why there is no survey."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """An inventory's text, and what to say of it."""
-
-    text: str
-    summary: str
-    num_choices: int
 
 
 def from_hosts(
@@ -88,18 +67,18 @@ def from_hosts(
     common = _common([each.host for each in looked if each.host.name not in twins])
     answered = f"{sum(each.survey is not None for each in looked)} of {len(looked)} answered"
     lines = [
-        *_comment(f"Written by `{command}` on {date}, by looking at the hosts: {answered}."),
+        *comment(f"Written by `{command}` on {date}, by looking at the hosts: {answered}."),
         "#",
-        f"#   kit check {_shown(file)}             what is wrong on these hosts, and how to mend it",
-        f"#   kit up {_shown(file)} --dry-run      what would run on each of them; starts nothing",
+        f"#   kit check {shown(file)}             what is wrong on these hosts, and how to mend it",
+        f"#   kit up {shown(file)} --dry-run      what would run on each of them; starts nothing",
         "#",
-        *_comment(
+        *comment(
             f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
         ),
         "",
-        f"name: {_scalar(name)}",
+        f"name: {scalar(name)}",
         "",
-        *(f"{key}: {_scalar(value)}" for key, value in common.items()),
+        *(f"{key}: {scalar(value)}" for key, value in common.items()),
         *([""] if common else []),
         *_python_lines(pythons, seen),
         "",
@@ -112,16 +91,10 @@ def from_hosts(
         lines += _host_lines(each, twins.get(each.host.name, ""), common, pythons, network)
     lines += _slot_lines(looked)
     if notes:
-        lines += ["", *_comment("Passed over:")]
+        lines += ["", *comment("Passed over:")]
         for note in notes:
-            lines += _comment(note, bullet="- ")
-    return _finished(lines, _hosts_summary(seen, looked, network, pythons))
-
-
-def _finished(lines: Iterable[str], summary: str) -> Draft:
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
-    num_choices = sum(f"# {CHOOSE}" in line for line in text.splitlines())
-    return Draft(text=text, summary=summary, num_choices=num_choices)
+            lines += comment(note, bullet="- ")
+    return Draft.of(lines, _hosts_summary(seen, looked, network, pythons))
 
 
 def _hosts_summary(
@@ -182,28 +155,28 @@ def _common(hosts: Sequence[FoundHost]) -> dict[str, str | int]:
 def _python_lines(pythons: Pythons, seen: Mapping[str, Survey]) -> list[str]:
     if pythons.everywhere is not None:
         more = "on every host that answered" if len(seen) > 1 else "there"
-        return _keyed(f"python: {_scalar(pythons.everywhere)}", f"torch {pythons.torch} {more}")
+        return keyed(f"python: {scalar(pythons.everywhere)}", f"torch {pythons.torch} {more}")
     if pythons.of_host:
-        return _comment(f"python: differs from host to host, see below; torch {pythons.torch} in each")
+        return comment(f"python: differs from host to host, see below; torch {pythons.torch} in each")
     if pythons.choices:
         intro = (
             f"{CHOOSE} an interpreter: several on every host have torch. Without a choice, kit takes python3."
         )
-        return [*_comment(intro), *_python_choices(pythons.choices, seen)]
+        return [*comment(intro), *_python_choices(pythons.choices, seen)]
     if not seen:
         return [
-            *_comment(f"{CHOOSE} an interpreter with torch; no host has been seen."),
+            *comment(f"{CHOOSE} an interpreter with torch; no host has been seen."),
             "# python: ~/venv/bin/python",
         ]
     if not any(fits(python) for survey in seen.values() for python in survey["pythons"]):
         return [
-            *_comment(
+            *comment(
                 f"{CHOOSE} an interpreter: none with a torch that kit can use was found. Install it on every host:"
             ),
             "#   python3 -m venv ~/venv && ~/venv/bin/pip install torch",
             "# python: ~/venv/bin/python",
         ]
-    return _comment(
+    return comment(
         f"{CHOOSE} an interpreter for each host, see below: no one path has the same torch on every host, and all "
         "nodes of a job need the same."
     )
@@ -215,8 +188,8 @@ def _python_choices(paths: Iterable[str], seen: Mapping[str, Survey]) -> list[st
     for path in paths:
         python = next(each for each in first if each["path"] == path)
         default = ", which is python3 there" if python["default"] else ""
-        lines += _keyed(
-            f"# python: {_scalar(path)}", f"torch {python['torch']}, Python {python['version']}{default}"
+        lines += keyed(
+            f"# python: {scalar(path)}", f"torch {python['torch']}, Python {python['version']}{default}"
         )
     return lines
 
@@ -229,23 +202,23 @@ def _network_lines(
     among = "all hosts" if len(remote) > 1 else "the host"
     lines: list[str] = []
     if chosen is not None:
-        lines += _keyed(f"network: {_scalar(str(chosen.network))}", _network_comment(chosen))
+        lines += keyed(f"network: {scalar(str(chosen.network))}", _network_comment(chosen))
         others = [each for each in shared if each is not chosen]
         if others:
-            lines += _comment(f"{among} share these, too:")
+            lines += comment(f"{among} share these, too:")
     elif shared:
-        lines += _comment(
+        lines += comment(
             f"{CHOOSE} a network: {among} share several, and which one is the fastest cannot be told. Without a "
             "choice, kit takes the interface by which each host routes to the others."
         )
         others = list(shared)
     else:
-        return _comment(
+        return comment(
             f"{CHOOSE}, if need be: no network was found that {among} have an address in. kit takes the interface by "
             "which each host routes to the others; where that is wrong, name each host's `interface:`."
         )
     for each in others:
-        lines += _keyed(f"# network: {each.network}", _network_comment(each))
+        lines += keyed(f"# network: {each.network}", _network_comment(each))
     return lines
 
 
@@ -272,20 +245,20 @@ def _host_lines(
     for key in ("address", "user", "port", "identity_file", "connection"):
         value = getattr(host, key)
         if value is not None and key not in common:
-            keys.append(f"{key}: {_scalar(value)}")
+            keys.append(f"{key}: {scalar(value)}")
     if host.note:
-        keys += _comment(host.note)
+        keys += comment(host.note)
     if survey is None:
-        keys += _comment(f"could not be looked at: {looked.problem}")
+        keys += comment(f"could not be looked at: {looked.problem}")
         if host.slots is not None:
-            keys += _keyed(f"# gpus: {host.slots}", f"slots={host.slots} in {host.where}")
+            keys += keyed(f"# gpus: {host.slots}", f"slots={host.slots} in {host.where}")
     else:
         keys += _gpu_lines(host, survey)
         keys += _host_python_lines(host.name, survey, pythons)
         keys += _nic_lines(host, survey, network)
-    lines = [f"  {_key(host.name)}:", *(f"    {line}" for line in keys)]
+    lines = [f"  {key_of(host.name)}:", *(f"    {line}" for line in keys)]
     if twin:
-        intro = _comment(f"{CHOOSE} one of the two: {host.name} is the same machine as {twin}", indent="  ")
+        intro = comment(f"{CHOOSE} one of the two: {host.name} is the same machine as {twin}", indent="  ")
         lines = [*intro, *(f"  # {line[2:]}" for line in lines)]
     return lines
 
@@ -296,40 +269,40 @@ def _mixture_lines(seen: Mapping[str, Survey]) -> list[str]:
     if not without or len(without) == len(seen):
         return []
     listed = ", ".join(without[:8]) + (" …" if len(without) > 8 else "")
-    return _comment(
+    return comment(
         f"{CHOOSE} which hosts: a job runs on GPUs everywhere or nowhere, and none was found on {listed}. Leave those "
         "out, or write `gpus: 0` at the top for all."
     )
 
 
 def _gpu_lines(host: FoundHost, survey: Survey) -> list[str]:
-    models = collections.Counter(f"{gpu['name']}, {_gib(gpu['memory_mib'])}" for gpu in survey["gpus"])
+    models = collections.Counter(f"{gpu['name']}, {gib(gpu['memory_mib'])}" for gpu in survey["gpus"])
     seen = " and ".join(f"{count} × {model}" for model, count in models.items())
-    machine = f"{survey['cpus']} cores, {_gib(survey['memory_mib'])} memory"
+    machine = f"{survey['cpus']} cores, {gib(survey['memory_mib'])} memory"
     if not models:
         slots = f"; slots={host.slots} in {host.where}" if host.slots is not None else ""
-        return _comment(f"no GPU found; {machine}{slots}")
+        return comment(f"no GPU found; {machine}{slots}")
     found = len(survey["gpus"])
     if host.slots is None or host.slots == found:
-        return _keyed(f"gpus: {found}", f"{seen}; {machine}")
-    lines = _comment(
+        return keyed(f"gpus: {found}", f"{seen}; {machine}")
+    lines = comment(
         f"{CHOOSE} how many GPUs: nvidia-smi lists {found}, and {host.where} has slots={host.slots}"
     )
     if 0 < host.slots < found:
-        lines += _keyed(f"# gpus: {host.slots}", "as the hostfile says")
-    return [*lines, *_keyed(f"# gpus: {found}", f"{seen}; {machine}")]
+        lines += keyed(f"# gpus: {host.slots}", "as the hostfile says")
+    return [*lines, *keyed(f"# gpus: {found}", f"{seen}; {machine}")]
 
 
 def _host_python_lines(name: str, survey: Survey, pythons: Pythons) -> list[str]:
     if name in pythons.of_host:
-        return [f"python: {_scalar(pythons.of_host[name])}"]
+        return [f"python: {scalar(pythons.of_host[name])}"]
     lines: list[str] = []
     is_decided = pythons.everywhere is not None or bool(pythons.choices)
     for python in survey["pythons"]:
         if is_decided or not python["torch"]:
             continue
         about = f"torch {python['torch']}, Python {python['version']}"
-        lines += _keyed(f"# python: {_scalar(python['path'])}", about + ("" if fits(python) else ": too old"))
+        lines += keyed(f"# python: {scalar(python['path'])}", about + ("" if fits(python) else ": too old"))
     return lines
 
 
@@ -342,9 +315,9 @@ def _nic_lines(host: FoundHost, survey: Survey, network: Shared | None) -> list[
     if len(inside) > 1:
         best = choose_nic(inside)
         if best is not None and _is_interface(best):
-            lines += _keyed(f"interface: {_scalar(best['name'])}", "the fastest of those in `network:`")
+            lines += keyed(f"interface: {scalar(best['name'])}", "the fastest of those in `network:`")
         else:
-            lines += _comment(f"{CHOOSE} one interface: these are all in `network:`")
+            lines += comment(f"{CHOOSE} one interface: these are all in `network:`")
     passed: list[str] = []
     for nic in survey["nics"]:
         if nic["kind"] == "loopback":
@@ -354,9 +327,9 @@ def _nic_lines(host: FoundHost, survey: Survey, network: Shared | None) -> list[
                 passed.append(f"{nic['name']} ({nic['addresses'][0]})")
         elif nic["addresses"] or nic["kind"] != "virtual":
             mark = ", in `network:`" if nic in inside else ""
-            lines += _keyed(f"# interface: {_scalar(nic['name'])}", _nic_comment(nic) + mark)
+            lines += keyed(f"# interface: {scalar(nic['name'])}", _nic_comment(nic) + mark)
     if passed:
-        lines += _comment(f"not to train over: {', '.join(passed)}")
+        lines += comment(f"not to train over: {', '.join(passed)}")
     return lines
 
 
@@ -384,120 +357,9 @@ def _slot_lines(looked: Sequence[Looked]) -> list[str]:
         return []
     return [
         "",
-        *_comment(
+        *comment(
             f"{CHOOSE}, if need be: hosts without GPUs run one process each, and the hostfile has slots:"
         ),
         "# job:",
         *(f"#   nproc_per_node: {each}" for each in sorted(slots)),
     ]
-
-
-# --- Slurm --------------------------------------------------------------------------------------------------
-
-
-def from_slurm(
-    partitions: Mapping[str, tuple[NodeKind, ...]],
-    *,
-    default: str | None,
-    name: str,
-    file: str,
-    command: str,
-    date: str,
-) -> Draft:
-    """The inventory of a Slurm cluster; a partition and GPUs are decided only where there is one answer."""
-    lines = [
-        *_comment(f"Written by `{command}` on {date}, from what scontrol shows."),
-        "#",
-        f"#   kit up {_shown(file)} --dry-run      what would be asked of Slurm; queues nothing",
-        "#",
-        *_comment(
-            f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
-        ),
-        "",
-        f"name: {_scalar(name)}",
-        "",
-        *_comment(f"{CHOOSE} an interpreter on the nodes that has torch and submitit."),
-        "# python: ~/venv/bin/python",
-        "",
-        "slurm:",
-        f"  nodes: 1   # {CHOOSE} how many, as 4, or as 2:4 for the fewest and most",
-    ]
-    if len(partitions) > 1:
-        lines += _comment(f"{CHOOSE} a partition; without one, Slurm takes its default.", indent="  ")
-    for partition, kinds in partitions.items():
-        hidden = "" if len(partitions) == 1 else "# "
-        about = ("default; " if partition == default else "") + "; ".join(_kind(kind) for kind in kinds)
-        lines += [f"  {line}" for line in _keyed(f"{hidden}partition: {_scalar(partition)}", about)]
-    counts = {kind.gpus for kinds in partitions.values() for kind in kinds}
-    if len(counts) == 1:
-        if gpus := counts.pop():
-            lines.append(f"  gpus_per_node: {gpus}")
-    else:
-        lines += _comment(f"{CHOOSE} how many GPUs on each node; without, none are asked for.", indent="  ")
-        lines += [f"  # gpus_per_node: {count}" for count in sorted(counts - {0}, reverse=True)]
-    lines += [
-        "  # time: 12:00:00           # [D-]HH:MM:SS; without, the partition's own limit",
-        "  # account: vision          # without, your default one; yours: sacctmgr show assoc user=$USER",
-        "",
-        *_comment(f"{CHOOSE}, if need be: a folder that all nodes and this machine share.", indent="  "),
-        "  # shared_dir: ~/nodekit",
-    ]
-    return _finished(lines, f"{len(partitions)} partition{'s' * (len(partitions) != 1)}")
-
-
-def _kind(kind: NodeKind) -> str:
-    model = f"{kind.gpu_type} " if kind.gpu_type else ""
-    gpus = f"{kind.gpus} {model}GPU{'s' * (kind.gpus != 1)}" if kind.gpus else "no GPU"
-    usable = "" if kind.num_usable == kind.num_nodes else f" ({kind.num_usable} usable now)"
-    nodes = f"{kind.num_nodes} node{'s' * (kind.num_nodes != 1)}{usable}"
-    return f"{nodes} with {gpus}, {kind.cpus} CPUs, {_gib(kind.memory_mib)}"
-
-
-def _gib(mib: int) -> str:
-    return f"{mib / 1024:.0f} GiB" if mib >= 10 * 1024 else f"{mib / 1024:.1f} GiB"
-
-
-# --- text that is safe in YAML ------------------------------------------------------------------------------
-
-
-def _scalar(value: object) -> str:
-    """A value as YAML: plain where nobody can misread it, else in double quotes."""
-    text = str(value)
-    if isinstance(value, int) or re.fullmatch(r"[0-9a-fA-F.:]+/[0-9]+", text):
-        return text
-    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
-        return text
-    return json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _key(name: str) -> str:
-    return (
-        name
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name) and name.lower() not in _WORDS
-        else json.dumps(name)
-    )
-
-
-def visible(text: str) -> str:
-    """On one line, and without what a terminal or YAML takes for more than text."""
-    return "".join(each for each in " ".join(text.split()) if each.isprintable())
-
-
-def _shown(text: str) -> str:
-    return visible(shlex.quote(text))
-
-
-def _comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
-    return textwrap.wrap(
-        visible(text),
-        WIDTH,
-        initial_indent=f"{indent}# {bullet}",
-        subsequent_indent=f"{indent}# {' ' * len(bullet)}",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _keyed(key: str, comment: str) -> list[str]:
-    """``key: value   # comment``."""
-    return [f"{key:<{_COMMENT_COLUMN}} # {visible(comment)}"]

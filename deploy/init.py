@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nodekit.deploy import cluster, draft, sshconfig
+from nodekit.deploy import cluster, draft, draft_slurm, sshconfig
 from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.draft import Draft, Looked
+from nodekit.deploy.draft import Looked
+from nodekit.deploy.draft_text import Draft, visible
 from nodekit.deploy.link import on_all, open_local
 from nodekit.inventory import ansible, importers, scontrol
 from nodekit.inventory.errors import HostError, InventoryError, KitError
@@ -188,7 +189,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
     finally:
         link.close()
     default = next((name for name, each in known.items() if each.get("Default") == "YES"), None)
-    return draft.from_slurm(scontrol.partitions(out, default), default=default, **told)
+    return draft_slurm.from_slurm(scontrol.partitions(out, default), default=default, **told)
 
 
 # --- what they have -----------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def look(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]
         looked = _ask(host, ssh)
         with lock:
             said = _seen(looked) if looked.survey is not None else f"not reached: {looked.problem}"
-            say(f"  {host.name:<{width}}  {draft.visible(said)}  ({time.monotonic() - start:.1f} s)")
+            say(f"  {host.name:<{width}}  {visible(said)}  ({time.monotonic() - start:.1f} s)")
         return looked
 
     results = on_all({host.name: host for host in hosts}, ask)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import draft
+from nodekit.deploy import draft, draft_slurm
 from nodekit.deploy.draft import Looked
 from nodekit.inventory import ansible, hostlists, importers, scontrol
 from nodekit.inventory.errors import InventoryError, KitError
@@ -342,7 +342,7 @@ def test_no_nodes_are_told() -> None:
 
 def slurm_text(name: str, default: str | None) -> str:
     found = scontrol.partitions(recorded(name), default)
-    return draft.from_slurm(
+    return draft_slurm.from_slurm(
         found, default=default, name="c", file="c.yaml", command="kit init --slurm", date="today"
     ).text
 
@@ -361,7 +361,7 @@ def test_a_slurm_inventory_leaves_the_partition_to_choose(tmp_path: Path) -> Non
 def test_a_slurm_inventory_has_what_has_one_answer(tmp_path: Path) -> None:
     one = "NodeName=a Gres=gpu:4 CPUTot=8 RealMemory=64000 Partitions=gpu State=IDLE\n"
     found = scontrol.partitions(one + one.replace("=a ", "=b "))
-    made = draft.from_slurm(found, default=None, name="c", file="c.yaml", command="kit", date="today")
+    made = draft_slurm.from_slurm(found, default=None, name="c", file="c.yaml", command="kit", date="today")
     slurm = loaded(made.text, tmp_path).slurm
     assert slurm is not None
     assert (slurm.partition, slurm.gpus_per_node) == ("gpu", 4)
@@ -497,7 +497,9 @@ def test_no_output_of_scontrol_makes_it_crash(text: str, default: str | None) ->
         found = scontrol.partitions(text, default)
     except KitError:
         return
-    made = draft.from_slurm(found, default=default, name="c", file="c.yaml", command=text[:20], date="today")
+    made = draft_slurm.from_slurm(
+        found, default=default, name="c", file="c.yaml", command=text[:20], date="today"
+    )
     assert only_ours(made.text) <= {"name", "slurm", ""}
 
 

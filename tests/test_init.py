@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 from kit_runs import Kit
 from lab_hosts import on
 
-from nodekit.deploy import choices, draft, init
+from nodekit.deploy import choices, draft, draft_text, init
 from nodekit.deploy.draft import Looked
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.importers import FoundHost
@@ -258,7 +258,7 @@ def written(folder: Path, looked: Sequence[Looked], notes: Sequence[str] = ()) -
     made = draft.from_hosts(looked, name="c", file="c.yaml", command="kit init", date="today", notes=notes)
     file = folder / "c.yaml"
     file.write_text(made.text)
-    assert all(len(line) <= draft.WIDTH + 20 for line in made.text.splitlines())
+    assert all(len(line) <= draft_text.WIDTH + 20 for line in made.text.splitlines())
     return made.text, load_inventory(file)
 
 
@@ -440,7 +440,7 @@ printf '0, NVIDIA A100-SXM4-40GB, 40960\\n1, NVIDIA A100-SXM4-40GB, 40960\\n'
 
 
 @pytest.fixture
-def ready(kit: Kit, own_home: Path) -> Kit:
+def ready(kit: Kit, own_home: Path) -> Iterator[Kit]:
     """A user's home whose ~/.ssh/config knows the lab's hosts and one that is off; docker0 on two of the hosts."""
     assert kit.lab is not None
     values = yaml.safe_load(kit.lab.inventory.read_text())
