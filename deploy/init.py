@@ -70,6 +70,8 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
         raise KitError(
             f"{options.output} is there already; --force writes over it, -o FILE writes another one"
         )
+    if is_file and not options.output.parent.is_dir():  # not only when all hosts have been looked at
+        raise KitError(f"{options.output} cannot be written: there is no folder {options.output.parent}")
     stem = options.output.stem if is_file else "cluster"
     told = {
         "name": stem

@@ -377,6 +377,8 @@ def test_an_existing_file_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(KitError, match="is there already; --force"):
         init.init(init.Options(hosts=("gpu1",), output=file), say=print)
     assert file.read_text() == "mine"
+    with pytest.raises(KitError, match="there is no folder"):
+        init.init(init.Options(hosts=("gpu1",), output=tmp_path / "no/c.yaml"), say=print)
 
 
 @pytest.mark.parametrize(
