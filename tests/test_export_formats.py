@@ -24,6 +24,7 @@ from nodekit.deploy.cli import main
 from nodekit.deploy.export_formats import File
 from nodekit.deploy.export_script import Source
 from nodekit.deploy.plan import Plan, argv_of, build
+from nodekit.inventory import ansible, importers
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 
@@ -198,6 +199,23 @@ hosts:
         }
     }
     assert "#   use  ansible -i hosts.yaml _2_labs -m ping\n" in file.text
+
+
+def test_what_was_exported_is_read_back_by_kit_init(tmp_path: Path) -> None:
+    of = source(tmp_path)
+    (file,) = export_formats.hostfile(of, {"gpu1": 8, "gpu2": 4, "gpu3": 4})
+    found = importers.hostfile(file.text, "hostfile")
+    assert [(host.name, host.slots) for host in found.hosts] == [
+        ("10.0.0.11", 8),
+        ("10.0.0.12", 4),
+        ("10.0.0.13", 4),
+    ]
+    (file,) = export_formats.ansible(of)
+    found = ansible.read(file.text, "hosts.yaml")
+    assert [(host.name, host.address, host.user, host.port, host.identity_file) for host in found.hosts] == [
+        (host.name, host.address, host.user, host.port, host.identity_file) for host in of.inventory.hosts
+    ]
+    assert not found.notes
 
 
 # --- accelerate, deepspeed ----------------------------------------------------------------------------------
