@@ -1,0 +1,436 @@
+"""The network part of `kit check`: the chosen interfaces, and every ordered pair of hosts."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from secrets import token_hex
+from typing import Any
+
+from nodekit.deploy import check, cluster, netpairs
+from nodekit.deploy.check import Facts
+from nodekit.deploy.findings import Finding
+from nodekit.deploy.link import Link, on_all
+from nodekit.deploy.netpairs import End
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.schema import Host, Inventory
+
+RENDEZVOUS_PORT = 29500
+"""torchrun's. kit itself takes a free port, so that of this one only a warning is given."""
+MAX_SAMPLED, MIN_SAMPLED = 16, 4
+MAX_CONNECTIONS = 4096
+"""Of one host to the others: with many hosts fewer ports are tried of each."""
+_SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
+_FINISH_S = 1.0
+_NAME_S = 1.0
+
+
+def network_findings(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    deadline_s: float,
+    port: int | None = None,
+) -> list[Finding]:
+    """Everything that keeps the hosts from each other, on the interfaces that a job would take.
+
+    Args:
+        links: to the hosts; one that is not among them is left out.
+        inventory: what the cluster is.
+        facts: of the same hosts.
+        deadline_s: how long it may take; a host that does not answer in time is named.
+        port: the one that the job's rendezvous needs. None: any will do, and torchrun's is tried.
+    """
+    left_s = netpairs.deadline(deadline_s)
+    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    wanted_port = RENDEZVOUS_PORT if port is None else port
+    chosen, problems = choose(inventory, hosts, facts)
+    found: list[Finding] = []
+    with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
+        here = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
+        found += [_no_answer(name, str(answer)) for name, answer in answers.items() if name not in here]
+        nics = {
+            name: next((nic for nic in answer["nics"] if nic["name"] == chosen[name][0]), None)
+            for name, answer in here.items()
+            if name in chosen
+        }
+        for host in hosts:
+            if host.name in problems and host.name in here:
+                found.append(_unchosen(host, problems[host.name], here[host.name]["nics"], inventory))
+        down = {name: nic for name, nic in nics.items() if nic is not None and not nic["carrier"]}
+        found += [_no_carrier(name, nic) for name, nic in down.items()]
+        ends = {name: _end(name, chosen[name], nics[name], here[name]) for name in nics if name not in down}
+        names: dict[str, Any] = {}
+        pairs, silent = netpairs.measure(links, session, ends, left_s=left_s) if len(ends) > 1 else ({}, {})
+        found += [_no_answer(name, problem) for name, problem in silent.items()]
+        if len(hosts) > 1:
+            limit_s = min(_NAME_S, left_s())
+            names = on_all(
+                {name: links[name] for name in here},
+                lambda link: link.call("netprobe.own_name", timeout_s=limit_s + _FINISH_S, limit_s=limit_s),
+            )
+        # The one that says "dropped" knows nothing of why; the hosts at both ends may.
+        ill = {name for key, pair in pairs.items() if pair.failed for name in key}
+        firewalls = netpairs.ask_firewalls(links, ill, left_s=left_s)
+    found += _port_findings(here, wanted_port, matters=port is not None)
+    found += netpairs.judge(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
+    known = {name: nic for name, nic in nics.items() if nic is not None and name not in down}
+    found += mtu_findings(known) + speed_findings(known)
+    found += [
+        finding
+        for name, answer in names.items()
+        if name in chosen and isinstance(answer, dict)
+        for finding in name_findings(name, chosen[name][1], answer)
+    ]
+    found += rdma_findings(
+        {name: answer["rdma"] for name, answer in here.items()},
+        known,
+        env={host.name: {**host.env, **inventory.job.env} for host in hosts},
+        with_gpus={host.name for host in hosts if facts[host.name].num_gpus},
+    )
+    ill = {name for finding in found if finding.level == "failure" for name in finding.hosts}
+    found += [_fine(end, known[name], pairs) for name, end in ends.items() if name not in ill]
+    place = {host.name: index for index, host in enumerate(hosts)}
+    return sorted(found, key=lambda finding: place.get(finding.hosts[0], 0))
+
+
+def choose(
+    inventory: Inventory, hosts: Sequence[Host], facts: Mapping[str, Facts]
+) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
+    """Host → interface and address, as a run would choose them, and host → why there is none."""
+    peers = cluster.peer_addresses(inventory.hosts)
+    chosen: dict[str, tuple[str, str]] = {}
+    problems: dict[str, HostError] = {}
+    for host in hosts:
+        try:
+            chosen[host.name] = check.choose_interface(
+                host, facts[host.name], inventory.network, peers[host.name]
+            )
+        except HostError as error:
+            problems[host.name] = error
+    return chosen, problems
+
+
+@contextlib.contextmanager
+def listening(
+    links: Mapping[str, Link],
+    hosts: Sequence[Host],
+    facts: Mapping[str, Facts],
+    chosen: Mapping[str, tuple[str, str]],
+    port: int | None,
+    *,
+    left_s: Callable[[], float],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Let every host listen; yields the session and what each has said of itself. At the end all let go."""
+    session, token = token_hex(8), token_hex(16)
+    num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
+    first_at: dict[tuple[str, str], str] = {}
+    for host in hosts:  # local hosts are one machine: the port is that of one of them
+        address = chosen.get(host.name, ("", ""))[1]
+        first_at.setdefault((facts[host.name].boot_id, address), host.name)
+    limit_s = left_s() * _SHARE_TO_BEGIN
+
+    def begin(link: Link) -> Any:
+        address = chosen[link.host][1] if link.host in chosen else None
+        return link.call(
+            "netprobe.begin",
+            timeout_s=limit_s,
+            session=session,
+            name=link.host,
+            token=token,
+            address=address,
+            port=port if link.host in first_at.values() else None,
+            num_sampled=num_sampled,
+            lifetime_s=left_s() + _FINISH_S,
+        )
+
+    own = {host.name: links[host.name] for host in hosts}
+    try:
+        yield session, on_all(own, begin)
+    finally:
+        on_all(own, lambda link: link.call("netprobe.finish", timeout_s=_FINISH_S, session=session))
+
+
+def _end(name: str, chosen: tuple[str, str], nic: Any, answer: Mapping[str, Any]) -> End:
+    low, high = answer["range"]
+    return End(
+        host=name,
+        address=chosen[1],
+        interface=chosen[0],
+        mtu=nic["mtu"] if nic else 1500,
+        ports=tuple(answer["ports"]),
+        udp_port=answer["udp_port"],
+        port_range=(low, high),
+    )
+
+
+def _failure(host: str, found: str, wanted: str, cure: str) -> Finding:
+    return Finding(check="network", host=host, level="failure", found=found, wanted=wanted, cure=cure)
+
+
+def _warning(host: str, found: str, wanted: str, cure: str) -> Finding:
+    return Finding(check="network", host=host, level="warning", found=found, wanted=wanted, cure=cure)
+
+
+def _no_answer(host: str, problem: str) -> Finding:
+    return _failure(
+        host,
+        problem.removeprefix(f"{host}: "),
+        "an answer from its python",
+        "see what keeps it: is it overloaded, is its disk stuck? (uptime; dmesg | tail)",
+    )
+
+
+# --- interfaces -----------------------------------------------------------------------------------------------
+
+
+def _unchosen(
+    host: Host, error: HostError, nics: Sequence[Mapping[str, Any]], inventory: Inventory
+) -> Finding:
+    """Why no interface could be chosen."""
+    have = ", ".join(f"{nic['name']} ({nic['addresses'][0]})" for nic in nics if nic["addresses"])
+    by_name = {nic["name"]: nic for nic in nics}
+    named = by_name.get(host.interface or "")
+    if named is None and host.interface is None and inventory.network is not None:
+        named = next((nic for nic in nics if _has_address_in(nic, str(inventory.network))), None)
+    if named is not None and not named["up"]:
+        return _failure(
+            host.name,
+            f"interface {named['name']} is down",
+            f"{named['name']} to be up",
+            f"on {host.name}: sudo ip link set {named['name']} up",
+        )
+    if named is not None and not named["addresses"]:
+        network = inventory.network or "the network that the hosts share"
+        return _failure(
+            host.name,
+            f"interface {named['name']} has no address",
+            f"an address in {network}",
+            f"on {host.name}: sudo ip address add ADDRESS/PREFIX dev {named['name']}",
+        )
+    problem, _, advice = error.problem.partition("; ")
+    if host.interface is not None and named is None:
+        return _failure(
+            host.name,
+            f"no interface {host.interface}",
+            f"one that it has: {have}",
+            f"{inventory.path}: set `interface:` of {host.name} to one of these",
+        )
+    if not advice or advice.startswith("it has"):
+        advice = f"set `network:` to the one that the hosts share, or `interface:` of {host.name}"
+    return _failure(host.name, problem, f"one interface to use; it has {have}", f"{inventory.path}: {advice}")
+
+
+def _has_address_in(nic: Mapping[str, Any], network: str) -> bool:
+    wanted = ipaddress.ip_network(network)
+    return any(ipaddress.ip_interface(address).ip in wanted for address in nic["addresses"])
+
+
+def _no_carrier(host: str, nic: Mapping[str, Any]) -> Finding:
+    return _failure(
+        host,
+        f"interface {nic['name']} has no carrier: nothing answers at the other end of its cable",
+        "a link",
+        f"check the cable and the switch's port; on {host}: ip link show {nic['name']}",
+    )
+
+
+def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Hosts whose MTU differs from most others'; pure."""
+    counts = collections.Counter(nic["mtu"] for nic in nics.values())
+    if len(counts) < 2:
+        return []
+    common = max(counts, key=lambda mtu: (counts[mtu], -mtu))
+    return [
+        _warning(
+            name,
+            f"MTU {nic['mtu']} on {nic['name']}, but {_num_have(counts[common], len(nics))} {common}",
+            f"the same MTU on all hosts, as {common}",
+            f"on {name}: sudo ip link set {nic['name']} mtu {common}",
+        )
+        for name, nic in nics.items()
+        if nic["mtu"] != common
+    ]
+
+
+def speed_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Hosts whose interface is slower than the fastest: all wait for the slowest; pure."""
+    speeds = {name: nic["speed_mbit"] for name, nic in nics.items() if nic["speed_mbit"]}
+    if len(set(speeds.values())) < 2:
+        return []
+    fastest, slowest = max(speeds.values()), min(speeds.values())
+    num_fastest = sum(speed == fastest for speed in speeds.values())
+    return [
+        _warning(
+            name,
+            f"{nics[name]['name']} runs at {speed_words(speed)}"
+            + (", the slowest" if speed == slowest else "")
+            + f"; {_num_have(num_fastest, len(nics))} {speed_words(fastest)}",
+            speed_words(fastest),
+            f"check its cable and the switch's port (on {name}: sudo ethtool {nics[name]['name']}), or set "
+            f"`interface:` of {name} to a faster one",
+        )
+        for name, speed in speeds.items()
+        if speed < fastest
+    ]
+
+
+def _num_have(number: int, of: int) -> str:
+    return f"{number} of {of} hosts {'has' if number == 1 else 'have'}"
+
+
+def speed_words(speed_mbit: int) -> str:
+    """As cards and switches name it."""
+    return f"{speed_mbit / 1000:g} Gb/s" if speed_mbit >= 1000 else f"{speed_mbit} Mb/s"
+
+
+def _fine(end: End, nic: Mapping[str, Any], pairs: netpairs.Pairs) -> Finding:
+    speed = f", {speed_words(nic['speed_mbit'])}" if nic["speed_mbit"] else ""
+    num = sum(target == end.host and pair.is_open for (_, target), pair in pairs.items())
+    reached = f"; {num} host{'' if num == 1 else 's'} reach{'es' if num == 1 else ''} it" if pairs else ""
+    return Finding(
+        check="network",
+        host=end.host,
+        level="ok",
+        found=f"{end.interface} {end.address}, MTU {end.mtu}{speed}{reached}",
+    )
+
+
+# --- names, ports, RDMA ---------------------------------------------------------------------------------------
+
+
+def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Finding]:
+    """What is wrong with a host's own name; pure."""
+    name, addresses = answer["name"], answer["addresses"]
+    if addresses is None:
+        return [
+            _warning(
+                host,
+                f"its own name {name} is not resolved within {_NAME_S:.0f} s",
+                f"{name} → {address}",
+                f"on {host}: sudo sed -i '1i {address} {name}' /etc/hosts",
+            )
+        ]
+    if not addresses or not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
+        return []
+    if ipaddress.ip_address(address).is_loopback:
+        return []
+    own_line = addresses[0].startswith("127.0.1.")
+    edit = rf"s/^{addresses[0]}\b/{address}/".replace(".", r"\.", 3) if own_line else f"1i {address} {name}"
+    return [
+        _warning(
+            host,
+            f"its own name {name} resolves to {addresses[0]}, where no other host finds it: gloo listens there "
+            "when it is not told an interface (kit tells it one)",
+            f"{name} → {address}",
+            f"on {host}: sudo sed -i '{edit}' /etc/hosts",
+        )
+    ]
+
+
+def _port_findings(here: Mapping[str, Any], port: int, *, matters: bool) -> list[Finding]:
+    """Hosts on which the rendezvous port is taken."""
+    found = []
+    for name, answer in here.items():
+        if not (taken := answer["taken"]):
+            continue
+        if taken["pid"]:
+            who = f"by pid {taken['pid']} of {taken['user'] or 'nobody known'}: {taken['command']}"
+            cure = f"on {name}: sudo kill {taken['pid']}, if it is not wanted any more"
+        elif taken["user"]:
+            who = f"by a process of {taken['user']} (which, only root sees)"
+            cure = f"on {name}: sudo ss -ltnp 'sport = :{port}' names it"
+        else:
+            who = f"({taken['problem']})"
+            cure = f"on {name}: sudo ss -tanp 'sport = :{port}' names who has it"
+        found.append(
+            (_failure if matters else _warning)(
+                name,
+                f"port {port} is taken {who}"
+                + ("" if matters else "; kit takes a free one, torchrun this one"),
+                f"port {port} free for the rendezvous",
+                cure + ("" if matters else "; or give torchrun another --master-port"),
+            )
+        )
+    return found
+
+
+def rdma_findings(
+    ports: Mapping[str, Sequence[Mapping[str, Any]]],
+    nics: Mapping[str, Mapping[str, Any]],
+    *,
+    env: Mapping[str, Mapping[str, str]],
+    with_gpus: set[str],
+) -> list[Finding]:
+    """RDMA ports that NCCL, or an IPoIB interface, would need and that are not active; pure.
+
+    Args:
+        ports: host → `netprobe.rdma_ports` there.
+        nics: host → its chosen interface.
+        env: host → the job's environment there.
+        with_gpus: hosts that train on GPUs, and so with NCCL.
+    """
+    found: list[Finding] = []
+    used = {
+        name: [port for port in own if is_chosen_hca(env[name].get("NCCL_IB_HCA", ""), port)]
+        for name, own in ports.items()
+        if name in with_gpus and env[name].get("NCCL_IB_DISABLE", "0") == "0"
+    }
+    for name, nic in nics.items():
+        below = [port for port in ports.get(name, ()) if nic["name"] in port["interfaces"]]
+        if nic["kind"] == "infiniband" and below and not any(port["state"] == "ACTIVE" for port in below):
+            found.append(_inactive(name, below))
+            used.pop(name, None)
+    active = {name: sum(port["state"] == "ACTIVE" for port in own) for name, own in used.items()}
+    most = max(active.values(), default=0)
+    for name, own in used.items():
+        if own and not active[name] and any(port["link_layer"] == "InfiniBand" for port in own):
+            found.append(_inactive(name, own))
+        elif active[name] < most:
+            ill = [port for port in own if port["state"] != "ACTIVE"]
+            which = f" ({_states(ill)})" if ill else ""
+            found.append(
+                _warning(
+                    name,
+                    f"{active[name]} active RDMA ports{which}; {max(active, key=lambda n: active[n])} has {most}",
+                    f"{most}, as there",
+                    f"on {name}: {_rdma_cure(ill)}; or have the job use no RDMA anywhere: "
+                    "`job: env: {NCCL_IB_DISABLE: '1'}`",
+                )
+            )
+    return found
+
+
+def is_chosen_hca(wanted: str, port: Mapping[str, Any]) -> bool:
+    """Whether NCCL_IB_HCA lets NCCL use a port: names' beginnings, ``=`` whole names, ``^`` all but them."""
+    negated, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
+    entries = [entry for entry in wanted.lstrip("^=").split(",") if entry]
+    if not entries:
+        return True
+    inside = False
+    for entry in entries:
+        device, _, number = entry.partition(":")
+        same = port["device"] == device if exact else port["device"].startswith(device)
+        inside |= same and number in ("", str(port["port"]))
+    return inside != negated
+
+
+def _states(ports: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{port['device']} port {port['port']} is {port['state']}" for port in ports)
+
+
+def _rdma_cure(ports: Sequence[Mapping[str, Any]]) -> str:
+    if not ports:
+        return "see whether its driver is loaded: ls /sys/class/infiniband; sudo modprobe mlx5_ib"
+    if any(port["state"] == "INIT" for port in ports):
+        return (
+            "the link is there but no subnet manager has set it up: sudo systemctl start opensm (on one host)"
+        )
+    return f"check the cable and the switch: ibstat {ports[0]['device']}"
+
+
+def _inactive(name: str, ports: Sequence[Mapping[str, Any]]) -> Finding:
+    return _failure(name, f"RDMA: {_states(ports)}", "an ACTIVE port", f"on {name}: {_rdma_cure(ports)}")

@@ -1,0 +1,347 @@
+"""Tries every ordered pair of hosts, over the interfaces that the job will use, and judges what became of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy import firewall
+from nodekit.deploy.findings import Finding, Level
+from nodekit.deploy.link import Link, on_all
+from nodekit.deploy.netprobe import SMALL_BYTES
+
+ANSWER_S = 1.2  # a lost SYN is sent again after 1 s
+ATTEMPTS = 2  # of what fails: a packet may have been lost
+LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
+"""Sizes of packets that networks are made for, to find out which still passes."""
+MAX_PACKET = 65535
+_SPARE_S = 1.0  # of the time for a call: for its way there and back
+_FIREWALL_S = 4.0
+# outcome → what is said of the ports
+_WORDS = {
+    "dropped": f"dropped (no answer in {ANSWER_S * ATTEMPTS:.1f} s)",
+    "refused": "refused, although it is listened at",
+    "unreachable": "unreachable",
+    "silent": "taken by somebody who says nothing",
+    "stranger": "answered by somebody else",
+    "untried": "not tried: the time was over",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """One host, listening."""
+
+    host: str
+    address: str
+    interface: str
+    mtu: int
+    ports: tuple[int, ...]
+    """Where it listens."""
+    udp_port: int | None
+    port_range: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What became of one host's calls to another."""
+
+    source: str
+    target: str
+    connects: tuple[int, ...] = ()
+    failed: Mapping[str, tuple[int, ...]]
+    """Outcome → ports."""
+    words: Mapping[str, str]
+    """Outcome → what the kernel said, or the stranger."""
+    source_address: str | None = None
+    """What the source called from."""
+    arrived: frozenset[int] = frozenset()
+    """Sizes of the datagrams that came."""
+    unsent: Mapping[str, str]
+    """Size → why the source's kernel did not send it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every port connects."""
+        return bool(self.connects) and not self.failed
+
+
+Pairs = dict[tuple[str, str], Pair]
+
+
+def measure(
+    links: Mapping[str, Link], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
+) -> tuple[Pairs, dict[str, str]]:
+    """Let every host call every other one; what fails is tried a second time.
+
+    Returns:
+        (source, target) → what became of it, and host → why it gave no answer.
+    """
+    names = list(ends)
+    sizes = {
+        (a, b): [SMALL_BYTES, min(ends[a].mtu, ends[b].mtu, MAX_PACKET)]
+        for a in names
+        for b in names
+        if a != b
+    }
+    # Each begins with another one, so that not all call the same host at once.
+    order = {a: [*names[i + 1 :], *names[:i]] for i, a in enumerate(names)}
+    wanted = {(a, b): ends[b].ports for a in names for b in order[a]}
+    pairs: Pairs = {}
+    silent: dict[str, str] = {}
+    for attempt in range(ATTEMPTS):
+        limit_s = left_s() - _SPARE_S
+        if attempt and limit_s < ANSWER_S:
+            break
+        peers = {
+            a: [_peer(ends[b], wanted[a, b], sizes[a, b]) for b in order[a] if (a, b) in wanted]
+            for a in names
+        }
+        said = on_all(
+            {a: links[a] for a in names if peers[a]}, _calls(session, peers, limit_s=max(limit_s, 0.1))
+        )
+        came = on_all(
+            {name: links[name] for name in names},
+            lambda link: link.call("netprobe.arrived", timeout_s=max(left_s(), _SPARE_S), session=session),
+        )
+        for name, answer in (*said.items(), *came.items()):
+            if isinstance(answer, Exception):
+                silent.setdefault(name, str(answer))
+        for a, b in wanted:
+            if isinstance(answer := said.get(a), dict):
+                pairs[a, b] = _merged(pairs.get((a, b)), a, b, answer[b])
+        for (a, b), pair in pairs.items():
+            if isinstance(here := came.get(b), dict):
+                pairs[a, b] = dataclasses.replace(pair, arrived=pair.arrived | frozenset(here.get(a, ())))
+        wanted = {}
+        for (a, b), pair in pairs.items():
+            most = sizes[a, b][-1]
+            if {a, b} & set(silent) or not (pair.failed or most not in pair.arrived):
+                continue
+            wanted[a, b] = tuple(port for ports in pair.failed.values() for port in ports)
+            sizes[a, b] = [SMALL_BYTES, *(size for size in LADDER if size < most), most]
+        if not wanted:
+            break
+    return pairs, silent
+
+
+def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
+    """A host as `netprobe.try_peers` takes it."""
+    return {
+        "name": end.host,
+        "address": end.address,
+        "ports": ports,
+        "udp_port": end.udp_port,
+        "sizes": sizes,
+    }
+
+
+def _calls(
+    session: str, peers: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_s: float
+) -> Callable[[Link], Any]:
+    """What lets a host call its peers."""
+    return lambda link: link.call(
+        "netprobe.try_peers",
+        timeout_s=limit_s + _SPARE_S,
+        session=session,
+        peers=peers[link.host],
+        answer_s=ANSWER_S,
+        limit_s=limit_s,
+    )
+
+
+def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, Any]) -> Pair:
+    """A pair after one more attempt at what had failed."""
+    return Pair(
+        source=source,
+        target=target,
+        connects=(*(before.connects if before else ()), *answer["connects"]),
+        failed={outcome: tuple(sorted(ports)) for outcome, ports in answer["failed"].items()},
+        words=answer["words"],
+        source_address=answer["source"] or (before.source_address if before else None),
+        arrived=before.arrived if before else frozenset(),
+        unsent=answer["unsent"],
+    )
+
+
+def ask_firewalls(
+    links: Mapping[str, Link], hosts: Iterable[str], *, left_s: Callable[[], float]
+) -> dict[str, Mapping[str, Any]]:
+    """What filters packets on some hosts, as far as there is time to ask."""
+    limit_s = min(_FIREWALL_S, left_s())
+    if limit_s < 0.5:
+        return {}
+    asked = on_all(
+        {name: links[name] for name in hosts}, lambda link: link.call("netprobe.firewall", timeout_s=limit_s)
+    )
+    return {name: answer for name, answer in asked.items() if not isinstance(answer, Exception)}
+
+
+def judge(
+    pairs: Pairs,
+    ends: Mapping[str, End],
+    firewalls: Mapping[str, Mapping[str, Any]],
+    *,
+    port: int,
+    port_matters: bool,
+) -> list[Finding]:
+    """A finding for each pair that something is wrong with, those of one host as one where all are alike; pure.
+
+    Args:
+        pairs: what was measured.
+        ends: the hosts.
+        firewalls: host → `netprobe.firewall` there.
+        port: the rendezvous port.
+        port_matters: whether a job needs just this one; else only a warning comes of it.
+    """
+    addresses = {name: end.address for name, end in ends.items()}
+    interfaces = {name: end.interface for name, end in ends.items()}
+    found: list[Finding] = []
+    closed: dict[tuple[str, str], tuple[str, Level]] = {}
+    for key, pair in pairs.items():
+        if pair.failed:
+            harmless = not port_matters and {
+                number for ports in pair.failed.values() for number in ports
+            } == {port}
+            closed[key] = (closed_words(pair, ends[pair.target], port), "warning" if harmless else "failure")
+    for sources, target, words, level in _alike(closed, list(ends)):
+        pair = pairs[sources[0], target]
+        number = min(next(iter(pair.failed.values())))
+        way, because = firewall.cure(
+            firewalls,
+            source=sources[0],
+            target=target,
+            addresses=addresses,
+            interfaces=interfaces,
+            port=number,
+        )
+        is_pair = len(sources) == 1
+        back = f"; {_back(pairs, sources[0], target)}" if is_pair else ""
+        low, high = ends[target].port_range
+        found.append(
+            Finding(
+                check="network",
+                host=f"{sources[0]} → {target}" if is_pair else target,
+                level=level,
+                found=("" if is_pair else f"no other host gets through to it ({', '.join(sources)}): ")
+                + words
+                + back
+                + (f"; {because}" if because else ""),
+                wanted=f"TCP to {addresses[target]} on port {port}, and on {low}-{high} for gloo and NCCL",
+                cure=way,
+                hosts=(sources[0], target) if is_pair else (target,),
+            )
+        )
+    found += _packet_findings(pairs, ends)
+    found += [
+        Finding(
+            check="network",
+            host=f"{pair.source} → {pair.target}",
+            level="warning",
+            found=f"its packets leave from {pair.source_address}, not from {ends[pair.source].address} "
+            f"({ends[pair.source].interface})",
+            wanted="one route for both ways, over the interface that was chosen",
+            cure=f"on {pair.source}: sudo ip route replace {ends[pair.target].address} "
+            f"dev {ends[pair.source].interface} src {ends[pair.source].address}",
+            hosts=(pair.source,),
+        )
+        for pair in pairs.values()
+        if pair.source_address not in (None, ends[pair.source].address)
+    ]
+    return found
+
+
+def closed_words(pair: Pair, target: End, port: int) -> str:
+    """Which of a target's ports a source does not get through to, and how."""
+    parts = []
+    for outcome, ports in pair.failed.items():
+        said = pair.words.get(outcome, "")
+        parts.append(f"{_ports(ports, target, port)} {_WORDS[outcome]}" + (f" ({said})" if said else ""))
+    return "; ".join(parts)
+
+
+def _ports(ports: Sequence[int], target: End, port: int) -> str:
+    """Some of the ports that were tried, in words: how far they reach, and where it connects again."""
+    if len(ports) == len(target.ports):
+        return "every port" if len(ports) > 1 else f"port {ports[0]}"
+    words = [f"port {port}"] if port in ports else []
+    sampled = sorted(set(target.ports) - {port})
+    bad = [number for number in sampled if number in ports]
+    if len(bad) == 1:
+        words.append(f"port {bad[0]}")
+    elif bad:
+        words.append(f"ports {bad[0]}-{bad[-1]} ({len(bad)} of the {len(sampled)} tried in {_range(target)})")
+    return " and ".join(words)
+
+
+def _range(target: End) -> str:
+    return f"{target.port_range[0]}-{target.port_range[1]}"
+
+
+def _back(pairs: Pairs, source: str, target: str) -> str:
+    """How it is the other way, by TCP, or else by datagrams, which need no answer."""
+    back = pairs.get((target, source))
+    if back is None:
+        return f"{target} → {source} was not tried"
+    if back.is_open:
+        return f"{target} → {source} connects"
+    there = pairs[source, target].arrived
+    if bool(there) != bool(back.arrived):
+        lost, passes = (f"{target} → {source}", f"{source} → {target}")
+        if not there:
+            lost, passes = passes, lost
+        return f"{target} → {source} fails, too; datagrams {passes} arrive, {lost} are lost"
+    return f"{target} → {source} fails, too"
+
+
+def _alike(
+    closed: Mapping[tuple[str, str], tuple[str, Level]], names: Sequence[str]
+) -> list[tuple[list[str], str, str, Level]]:
+    """(sources, target, words, level): where every other host fares alike with a target, one entry for all."""
+    entries: list[tuple[list[str], str, str, Level]] = []
+    for target in names:
+        groups: dict[tuple[str, Level], list[str]] = collections.defaultdict(list)
+        for source in names:
+            if (source, target) in closed:
+                groups[closed[source, target]].append(source)
+        for (words, level), sources in groups.items():
+            if len(sources) == len(names) - 1 and len(sources) > 1:
+                entries.append((sources, target, words, level))
+            else:
+                entries += [([source], target, words, level) for source in sources]
+    return entries
+
+
+def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
+    """Pairs between which small datagrams pass and those of both interfaces' MTU do not."""
+    found = []
+    for pair in pairs.values():
+        a, b = ends[pair.source], ends[pair.target]
+        wanted = min(a.mtu, b.mtu, MAX_PACKET)
+        if SMALL_BYTES not in pair.arrived or wanted in pair.arrived:
+            continue
+        passes = max(pair.arrived)
+        found.append(
+            Finding(
+                check="network",
+                host=f"{a.host} → {b.host}",
+                level="failure",
+                found=f"packets of {wanted} bytes are lost on the way, of {passes} pass: something between "
+                f"{a.host} (MTU {a.mtu}) and {b.host} (MTU {b.mtu}) has a smaller one",
+                wanted=f"packets of {wanted} bytes to pass unfragmented",
+                cure=f"raise the MTU of the switch between them, or on every host: "
+                f"sudo ip link set INTERFACE mtu {passes} (on {a.host}: {a.interface}; on {b.host}: {b.interface})",
+                hosts=(a.host, b.host),
+            )
+        )
+    return found
+
+
+def deadline(seconds: float) -> Callable[[], float]:
+    """What is left of some seconds from now, never below zero."""
+    end = time.monotonic() + seconds
+    return lambda: max(0.0, end - time.monotonic())
