@@ -272,17 +272,18 @@ def _program() -> bytes:
 import sys, types
 for package in ("nodekit", "nodekit.deploy"):
     sys.modules[package] = types.ModuleType(package)
-for name, source in {[(name, _source(f"nodekit.deploy.{name}")) for name in names]!r}:
+for name, text in {[(name, source(f"nodekit.deploy.{name}")) for name in names]!r}:
     module = types.ModuleType("nodekit.deploy." + name)
     sys.modules[module.__name__] = module
     setattr(sys.modules["nodekit.deploy"], name, module)
-    exec(compile(source, name + ".py", "exec"), module.__dict__)
+    exec(compile(text, name + ".py", "exec"), module.__dict__)
 del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
 module.serve({{name: sys.modules["nodekit.deploy." + name] for name in {offered!r}}})
 """.encode()
 
 
-def _source(module: str) -> str:
+def source(module: str) -> str:
+    """The source of one of our modules, to be sent."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import ipaddress
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
@@ -23,8 +25,9 @@ MAX_SAMPLED, MIN_SAMPLED = 16, 4
 MAX_CONNECTIONS = 4096
 """Of one host to the others: with many hosts fewer ports are tried of each."""
 _SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
-_FINISH_S = 1.0
+FINISH_S = 1.0
 _NAME_S = 1.0
+_USUAL_MTU = 1500
 
 
 def network_findings(
@@ -52,17 +55,13 @@ def network_findings(
     with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
         here = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
         found += [_no_answer(name, str(answer)) for name, answer in answers.items() if name not in here]
-        nics = {
-            name: next((nic for nic in answer["nics"] if nic["name"] == chosen[name][0]), None)
-            for name, answer in here.items()
-            if name in chosen
-        }
+        nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
         for host in hosts:
             if host.name in problems and host.name in here:
                 found.append(_unchosen(host, problems[host.name], here[host.name]["nics"], inventory))
         down = {name: nic for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         found += [_no_carrier(name, nic) for name, nic in down.items()]
-        ends = {name: _end(name, chosen[name], nics[name], here[name]) for name in nics if name not in down}
+        ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in down}
         names: dict[str, Any] = {}
         pairs, silent = netpairs.measure(links, session, ends, left_s=left_s) if len(ends) > 1 else ({}, {})
         found += [_no_answer(name, problem) for name, problem in silent.items()]
@@ -70,7 +69,7 @@ def network_findings(
             limit_s = min(_NAME_S, left_s())
             names = on_all(
                 {name: links[name] for name in here},
-                lambda link: link.call("netprobe.own_name", timeout_s=limit_s + _FINISH_S, limit_s=limit_s),
+                lambda link: link.call("netprobe.own_name", timeout_s=limit_s + FINISH_S, limit_s=limit_s),
             )
         # The one that says "dropped" knows nothing of why; the hosts at both ends may.
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
@@ -144,27 +143,33 @@ def listening(
             address=address,
             port=port if link.host in first_at.values() else None,
             num_sampled=num_sampled,
-            lifetime_s=left_s() + _FINISH_S,
+            lifetime_s=left_s() + FINISH_S,
         )
 
     own = {host.name: links[host.name] for host in hosts}
     try:
         yield session, on_all(own, begin)
     finally:
-        on_all(own, lambda link: link.call("netprobe.finish", timeout_s=_FINISH_S, session=session))
+        on_all(own, lambda link: link.call("netprobe.finish", timeout_s=FINISH_S, session=session))
 
 
-def _end(name: str, chosen: tuple[str, str], nic: Any, answer: Mapping[str, Any]) -> End:
+def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End:
+    """A host that listens, from what it said."""
+    nic = _nic(chosen, answer)
     low, high = answer["range"]
     return End(
         host=name,
         address=chosen[1],
         interface=chosen[0],
-        mtu=nic["mtu"] if nic else 1500,
+        mtu=nic["mtu"] if nic else _USUAL_MTU,
         ports=tuple(answer["ports"]),
         udp_port=answer["udp_port"],
         port_range=(low, high),
     )
+
+
+def _nic(chosen: tuple[str, str], answer: Mapping[str, Any]) -> Any:
+    return next((nic for nic in answer["nics"] if nic["name"] == chosen[0]), None)
 
 
 def _failure(host: str, found: str, wanted: str, cure: str) -> Finding:
@@ -311,22 +316,24 @@ def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Fi
                 host,
                 f"its own name {name} is not resolved within {_NAME_S:.0f} s",
                 f"{name} → {address}",
-                f"on {host}: sudo sed -i '1i {address} {name}' /etc/hosts",
+                f"on {host}: sudo sed -i {shlex.quote(f'1i {address} {name}')} /etc/hosts",
             )
         ]
     if not addresses or not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
         return []
     if ipaddress.ip_address(address).is_loopback:
         return []
-    own_line = addresses[0].startswith("127.0.1.")
-    edit = rf"s/^{addresses[0]}\b/{address}/".replace(".", r"\.", 3) if own_line else f"1i {address} {name}"
+    if addresses[0].startswith("127.0.1."):  # Debian's line for it
+        edit = f"s/^{re.escape(addresses[0])}\\b/{address}/"
+    else:
+        edit = f"/^(127\\.|::1)/s/\\s+{re.escape(name)}(\\s|$)/\\1/g; 1i {address} {name}"
     return [
         _warning(
             host,
             f"its own name {name} resolves to {addresses[0]}, where no other host finds it: gloo listens there "
             "when it is not told an interface (kit tells it one)",
             f"{name} → {address}",
-            f"on {host}: sudo sed -i '{edit}' /etc/hosts",
+            f"on {host}: sudo sed -Ei {shlex.quote(edit)} /etc/hosts",
         )
     ]
 

@@ -29,6 +29,7 @@ _WORDS = {
     "silent": "taken by somebody who says nothing",
     "stranger": "answered by somebody else",
     "untried": "not tried: the time was over",
+    "rejected": f"rejected (refused, or no answer in {ANSWER_S * ATTEMPTS:.1f} s)",
 }
 
 
@@ -63,6 +64,8 @@ class Pair:
     """Sizes of the datagrams that came."""
     unsent: Mapping[str, str]
     """Size → why the source's kernel did not send it."""
+    dropped_from: tuple[int, ...] = ()
+    """The source's own ports of the calls that got no answer."""
 
     @property
     def is_open(self) -> bool:
@@ -165,6 +168,7 @@ def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, 
         source_address=answer["source"] or (before.source_address if before else None),
         arrived=before.arrived if before else frozenset(),
         unsent=answer["unsent"],
+        dropped_from=tuple(answer["dropped_from"]),
     )
 
 
@@ -203,7 +207,7 @@ def judge(
     found: list[Finding] = []
     closed: dict[tuple[str, str], tuple[str, Level]] = {}
     for key, pair in pairs.items():
-        if pair.failed:
+        if pair.failed and not _is_echo(pair, pairs, ends):
             harmless = not port_matters and {
                 number for ports in pair.failed.values() for number in ports
             } == {port}
@@ -227,7 +231,7 @@ def judge(
                 check="network",
                 host=f"{sources[0]} → {target}" if is_pair else target,
                 level=level,
-                found=("" if is_pair else f"no other host gets through to it ({', '.join(sources)}): ")
+                found=("" if is_pair else f"from all {len(sources)} other hosts: ")
                 + words
                 + back
                 + (f"; {because}" if because else ""),
@@ -255,10 +259,33 @@ def judge(
     return found
 
 
+def _is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
+    """Whether just those calls failed whose answers go to a port range that is dropped on their way back."""
+    if set(pair.failed) != {"dropped"} or not pair.connects:
+        return False
+    own = sorted(ends[pair.source].ports)
+    for (_, target), other in pairs.items():
+        closed = other.failed.get("dropped", ())
+        if target != pair.source or not closed or not other.connects:
+            continue
+        low = max((port for port in own if port < min(closed)), default=0)
+        high = min((port for port in own if port > max(closed)), default=MAX_PACKET)
+        is_range = not any(low < port < high for port in other.connects)
+        if is_range and all(low < port < high for port in pair.dropped_from):
+            return True
+    return False
+
+
 def closed_words(pair: Pair, target: End, port: int) -> str:
     """Which of a target's ports a source does not get through to, and how."""
     parts = []
-    for outcome, ports in pair.failed.items():
+    failed = dict(pair.failed)
+    if "dropped" in failed and (
+        outcome := next((way for way in ("refused", "unreachable") if way in failed), "")
+    ):
+        # A kernel says no a few times a second only.
+        failed["rejected"] = tuple(sorted((*failed.pop(outcome), *failed.pop("dropped"))))
+    for outcome, ports in failed.items():
         said = pair.words.get(outcome, "")
         parts.append(f"{_ports(ports, target, port)} {_WORDS[outcome]}" + (f" ({said})" if said else ""))
     return "; ".join(parts)

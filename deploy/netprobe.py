@@ -17,6 +17,7 @@ import pwd
 import secrets
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -272,6 +273,8 @@ class _Session:
         self.ports: List[int] = []
         self.datagrams: Optional[socket.socket] = None
         self.sizes: Dict[str, Set[int]] = {}
+        self.held: Optional[socket.socket] = None
+        self.job: Optional[_Job] = None
         self._until = time.monotonic() + lifetime_s
         self._listeners: List[socket.socket] = []
         self._closed = threading.Event()
@@ -306,6 +309,10 @@ class _Session:
 
     def close(self) -> None:
         self._closed.set()
+        if self.held is not None:
+            self.held.close()
+        if self.job is not None:
+            self.job.end()
         if self._thread is not None:
             self._thread.join(2)
 
@@ -431,12 +438,20 @@ def try_peers(
 
     Returns:
         peer's name → ``connects`` (ports), ``failed`` (outcome → ports), ``words`` (outcome → the kernel's, or the
-        peer's), ``source`` (the address we had) and ``unsent`` (size → why not).
+        peer's), ``source`` (the address we had), ``dropped_from`` (our ports of the calls that got no answer) and
+        ``unsent`` (size → why not).
     """
     own = _sessions[session]
     end = time.monotonic() + limit_s
     found: Dict[str, Dict[str, Any]] = {
-        peer["name"]: {"connects": [], "failed": {}, "words": {}, "source": None, "unsent": {}}
+        peer["name"]: {
+            "connects": [],
+            "failed": {},
+            "words": {},
+            "source": None,
+            "unsent": {},
+            "dropped_from": [],
+        }
         for peer in peers
     }
     for peer in peers:
@@ -454,6 +469,8 @@ def try_peers(
 
         def end_of(connection: socket.socket, outcome: str, words: str = "") -> None:
             attempt = waiting.pop(connection)
+            if outcome == "dropped":
+                found[attempt.peer["name"]]["dropped_from"].append(connection.getsockname()[1])
             selector.unregister(connection)
             connection.close()
             _note(found[attempt.peer["name"]], attempt.port, outcome, words)
@@ -555,3 +572,112 @@ def _send_datagrams(own: _Session, peer: Mapping[str, Any]) -> Dict[int, str]:
             except OSError as error:
                 unsent[size] = errno.errorcode.get(error.errno or 0, "")
     return unsent
+
+
+# --- a program of all hosts together -------------------------------------------------------------------------
+
+
+class _Job:
+    """A program that says lines of JSON, and lives no longer than its stdin, which is ours."""
+
+    def __init__(
+        self, argv: Sequence[str], program: str, env: Mapping[str, str], held: Optional[socket.socket]
+    ) -> None:
+        self.lines: List[str] = []
+        self.errors: Deque[str] = collections.deque(maxlen=40)
+        self.changed = threading.Condition()
+        self.ended = False
+        self.process = subprocess.Popen(
+            [os.path.expanduser(argv[0]), *argv[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **env},
+            start_new_session=True,
+            pass_fds=[held.fileno()] if held is not None else [],
+        )
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
+        data = program.encode()
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(b"%d\n" % len(data) + data)
+            self.process.stdin.flush()
+        except OSError:  # it ended at once: its last words tell
+            pass
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self.changed:
+                self.lines.append(line.decode("utf-8", "replace").rstrip("\n"))
+                self.changed.notify_all()
+        self.process.wait()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line.decode("utf-8", "replace").rstrip("\n"))
+
+    def end(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except OSError:
+            pass
+
+
+def hold(session: str, port: int) -> int:
+    """Listen on a port, 0 for a free one, for the job of this host."""
+    own = _sessions[session]
+    own.held = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    own.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if socket.has_ipv6:
+        own.held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    own.held.bind(("::" if socket.has_ipv6 else "", port))
+    own.held.listen(_BACKLOG)
+    held: int = own.held.getsockname()[1]
+    return held
+
+
+def start_job(
+    session: str, argv: Sequence[str], program: str, settings: Dict[str, Any], env: Mapping[str, str]
+) -> int:
+    """Start a python program, which comes with its settings on its stdin (`deploy/link.py`'s BOOT reads it)."""
+    own = _sessions[session]
+    if own.held is not None:
+        settings = dict(settings, listen_fd=own.held.fileno())
+    own.job = _Job(argv, "SETTINGS = %r\n%s" % (settings, program), env, own.held)
+    if own.held is not None:
+        own.held.close()  # with the job's end the others are refused
+    return own.job.process.pid
+
+
+def job_said(session: str, seen: int, wait_s: float) -> Dict[str, Any]:
+    """The lines after the first `seen`, once there are any or it has ended: ``lines``, ``status``, ``errors``."""
+    job = _sessions[session].job
+    assert job is not None
+    with job.changed:
+        job.changed.wait_for(lambda: len(job.lines) > seen or job.ended, wait_s)
+        status = job.process.returncode if job.ended else None
+        return {
+            "lines": job.lines[seen:],
+            "status": status,
+            "errors": "\n".join(job.errors) if job.ended else "",
+        }
+
+
+def end_job(session: str) -> None:
+    """End what `start_job` started."""
+    own = _sessions.get(session)
+    if own is not None and own.job is not None:
+        own.job.end()
+        own.job = None

@@ -157,7 +157,7 @@ def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
     import ast
 
     for name in ("remote", "hostfacts", "nics", "netprobe", "tree"):
-        ast.parse(links._source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
+        ast.parse(links.source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
 
 
 def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:

@@ -1,0 +1,353 @@
+"""The end of `kit check --deep`: a real rendezvous and one all-reduce over all hosts, or who waited for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy import firewall, netpairs, plan
+from nodekit.deploy.check import Facts
+from nodekit.deploy.findings import Finding
+from nodekit.deploy.link import BOOT, Link, on_all, source
+from nodekit.deploy.netcheck import FINISH_S, choose, end_of, listening
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.schema import Host, Inventory
+
+NUMEL = 1 << 18
+"""1 MB of floats: enough for packets that are too large for the way to be among them."""
+GROUP_S = {"gloo": 10.0, "nccl": 30.0}
+"""How long a process group that all have come to may take."""
+CALL_S = 5.0
+GRACE_S = 2.0  # for the others to say what they saw when one has failed
+_POLL_S = 0.5
+_MAX_DIAGNOSIS_S, _DIAGNOSIS_SHARE = 8.0, 0.3  # what is left of the deadline to find out why
+# stage → what a host does from there on
+_DOES = {
+    "": "did not start",
+    "imports": "imports torch",
+    "calls": "calls the rendezvous",
+    "arrived": "waits for the others",
+    "complete": "connects to the others",
+    "group": "reduces",
+    "reduced": "is done",
+}
+_STAGES = list(_DOES)
+# gloo's errors name the address, as remote=[198.18.0.11]:43210 or [::ffff:198.18.0.11]:43210
+_REMOTE = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:(\d+)")
+
+
+@dataclass
+class Progress:
+    """How far one host came."""
+
+    stage: str = ""
+    seconds: float = 0.0
+    problem: str = ""
+    """Why it does not reach the rendezvous."""
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    status: int | None = None
+    errors: str = ""
+    lost: str = ""
+    """Why the host itself does not answer."""
+
+    def take(self, line: str) -> None:
+        """One line that the job has said."""
+        try:
+            said = json.loads(line)
+        except ValueError:  # a library that prints
+            return
+        self.stage, self.seconds = said["stage"], said["s"]
+        self.problem = said.get("problem", "")
+        if self.stage == "reduced":
+            self.reduced = said
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reduced what all gave."""
+        return self.status == 0 and bool(self.reduced.get("is_right"))
+
+    def reached(self, stage: str) -> bool:
+        """Whether it has come that far."""
+        return _STAGES.index(self.stage) >= _STAGES.index(stage)
+
+
+def deep_findings(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    deadline_s: float,
+    port: int = 0,
+) -> list[Finding]:
+    """Let a process on every host meet the others as torch does and reduce one tensor; nothing of it stays.
+
+    Args:
+        links: to the hosts; one that is not among them is left out.
+        inventory: what the cluster is.
+        facts: of the same hosts.
+        deadline_s: how long all of it may take, finding out why it failed included.
+        port: of the rendezvous, on the first host; 0: a free one, as a run takes.
+    """
+    left_s = netpairs.deadline(deadline_s)
+    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    chosen, problems = choose(inventory, hosts, facts)
+    if problems:
+        return [
+            _failure(name, error.problem, "an interface to meet the others on", f"see {inventory.path}")
+            for name, error in problems.items()
+        ]
+    limit_s = deadline_s - min(_MAX_DIAGNOSIS_S, deadline_s * _DIAGNOSIS_SHARE) - FINISH_S
+    gpus = plan.share_gpus(hosts, facts)
+    backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
+    with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
+        silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, Exception)}
+        if silent:
+            return [
+                _failure(
+                    name, problem, "an answer from its python", "see what keeps it: uptime; dmesg | tail"
+                )
+                for name, problem in silent.items()
+            ]
+        first = hosts[0]
+        try:
+            port = links[first.name].call("netprobe.hold", timeout_s=CALL_S, session=session, port=port)
+        except HostError as error:
+            return [
+                _failure(
+                    first.name,
+                    f"port {port} cannot be listened at: {error.problem}",
+                    f"port {port} free for the rendezvous",
+                    f"on {first.name}: sudo ss -ltnp 'sport = :{port}' names who has it",
+                )
+            ]
+        settings = {
+            "world_size": len(hosts),
+            "backend": backend,
+            "master_addr": chosen[first.name][1],
+            "master_port": port,
+            "limit_s": limit_s,
+            "group_s": min(GROUP_S[backend], limit_s),
+            "numel": NUMEL,
+        }
+        environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
+        progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
+        if all(each.is_done for each in progress.values()):
+            return _fine(progress, settings, backend)
+        on_all(  # the ports are wanted for the diagnosis, and the hosts to themselves
+            {host.name: links[host.name] for host in hosts},
+            lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
+        )
+        # Only now is there somebody at every port, and no more of those who hang there.
+        ends = {name: end_of(name, chosen[name], answer) for name, answer in answers.items()}
+        found = _told(progress, chosen, port, backend)
+        pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
+        ill = {name for key, pair in pairs.items() if pair.failed for name in key}
+        firewalls = netpairs.ask_firewalls(links, ill | _blamed(found), left_s=left_s)
+    addresses = {name: address for name, (_, address) in chosen.items()}
+    interfaces = {name: interface for name, (interface, _) in chosen.items()}
+    mended = []
+    for finding in found:
+        if not finding.cure:
+            a, b = finding.hosts[0], finding.hosts[-1]
+            cure, because = firewall.cure(
+                firewalls, source=a, target=b, addresses=addresses, interfaces=interfaces, port=port
+            )
+            finding = dataclasses.replace(
+                finding, cure=cure, found=finding.found + (f"; {because}" if because else "")
+            )
+        mended.append(finding)
+    known = {finding.host for finding in mended}
+    judged = netpairs.judge(pairs, ends, firewalls, port=port, port_matters=True)
+    return [
+        _summary(progress, backend),
+        *mended,
+        *(dataclasses.replace(finding, check="deep") for finding in judged if finding.host not in known),
+    ]
+
+
+def _environment(
+    host: Host,
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    chosen: Mapping[str, tuple[str, str]],
+    gpus: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
+    """What the processes of a run would have, as far as it touches the network."""
+    interface = chosen[host.name][0]
+    env = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": plan.nccl_name(interface, facts[host.name]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if gpus[host.name]:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[host.name]))
+    return {**env, **host.env, **inventory.job.env}
+
+
+def _run(
+    links: Mapping[str, Link],
+    session: str,
+    hosts: Sequence[Host],
+    facts: Mapping[str, Facts],
+    settings: Mapping[str, Any],
+    environments: Mapping[str, Mapping[str, str]],
+    *,
+    limit_s: float,
+) -> dict[str, Progress]:
+    """Start it on all hosts and follow it to its end, or until the time is over or one has failed."""
+    left_s = netpairs.deadline(limit_s)
+    ranks = {host.name: rank for rank, host in enumerate(hosts)}
+    progress = {host.name: Progress() for host in hosts}
+    failed = threading.Event()
+    program = source("nodekit.deploy.netdeep_job")
+
+    def follow(link: Link) -> None:
+        own, seen = progress[link.host], 0
+        grace_s: Callable[[], float] | None = None
+        try:
+            link.call(
+                "netprobe.start_job",
+                timeout_s=CALL_S,
+                session=session,
+                argv=[facts[link.host].executable, "-c", BOOT],
+                program=program,
+                settings={**settings, "rank": ranks[link.host]},
+                env=environments[link.host],
+            )
+            while own.status is None and left_s() and not (grace_s and not grace_s()):
+                wait_s = min(_POLL_S, left_s())
+                said = link.call(
+                    "netprobe.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
+                )
+                seen += len(said["lines"])
+                for line in said["lines"]:
+                    own.take(line)
+                own.status, own.errors = said["status"], said["errors"]
+                if own.status:
+                    failed.set()
+                if failed.is_set() and grace_s is None:
+                    grace_s = netpairs.deadline(GRACE_S)
+        except HostError as error:
+            own.lost = error.problem
+            failed.set()
+
+    on_all({host.name: links[host.name] for host in hosts}, follow)
+    return progress
+
+
+# --- what it says ---------------------------------------------------------------------------------------------
+
+
+def _failure(host: str, found: str, wanted: str, cure: str, hosts: tuple[str, ...] = ()) -> Finding:
+    return Finding(
+        check="deep", host=host, level="failure", found=found, wanted=wanted, cure=cure, hosts=hosts
+    )
+
+
+def _fine(progress: Mapping[str, Progress], settings: Mapping[str, Any], backend: str) -> list[Finding]:
+    slowest = max(each.reduced["seconds"] for each in progress.values())
+    return [
+        Finding(
+            check="deep",
+            host=name,
+            level="ok",
+            found=f"met the others at {settings['master_addr']}:{settings['master_port']}; {len(progress)} hosts "
+            f"reduced 1 MB in {slowest * 1000:.0f} ms ({backend})",
+        )
+        for name in progress
+    ]
+
+
+def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
+    """Who arrived, and what each that did not was at; pure."""
+    arrived = [name for name, each in progress.items() if each.reached("arrived")]
+    absent = [name for name, each in progress.items() if not each.reached("arrived")]
+    if absent:
+        doing = ", ".join(f"{name} ({_doing(progress[name])})" for name in absent)
+        found = f"{', '.join(arrived) or 'nobody'} waited for {doing}"
+        blamed = tuple(absent)
+    else:
+        doing = ", ".join(f"{name} {_doing(each)}" for name, each in progress.items())
+        found = f"all arrived, but there was no all-reduce ({backend}): {doing}"
+        blamed = tuple(name for name, each in progress.items() if not each.is_done)
+    return _failure(
+        ", ".join(blamed),
+        found,
+        f"a rendezvous of {len(progress)} hosts and one all-reduce",
+        "mend what is named below, or by `kit check` without --deep",
+        blamed,
+    )
+
+
+def _doing(each: Progress) -> str:
+    if each.lost:
+        return f"its link is lost: {each.lost}"
+    ended = f", then ended with status {each.status}" if each.status not in (None, 0) else ""
+    return f"{_DOES[each.stage]}{f' ({each.problem})' if each.problem else ''}{ended}"
+
+
+def _told(
+    progress: Mapping[str, Progress], chosen: Mapping[str, tuple[str, str]], port: int, backend: str
+) -> list[Finding]:
+    """What the hosts themselves say: who was refused by whom, or why torch does not run; pure.
+
+    A finding without a cure is of a pair: the firewalls are still to be asked.
+    """
+    first = next(iter(progress))
+    by_address = {address: name for name, (_, address) in chosen.items()}
+    found = []
+    for name, each in progress.items():
+        last = each.errors.strip().splitlines()[-1] if each.errors.strip() else ""
+        if each.lost:
+            found.append(
+                _failure(name, each.lost, "a host that stays", f"log in to {name} and see: uptime; dmesg")
+            )
+        elif each.stage == "calls" and each.problem:
+            found.append(
+                _failure(
+                    f"{name} → {first}",
+                    f"port {port} {each.problem}",
+                    f"TCP to {chosen[first][1]}:{port}, where {first} waits",
+                    "",
+                    (name, first),
+                )
+            )
+        elif each.status and not each.reached("complete"):
+            found.append(
+                _failure(
+                    name,
+                    f"torch {_DOES[each.stage].removesuffix(' torch')}: ended with status {each.status}: {last}",
+                    "a python whose torch runs",
+                    f"on {name}: python -c 'import torch, torch.distributed' with its `python:`",
+                )
+            )
+        elif each.status:
+            remote = [
+                by_address[address] for address, _ in _REMOTE.findall(each.errors) if address in by_address
+            ]
+            peer = next((other for other in reversed(remote) if other != name), None)
+            if peer is not None and "closed by peer" not in last:
+                where = next(
+                    p for a, p in reversed(_REMOTE.findall(each.errors)) if by_address.get(a) == peer
+                )
+                words = "refused" if "refused" in each.errors else "timed out"
+                found.append(
+                    _failure(
+                        f"{name} → {peer}",
+                        f"port {where} {words} ({backend})",
+                        f"TCP to {chosen[peer][1]} on every port that {backend} takes",
+                        "",
+                        (name, peer),
+                    )
+                )
+    return found
+
+
+def _blamed(found: Sequence[Finding]) -> set[str]:
+    return {name for finding in found if not finding.cure for name in finding.hosts}
