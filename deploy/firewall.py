@@ -124,6 +124,7 @@ def cure(
     addresses: Mapping[str, str],
     interfaces: Mapping[str, str],
     port: int,
+    answer_port: int | None = None,
 ) -> tuple[str, str]:
     """What lets `source` connect to a port of `target`, and what was seen that keeps it out ("" for nothing).
 
@@ -134,20 +135,33 @@ def cure(
         addresses: host → its address.
         interfaces: host → the interface with that address.
         port: the target's.
+        answer_port: the source's, if it is known: answers go there.
     """
-    ends = {"source": addresses[source], "target": addresses[target], "port": port}
-    for host, hook in ((target, "input"), (source, "output")):
+    ways = [(target, "input", source, target, port), (source, "output", source, target, port)]
+    if answer_port is not None:
+        ways += [
+            (target, "output", target, source, answer_port),
+            (source, "input", target, source, answer_port),
+        ]
+    for host, hook, sender, receiver, number in ways:
         here = found.get(host, {})
         if here.get("tool") in ("firewalld", "ufw"):
             continue  # the rules are made anew by it: they are its to change
-        rule = blocking(here.get("rules", ""), hook, interface=interfaces[host], **ends)  # type: ignore[arg-type]
+        rule = blocking(
+            here.get("rules", ""),
+            hook,
+            source=addresses[sender],
+            target=addresses[receiver],
+            port=number,
+            interface=interfaces[host],
+        )
         if rule is None:
             continue
         if rule.handle is not None:
             command = f"sudo nft delete rule {rule.chain} handle {rule.handle}"
         else:
             family = "ip6" if ":" in addresses[source] else "ip"
-            way = f"saddr {addresses[source]}" if hook == "input" else f"daddr {addresses[target]}"
+            way = f"saddr {addresses[sender]}" if hook == "input" else f"daddr {addresses[receiver]}"
             command = f"sudo nft insert rule {rule.chain} {family} {way} accept"
         return f"on {host}: {command}", f"{host}'s nftables, chain {rule.chain}: {rule.text}"
     here = found.get(target, {})

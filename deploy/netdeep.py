@@ -14,7 +14,7 @@ from nodekit.deploy import firewall, netpairs, plan
 from nodekit.deploy.check import Facts
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.link import BOOT, Link, on_all, source
-from nodekit.deploy.netcheck import FINISH_S, choose, end_of, listening
+from nodekit.deploy.netcheck import FINISH_S, choose, end_of, listening, told_apart
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -22,8 +22,9 @@ NUMEL = 1 << 18
 """1 MB of floats: enough for packets that are too large for the way to be among them."""
 GROUP_S = {"gloo": 10.0, "nccl": 30.0}
 """How long a process group that all have come to may take."""
-CALL_S = 5.0
+CALL_S = 2.0
 GRACE_S = 2.0  # for the others to say what they saw when one has failed
+PATIENCE_S = 5.0  # with a host that does not get through to a rendezvous which is there
 _POLL_S = 0.5
 _MAX_DIAGNOSIS_S, _DIAGNOSIS_SHARE = 8.0, 0.3  # what is left of the deadline to find out why
 # stage → what a host does from there on
@@ -93,7 +94,7 @@ def deep_findings(
         deadline_s: how long all of it may take, finding out why it failed included.
         port: of the rendezvous, on the first host; 0: a free one, as a run takes.
     """
-    left_s = netpairs.deadline(deadline_s)
+    left_s = netpairs.deadline(deadline_s - FINISH_S)
     hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
     chosen, problems = choose(inventory, hosts, facts)
     if problems:
@@ -105,13 +106,16 @@ def deep_findings(
     gpus = plan.share_gpus(hosts, facts)
     backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
-        silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, Exception)}
+        here, silent = told_apart(answers)
         if silent:
             return [
                 _failure(
-                    name, problem, "an answer from its python", "see what keeps it: uptime; dmesg | tail"
+                    name,
+                    error.problem,
+                    "an answer from its python",
+                    f"log in to {name} and see: uptime; dmesg",
                 )
-                for name, problem in silent.items()
+                for name, error in silent.items()
             ]
         first = hosts[0]
         try:
@@ -143,7 +147,11 @@ def deep_findings(
             lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
         )
         # Only now is there somebody at every port, and no more of those who hang there.
-        ends = {name: end_of(name, chosen[name], answer) for name, answer in answers.items()}
+        ends = {
+            name: end_of(name, chosen[name], answer)
+            for name, answer in here.items()
+            if not progress[name].lost
+        }
         found = _told(progress, chosen, port, backend)
         pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
@@ -202,6 +210,7 @@ def _run(
 ) -> dict[str, Progress]:
     """Start it on all hosts and follow it to its end, or until the time is over or one has failed."""
     left_s = netpairs.deadline(limit_s)
+    first = hosts[0].name
     ranks = {host.name: rank for rank, host in enumerate(hosts)}
     progress = {host.name: Progress() for host in hosts}
     failed = threading.Event()
@@ -210,6 +219,7 @@ def _run(
     def follow(link: Link) -> None:
         own, seen = progress[link.host], 0
         grace_s: Callable[[], float] | None = None
+        patience_s: Callable[[], float] | None = None
         try:
             link.call(
                 "netprobe.start_job",
@@ -229,7 +239,11 @@ def _run(
                 for line in said["lines"]:
                     own.take(line)
                 own.status, own.errors = said["status"], said["errors"]
-                if own.status:
+                if not (own.problem and progress[first].reached("arrived")):
+                    patience_s = None
+                elif patience_s is None:
+                    patience_s = netpairs.deadline(PATIENCE_S)
+                if own.status or (patience_s and not patience_s()):
                     failed.set()
                 if failed.is_set() and grace_s is None:
                     grace_s = netpairs.deadline(GRACE_S)
@@ -288,8 +302,24 @@ def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
 def _doing(each: Progress) -> str:
     if each.lost:
         return f"its link is lost: {each.lost}"
-    ended = f", then ended with status {each.status}" if each.status not in (None, 0) else ""
+    ended = f", then ended ({_end_words(each)})" if each.status else ""
     return f"{_DOES[each.stage]}{f' ({each.problem})' if each.problem else ''}{ended}"
+
+
+def _end_words(each: Progress) -> str:
+    """How its process ended, with the last line that says why."""
+    status = each.status or 0
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    lines = [line.strip() for line in each.errors.splitlines()]
+    last = next(
+        (
+            line
+            for line in reversed(lines)
+            if re.match(r"[\w.]*(Error|Exception)\b|terminate| *what\(\)", line)
+        ),
+        "",
+    )
+    return f"{how}: {last[:200]}" if last else how
 
 
 def _told(
@@ -303,7 +333,6 @@ def _told(
     by_address = {address: name for name, (_, address) in chosen.items()}
     found = []
     for name, each in progress.items():
-        last = each.errors.strip().splitlines()[-1] if each.errors.strip() else ""
         if each.lost:
             found.append(
                 _failure(name, each.lost, "a host that stays", f"log in to {name} and see: uptime; dmesg")
@@ -322,7 +351,7 @@ def _told(
             found.append(
                 _failure(
                     name,
-                    f"torch {_DOES[each.stage].removesuffix(' torch')}: ended with status {each.status}: {last}",
+                    f"torch {_DOES[each.stage].removesuffix(' torch')}: ended, {_end_words(each)}",
                     "a python whose torch runs",
                     f"on {name}: python -c 'import torch, torch.distributed' with its `python:`",
                 )
@@ -332,7 +361,7 @@ def _told(
                 by_address[address] for address, _ in _REMOTE.findall(each.errors) if address in by_address
             ]
             peer = next((other for other in reversed(remote) if other != name), None)
-            if peer is not None and "closed by peer" not in last:
+            if peer is not None and "closed by peer" not in each.errors:
                 where = next(
                     p for a, p in reversed(_REMOTE.findall(each.errors)) if by_address.get(a) == peer
                 )

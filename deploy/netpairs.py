@@ -12,7 +12,8 @@ from typing import Any
 from nodekit.deploy import firewall
 from nodekit.deploy.findings import Finding, Level
 from nodekit.deploy.link import Link, on_all
-from nodekit.deploy.netprobe import SMALL_BYTES
+from nodekit.deploy.netprobe import OPEN_AT_ONCE, SMALL_BYTES
+from nodekit.inventory.errors import HostError
 
 ANSWER_S = 1.2  # a lost SYN is sent again after 1 s
 ATTEMPTS = 2  # of what fails: a packet may have been lost
@@ -78,7 +79,7 @@ Pairs = dict[tuple[str, str], Pair]
 
 def measure(
     links: Mapping[str, Link], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
-) -> tuple[Pairs, dict[str, str]]:
+) -> tuple[Pairs, dict[str, HostError]]:
     """Let every host call every other one; what fails is tried a second time.
 
     Returns:
@@ -95,9 +96,10 @@ def measure(
     order = {a: [*names[i + 1 :], *names[:i]] for i, a in enumerate(names)}
     wanted = {(a, b): ends[b].ports for a in names for b in order[a]}
     pairs: Pairs = {}
-    silent: dict[str, str] = {}
+    silent: dict[str, HostError] = {}
     for attempt in range(ATTEMPTS):
-        limit_s = left_s() - _SPARE_S
+        num_calls = max((len(ports) for ports in wanted.values()), default=0) * len(names)
+        limit_s = min(left_s() - 2 * _SPARE_S, 2 * ANSWER_S * (1 + num_calls / OPEN_AT_ONCE) + _SPARE_S)
         if attempt and limit_s < ANSWER_S:
             break
         peers = {
@@ -112,8 +114,10 @@ def measure(
             lambda link: link.call("netprobe.arrived", timeout_s=max(left_s(), _SPARE_S), session=session),
         )
         for name, answer in (*said.items(), *came.items()):
-            if isinstance(answer, Exception):
-                silent.setdefault(name, str(answer))
+            if isinstance(answer, HostError):
+                silent.setdefault(name, answer)
+            elif isinstance(answer, Exception):
+                raise answer  # our own bug
         for a, b in wanted:
             if isinstance(answer := said.get(a), dict):
                 pairs[a, b] = _merged(pairs.get((a, b)), a, b, answer[b])

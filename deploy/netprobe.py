@@ -30,7 +30,7 @@ from nodekit.deploy.nics import nics
 SMALL_BYTES = 256  # a datagram that passes wherever any does
 _HELLO = b"nodekit "
 _MAX_LINE = 512
-_OPEN_AT_ONCE = 256
+OPEN_AT_ONCE = 256
 _BACKLOG = 1024
 _TICK_S = 0.05
 _FIREWALL_S = 3.0
@@ -463,7 +463,7 @@ def try_peers(
         for peer in peers
         if index < len(peer["ports"])
     )
-    most = _OPEN_AT_ONCE
+    most = OPEN_AT_ONCE
     waiting: Dict[socket.socket, _Attempt] = {}
     with selectors.DefaultSelector() as selector:
 

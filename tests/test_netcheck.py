@@ -15,7 +15,7 @@ import yaml
 from agents import until
 from lab_hosts import on
 
-from nodekit.deploy import check, cluster, firewall, netcheck, netprobe
+from nodekit.deploy import check, cluster, firewall, netcheck, nethost, netprobe
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.lab_cluster import Lab
 from nodekit.deploy.link import Link
@@ -461,7 +461,7 @@ def test_rdma_that_is_not_active_is_named(
 ) -> None:
     nic = {"name": "ib0", "kind": kind}
     ports = {name: netprobe.rdma_ports(sysfs(tmp_path / name, each)) for name, each in (("a", a), ("b", b))}
-    found = netcheck.rdma_findings(
+    found = nethost.rdma_findings(
         ports, {"a": nic, "b": nic}, env={"a": env, "b": env}, with_gpus={"a", "b"}
     )
     assert [(finding.host, finding.level) for finding in found] == ([("b", level)] if level else [])
@@ -478,7 +478,7 @@ def test_rdma_that_is_not_active_is_named(
      ("mlx5_10:1", True), ("^mlx5_1", False), ("^=mlx5_1", True), ("mlx4_0,mlx5_10", True)],
 )  # fmt: skip
 def test_nccl_ib_hca_is_read_as_nccl_does(wanted: str, is_chosen: bool) -> None:
-    assert netcheck.is_chosen_hca(wanted, {"device": "mlx5_10", "port": 1}) == is_chosen
+    assert nethost.is_chosen_hca(wanted, {"device": "mlx5_10", "port": 1}) == is_chosen
 
 
 def nics(*numbers: int | None, key: str) -> dict[str, dict[str, Any]]:
@@ -486,13 +486,13 @@ def nics(*numbers: int | None, key: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_slowest_is_named_and_differing_speeds_are_warned_of() -> None:
-    assert not netcheck.speed_findings(nics(10000, 10000, None, key="speed_mbit"))
-    found = netcheck.speed_findings(nics(10000, 1000, 100, key="speed_mbit"))
+    assert not nethost.speed_findings(nics(10000, 10000, None, key="speed_mbit"))
+    found = nethost.speed_findings(nics(10000, 1000, 100, key="speed_mbit"))
     assert [(finding.host, finding.level) for finding in found] == [("n1", "warning"), ("n2", "warning")]
     assert found[0].found == "eth0 runs at 1 Gb/s; 1 of 3 hosts has 10 Gb/s"
     assert found[1].found == "eth0 runs at 100 Mb/s, the slowest; 1 of 3 hosts has 10 Gb/s"
 
 
 def test_of_two_mtus_that_are_as_common_the_smaller_one_is_advised() -> None:
-    (found,) = netcheck.mtu_findings(nics(1500, 9000, key="mtu"))
+    (found,) = nethost.mtu_findings(nics(1500, 9000, key="mtu"))
     assert (found.host, found.cure) == ("n1", "on n1: sudo ip link set eth0 mtu 1500")
