@@ -55,6 +55,7 @@ class Progress:
     errors: str = ""
     lost: str = ""
     """Why the host itself does not answer."""
+    python: str = "python"
 
     def take(self, line: str) -> None:
         """One line that the job has said."""
@@ -72,9 +73,24 @@ class Progress:
         """Whether it has reduced what all gave."""
         return self.status == 0 and bool(self.reduced.get("is_right"))
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it would not have come any further by itself."""
+        return bool(self.lost or self.problem or self.status)
+
     def reached(self, stage: str) -> bool:
         """Whether it has come that far."""
         return _STAGES.index(self.stage) >= _STAGES.index(stage)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One host that did not get through to another."""
+
+    source: str
+    target: str
+    port: int
+    problem: str
 
 
 def deep_findings(
@@ -152,28 +168,18 @@ def deep_findings(
             for name, answer in here.items()
             if not progress[name].lost
         }
-        found = _told(progress, chosen, port, backend)
+        broken, calls = _told(progress, chosen, port)
         pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
-        firewalls = netpairs.ask_firewalls(links, ill | _blamed(found), left_s=left_s)
-    addresses = {name: address for name, (_, address) in chosen.items()}
-    interfaces = {name: interface for name, (interface, _) in chosen.items()}
-    mended = []
-    for finding in found:
-        if not finding.cure:
-            a, b = finding.hosts[0], finding.hosts[-1]
-            cure, because = firewall.cure(
-                firewalls, source=a, target=b, addresses=addresses, interfaces=interfaces, port=port
-            )
-            finding = dataclasses.replace(
-                finding, cure=cure, found=finding.found + (f"; {because}" if because else "")
-            )
-        mended.append(finding)
-    known = {finding.host for finding in mended}
+        ill |= {name for call in calls for name in (call.source, call.target)}
+        firewalls = netpairs.ask_firewalls(links, ill & set(ends), left_s=left_s)
+    called = [_called(call, chosen, firewalls) for call in calls]
+    known = {finding.host for finding in called}
     judged = netpairs.judge(pairs, ends, firewalls, port=port, port_matters=True)
     return [
         _summary(progress, backend),
-        *mended,
+        *broken,
+        *called,
         *(dataclasses.replace(finding, check="deep") for finding in judged if finding.host not in known),
     ]
 
@@ -212,7 +218,7 @@ def _run(
     left_s = netpairs.deadline(limit_s)
     first = hosts[0].name
     ranks = {host.name: rank for rank, host in enumerate(hosts)}
-    progress = {host.name: Progress() for host in hosts}
+    progress = {host.name: Progress(python=facts[host.name].executable) for host in hosts}
     failed = threading.Event()
     program = source("nodekit.deploy.netdeep_job")
 
@@ -279,23 +285,26 @@ def _fine(progress: Mapping[str, Progress], settings: Mapping[str, Any], backend
 
 
 def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
-    """Who arrived, and what each that did not was at; pure."""
+    """Who waited for whom, and what each that did not come was at; pure."""
     arrived = [name for name, each in progress.items() if each.reached("arrived")]
-    absent = [name for name, each in progress.items() if not each.reached("arrived")]
+    absent = [name for name in progress if name not in arrived]
     if absent:
-        doing = ", ".join(f"{name} ({_doing(progress[name])})" for name in absent)
-        found = f"{', '.join(arrived) or 'nobody'} waited for {doing}"
-        blamed = tuple(absent)
+        # Where one has failed the others are given no time to arrive.
+        late = [name for name in absent if progress[name].has_failed] or absent
+        found = f"{', '.join(arrived)} waited for " if arrived else "did not arrive: "
+        found += ", ".join(f"{name} ({_doing(progress[name])})" for name in late)
+        if on_the_way := [name for name in absent if name not in late]:
+            found += f"; {', '.join(on_the_way)} {'was' if len(on_the_way) == 1 else 'were'} still on the way"
     else:
+        late = [name for name, each in progress.items() if not each.is_done]
         doing = ", ".join(f"{name} {_doing(each)}" for name, each in progress.items())
         found = f"all arrived, but there was no all-reduce ({backend}): {doing}"
-        blamed = tuple(name for name, each in progress.items() if not each.is_done)
     return _failure(
-        ", ".join(blamed),
+        ", ".join(late),
         found,
         f"a rendezvous of {len(progress)} hosts and one all-reduce",
-        "mend what is named below, or by `kit check` without --deep",
-        blamed,
+        "mend what is named with it; kit check without --deep tries every pair of hosts",
+        tuple(late),
     )
 
 
@@ -319,64 +328,63 @@ def _end_words(each: Progress) -> str:
         ),
         "",
     )
+    last = re.sub(r"\[/\S+\] ", "", last)  # where in its own source
     return f"{how}: {last[:200]}" if last else how
 
 
 def _told(
-    progress: Mapping[str, Progress], chosen: Mapping[str, tuple[str, str]], port: int, backend: str
-) -> list[Finding]:
-    """What the hosts themselves say: who was refused by whom, or why torch does not run; pure.
-
-    A finding without a cure is of a pair: the firewalls are still to be asked.
-    """
+    progress: Mapping[str, Progress], chosen: Mapping[str, tuple[str, str]], port: int
+) -> tuple[list[Finding], list[Call]]:
+    """What the hosts themselves say: why torch does not run, and who did not get through to whom; pure."""
     first = next(iter(progress))
     by_address = {address: name for name, (_, address) in chosen.items()}
-    found = []
+    broken: list[Finding] = []
+    calls: list[Call] = []
     for name, each in progress.items():
         if each.lost:
-            found.append(
-                _failure(name, each.lost, "a host that stays", f"log in to {name} and see: uptime; dmesg")
-            )
+            cure = f"log in to {name} and see: uptime; dmesg | tail"
+            broken.append(_failure(name, each.lost, "a host that stays", cure))
         elif each.stage == "calls" and each.problem:
-            found.append(
-                _failure(
-                    f"{name} → {first}",
-                    f"port {port} {each.problem}",
-                    f"TCP to {chosen[first][1]}:{port}, where {first} waits",
-                    "",
-                    (name, first),
-                )
-            )
-        elif each.status and not each.reached("complete"):
-            found.append(
+            calls.append(Call(name, first, port, each.problem))
+        elif each.status and not each.reached("arrived"):
+            broken.append(
                 _failure(
                     name,
-                    f"torch {_DOES[each.stage].removesuffix(' torch')}: ended, {_end_words(each)}",
+                    f"{_DOES[each.stage]}, then ended ({_end_words(each)})",
                     "a python whose torch runs",
-                    f"on {name}: python -c 'import torch, torch.distributed' with its `python:`",
+                    f"on {name}: {each.python} -c 'import torch, torch.distributed'",
                 )
             )
-        elif each.status:
-            remote = [
-                by_address[address] for address, _ in _REMOTE.findall(each.errors) if address in by_address
+        elif each.status and "closed by peer" not in each.errors:  # which is said of one that failed before
+            others = [
+                (by_address.get(address, name), int(end)) for address, end in _REMOTE.findall(each.errors)
             ]
-            peer = next((other for other in reversed(remote) if other != name), None)
-            if peer is not None and "closed by peer" not in each.errors:
-                where = next(
-                    p for a, p in reversed(_REMOTE.findall(each.errors)) if by_address.get(a) == peer
-                )
-                words = "refused" if "refused" in each.errors else "timed out"
-                found.append(
-                    _failure(
-                        f"{name} → {peer}",
-                        f"port {where} {words} ({backend})",
-                        f"TCP to {chosen[peer][1]} on every port that {backend} takes",
-                        "",
-                        (name, peer),
-                    )
-                )
-    return found
+            if others := [other for other in others if other[0] != name]:
+                problem = "refused" if "refused" in each.errors else "no answer"
+                calls.append(Call(name, *others[-1], problem))
+    return broken, calls
 
 
-def _blamed(found: Sequence[Finding]) -> set[str]:
-    return {name for finding in found if not finding.cure for name in finding.hosts}
+def swapped(port: int) -> int:
+    """The port that gloo means: it prints the two bytes as they are sent, the wrong way around."""
+    return (port & 0xFF) << 8 | port >> 8
+
+
+def _called(
+    call: Call, chosen: Mapping[str, tuple[str, str]], firewalls: Mapping[str, Mapping[str, Any]]
+) -> Finding:
+    cure, because = firewall.cure(
+        firewalls,
+        source=call.source,
+        target=call.target,
+        addresses={name: address for name, (_, address) in chosen.items()},
+        interfaces={name: interface for name, (interface, _) in chosen.items()},
+        port=call.port,
+    )
+    return _failure(
+        f"{call.source} → {call.target}",
+        f"port {call.port} {call.problem}" + (f"; {because}" if because else ""),
+        f"TCP to {chosen[call.target][1]}:{call.port}, where {call.target} listens",
+        cure,
+        (call.source, call.target),
+    )

@@ -7,7 +7,6 @@ is said: that stdin ends means that nobody waits for this any more. It says how 
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -25,7 +24,8 @@ def say(stage: str, **more: object) -> None:
 
 def end_with_stdin() -> None:
     """Wait for the end of stdin, and end."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: its lock would be held as the interpreter shuts down
+        pass
     os._exit(2)
 
 

@@ -226,6 +226,7 @@ def judge(
             addresses=addresses,
             interfaces=interfaces,
             port=number,
+            answer_port=next(iter(pair.dropped_from), None),
         )
         is_pair = len(sources) == 1
         back = f"; {_back(pairs, sources[0], target)}" if is_pair else ""
