@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ ATTEMPTS = 2  # of what fails: a packet may have been lost
 LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
 """Sizes of packets that networks are made for, to find out which still passes."""
 MAX_PACKET = 65535
+_ARRIVAL_S = 0.5  # for a datagram to come, once it was sent
 _SPARE_S = 1.0  # of the time for a call: for its way there and back
 _FIREWALL_S = 4.0
 # outcome → what is said of the ports
@@ -109,10 +109,8 @@ def measure(
         said = on_all(
             {a: links[a] for a in names if peers[a]}, _calls(session, peers, limit_s=max(limit_s, 0.1))
         )
-        came = on_all(
-            {name: links[name] for name in names},
-            lambda link: link.call("netprobe.arrived", timeout_s=max(left_s(), _SPARE_S), session=session),
-        )
+        sent = {b: {a: sizes[a, b] for a in names if (a, b) in wanted} for b in names}
+        came = on_all({name: links[name] for name in names}, _asks(session, sent, limit_s=left_s()))
         for name, answer in (*said.items(), *came.items()):
             if isinstance(answer, HostError):
                 silent.setdefault(name, answer)
@@ -161,14 +159,33 @@ def _calls(
     )
 
 
+def _asks(
+    session: str, sent: Mapping[str, Mapping[str, Sequence[int]]], *, limit_s: float
+) -> Callable[[Link], Any]:
+    """What asks a host which datagrams have come."""
+    return lambda link: link.call(
+        "netprobe.arrived",
+        timeout_s=max(limit_s, _SPARE_S),
+        session=session,
+        wanted=sent[link.host],
+        wait_s=min(_ARRIVAL_S, limit_s / 2),
+    )
+
+
 def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, Any]) -> Pair:
     """A pair after one more attempt at what had failed."""
+    failed: dict[str, list[int]] = {}
+    # Silence says less than what was heard before: a kernel says no a few times a second only.
+    known = {port: outcome for outcome, ports in before.failed.items() for port in ports} if before else {}
+    for outcome, ports in answer["failed"].items():
+        for port in ports:
+            failed.setdefault(known.get(port, outcome) if outcome == "dropped" else outcome, []).append(port)
     return Pair(
         source=source,
         target=target,
         connects=(*(before.connects if before else ()), *answer["connects"]),
-        failed={outcome: tuple(sorted(ports)) for outcome, ports in answer["failed"].items()},
-        words=answer["words"],
+        failed={outcome: tuple(sorted(ports)) for outcome, ports in failed.items()},
+        words={**(before.words if before else {}), **answer["words"]},
         source_address=answer["source"] or (before.source_address if before else None),
         arrived=before.arrived if before else frozenset(),
         unsent=answer["unsent"],
@@ -216,33 +233,30 @@ def judge(
                 number for ports in pair.failed.values() for number in ports
             } == {port}
             closed[key] = (closed_words(pair, ends[pair.target], port), "warning" if harmless else "failure")
-    for sources, target, words, level in _alike(closed, list(ends)):
-        pair = pairs[sources[0], target]
-        number = min(next(iter(pair.failed.values())))
+    for group in grouped(closed, list(ends)):
+        source, target = group.pairs[0]
+        pair = pairs[source, target]
+        words, level = closed[source, target]
         way, because = firewall.cure(
             firewalls,
-            source=sources[0],
+            source=source,
             target=target,
             addresses=addresses,
             interfaces=interfaces,
-            port=number,
+            port=min(next(iter(pair.failed.values()))),
             answer_port=next(iter(pair.dropped_from), None),
         )
-        is_pair = len(sources) == 1
-        back = f"; {_back(pairs, sources[0], target)}" if is_pair else ""
+        parts = [group.words + words, *([] if group.words else [_back(pairs, source, target)]), because]
         low, high = ends[target].port_range
         found.append(
             Finding(
                 check="network",
-                host=f"{sources[0]} → {target}" if is_pair else target,
+                host=group.host,
                 level=level,
-                found=("" if is_pair else f"from all {len(sources)} other hosts: ")
-                + words
-                + back
-                + (f"; {because}" if because else ""),
+                found="; ".join(filter(None, parts)),
                 wanted=f"TCP to {addresses[target]} on port {port}, and on {low}-{high} for gloo and NCCL",
                 cure=way,
-                hosts=(sources[0], target) if is_pair else (target,),
+                hosts=group.hosts,
             )
         )
     found += _packet_findings(pairs, ends)
@@ -288,7 +302,6 @@ def closed_words(pair: Pair, target: End, port: int) -> str:
     if "dropped" in failed and (
         outcome := next((way for way in ("refused", "unreachable") if way in failed), "")
     ):
-        # A kernel says no a few times a second only.
         failed["rejected"] = tuple(sorted((*failed.pop(outcome), *failed.pop("dropped"))))
     for outcome, ports in failed.items():
         said = pair.words.get(outcome, "")
@@ -330,44 +343,62 @@ def _back(pairs: Pairs, source: str, target: str) -> str:
     return f"{target} → {source} fails, too"
 
 
-def _alike(
-    closed: Mapping[tuple[str, str], tuple[str, Level]], names: Sequence[str]
-) -> list[tuple[list[str], str, str, Level]]:
-    """(sources, target, words, level): where every other host fares alike with a target, one entry for all."""
-    entries: list[tuple[list[str], str, str, Level]] = []
-    for target in names:
-        groups: dict[tuple[str, Level], list[str]] = collections.defaultdict(list)
-        for source in names:
-            if (source, target) in closed:
-                groups[closed[source, target]].append(source)
-        for (words, level), sources in groups.items():
-            if len(sources) == len(names) - 1 and len(sources) > 1:
-                entries.append((sources, target, words, level))
-            else:
-                entries += [([source], target, words, level) for source in sources]
-    return entries
+@dataclass(frozen=True)
+class Group:
+    """Ordered pairs of which the same is to be said."""
+
+    host: str
+    """The finding's: one host, or "a → b"."""
+    hosts: tuple[str, ...]
+    words: str
+    """Which pairs these are, where it is not just one."""
+    pairs: tuple[tuple[str, str], ...]
+
+
+def grouped(faults: Mapping[tuple[str, str], Any], names: Sequence[str]) -> list[Group]:
+    """One group where all other hosts fare alike with one host, one where it does with all, others alone; pure."""
+    groups: list[Group] = []
+    left = dict.fromkeys(faults)
+    num_others = len(names) - 1
+    for name in names:
+        for way, end in (("from", 1), ("to", 0)):
+            own = tuple(key for key in faults if key[end] == name)
+            is_alike = len(own) == num_others > 1 and len({faults[key] for key in own}) == 1
+            if is_alike and any(key in left for key in own):
+                groups.append(Group(name, (name,), f"{way} all {num_others} other hosts: ", own))
+                for key in own:
+                    left.pop(key, None)
+    return groups + [Group(f"{a} → {b}", (a, b), "", ((a, b),)) for a, b in left]
 
 
 def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
     """Pairs between which small datagrams pass and those of both interfaces' MTU do not."""
+    lost: dict[tuple[str, str], tuple[int, int]] = {}
+    for key, pair in pairs.items():
+        wanted = min(ends[pair.source].mtu, ends[pair.target].mtu, MAX_PACKET)
+        if SMALL_BYTES in pair.arrived and wanted not in pair.arrived:
+            lost[key] = wanted, max(pair.arrived)
+    names = list(ends)
+    groups = grouped(lost, names)
+    if len(names) > 2 and len(lost) == len(names) * (len(names) - 1) and len(set(lost.values())) == 1:
+        groups = [Group("all hosts", tuple(names), f"between all {len(names)} hosts: ", tuple(lost))]
     found = []
-    for pair in pairs.values():
-        a, b = ends[pair.source], ends[pair.target]
-        wanted = min(a.mtu, b.mtu, MAX_PACKET)
-        if SMALL_BYTES not in pair.arrived or wanted in pair.arrived:
-            continue
-        passes = max(pair.arrived)
+    for group in groups:
+        a, b = (ends[name] for name in group.pairs[0])
+        wanted, passes = lost[group.pairs[0]]
+        which = [ends[name] for name in dict.fromkeys(name for key in group.pairs for name in key)]
+        commands = [f"on {end.host}: sudo ip link set {end.interface} mtu {passes}" for end in which]
         found.append(
             Finding(
                 check="network",
-                host=f"{a.host} → {b.host}",
+                host=group.host,
                 level="failure",
-                found=f"packets of {wanted} bytes are lost on the way, of {passes} pass: something between "
-                f"{a.host} (MTU {a.mtu}) and {b.host} (MTU {b.mtu}) has a smaller one",
+                found=f"{group.words}packets of {wanted} bytes are lost on the way, of {passes} pass; "
+                f"{a.interface} of {a.host} has MTU {a.mtu}, {b.interface} of {b.host} {b.mtu}: "
+                "something between them has a smaller one",
                 wanted=f"packets of {wanted} bytes to pass unfragmented",
-                cure=f"raise the MTU of the switch between them, or on every host: "
-                f"sudo ip link set INTERFACE mtu {passes} (on {a.host}: {a.interface}; on {b.host}: {b.interface})",
-                hosts=(a.host, b.host),
+                cure="; ".join(commands) + "; or raise the MTU of the switch",
+                hosts=group.hosts,
             )
         )
     return found

@@ -398,9 +398,15 @@ def _family(address: str) -> int:
     return int(socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def arrived(session: str) -> Dict[str, List[int]]:
-    """Whose datagrams have come, of which sizes."""
-    return {name: sorted(sizes) for name, sizes in list(_sessions[session].sizes.items())}
+def arrived(session: str, wanted: Mapping[str, Sequence[int]], wait_s: float) -> Dict[str, List[int]]:
+    """Whose datagrams have come, of which sizes; waits a moment for those that are wanted."""
+    own = _sessions[session]
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        if all(set(sizes) <= own.sizes.get(name, set()) for name, sizes in wanted.items()):
+            break
+        time.sleep(0.01)
+    return {name: sorted(sizes) for name, sizes in list(own.sizes.items())}
 
 
 def finish(session: str) -> None:
