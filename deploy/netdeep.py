@@ -54,7 +54,7 @@ class Progress:
     status: int | None = None
     errors: str = ""
     lost: str = ""
-    """Why the host itself does not answer."""
+    """Why it could not be started, or the host does not answer any more."""
     python: str = "python"
 
     def take(self, line: str) -> None:
@@ -158,11 +158,10 @@ def deep_findings(
         progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
             return _fine(progress, settings, backend)
-        on_all(  # the ports are wanted for the diagnosis, and the hosts to themselves
+        on_all(  # what still hangs, so that the hosts are free to find out why
             {host.name: links[host.name] for host in hosts},
             lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
         )
-        # Only now is there somebody at every port, and no more of those who hang there.
         ends = {
             name: end_of(name, chosen[name], answer)
             for name, answer in here.items()
@@ -310,7 +309,7 @@ def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
 
 def _doing(each: Progress) -> str:
     if each.lost:
-        return f"its link is lost: {each.lost}"
+        return each.lost
     ended = f", then ended ({_end_words(each)})" if each.status else ""
     return f"{_DOES[each.stage]}{f' ({each.problem})' if each.problem else ''}{ended}"
 
@@ -342,8 +341,8 @@ def _told(
     calls: list[Call] = []
     for name, each in progress.items():
         if each.lost:
-            cure = f"log in to {name} and see: uptime; dmesg | tail"
-            broken.append(_failure(name, each.lost, "a host that stays", cure))
+            cure = f"on {name}: {each.python} -c 'import torch'; uptime; dmesg | tail"
+            broken.append(_failure(name, each.lost, "a python that starts, and a host that answers", cure))
         elif each.stage == "calls" and each.problem:
             calls.append(Call(name, first, port, each.problem))
         elif each.status and not each.reached("arrived"):

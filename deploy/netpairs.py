@@ -83,7 +83,7 @@ def measure(
     """Let every host call every other one; what fails is tried a second time.
 
     Returns:
-        (source, target) → what became of it, and host → why it gave no answer.
+        (source, target) → what became of it, and host → why it gave no answer: its pairs are left out.
     """
     names = list(ends)
     sizes = {
@@ -131,7 +131,7 @@ def measure(
             sizes[a, b] = [SMALL_BYTES, *(size for size in LADDER if size < most), most]
         if not wanted:
             break
-    return pairs, silent
+    return {key: pair for key, pair in pairs.items() if not set(key) & set(silent)}, silent
 
 
 def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
@@ -260,21 +260,25 @@ def judge(
             )
         )
     found += _packet_findings(pairs, ends)
-    found += [
-        Finding(
-            check="network",
-            host=f"{pair.source} → {pair.target}",
-            level="warning",
-            found=f"its packets leave from {pair.source_address}, not from {ends[pair.source].address} "
-            f"({ends[pair.source].interface})",
-            wanted="one route for both ways, over the interface that was chosen",
-            cure=f"on {pair.source}: sudo ip route replace {ends[pair.target].address} "
-            f"dev {ends[pair.source].interface} src {ends[pair.source].address}",
-            hosts=(pair.source,),
-        )
-        for pair in pairs.values()
-        if pair.source_address not in (None, ends[pair.source].address)
-    ]
+    for own in ends.values():
+        strays = [
+            pair
+            for pair in pairs.values()
+            if pair.source == own.host and pair.source_address not in (None, own.address)
+        ]
+        if strays:
+            found.append(
+                Finding(
+                    check="network",
+                    host=own.host,
+                    level="warning",
+                    found=f"its packets to {', '.join(pair.target for pair in strays)} leave from "
+                    f"{strays[0].source_address}, not from {own.address} ({own.interface})",
+                    wanted="one route both ways, over the interface that was chosen",
+                    cure=f"on {own.host}: sudo ip route replace {addresses[strays[0].target]} "
+                    f"dev {own.interface} src {own.address}",
+                )
+            )
     return found
 
 

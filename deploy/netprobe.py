@@ -309,12 +309,19 @@ class _Session:
 
     def close(self) -> None:
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2)
+        else:
+            self._close_sockets()
         if self.held is not None:
             self.held.close()
         if self.job is not None:
             self.job.end()
-        if self._thread is not None:
-            self._thread.join(2)
+
+    def _close_sockets(self) -> None:
+        for each in (*self._listeners, self.datagrams):
+            if each is not None:
+                each.close()
 
     def _serve(self) -> None:
         said: Dict[socket.socket, bytes] = {}
@@ -337,8 +344,9 @@ class _Session:
                         for caller in _accept_all(ready):
                             said[caller] = b""
                             selector.register(caller, selectors.EVENT_READ)
-            for each in (*self._listeners, *said, self.datagrams):
-                each.close()
+            for caller in said:
+                caller.close()
+            self._close_sockets()
 
     def _answer(self, caller: socket.socket, said: Dict[socket.socket, bytes]) -> bool:
         """Read what there is, answer a whole line; True when the caller is gone, or does not speak our language."""

@@ -81,9 +81,8 @@ class Site:
 
 
 @pytest.fixture
-def site(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(lab: Lab, tmp_path: Path) -> Iterator[Site]:
     """The lab's three hosts, whose names are not those of loopback, and afterwards as they were."""
-    monkeypatch.setattr(netpairs, "ANSWER_S", 0.4)  # on this network nothing is lost and sent again
     made = Site(lab, tmp_path)
     kept = {name: on(lab, name, "cat", "/etc/hosts") for name in lab.hosts}
     for name in lab.hosts:
@@ -588,3 +587,24 @@ def test_the_slowest_is_named_and_differing_speeds_are_warned_of() -> None:
 def test_of_two_mtus_that_are_as_common_the_smaller_one_is_advised() -> None:
     (found,) = nethost.mtu_findings(nics(1500, 9000, key="mtu"))
     assert (found.host, found.cure) == ("n1", "on n1: sudo ip link set eth0 mtu 1500")
+
+
+def test_packets_that_leave_by_another_way_than_the_chosen_interface_are_a_warning() -> None:
+    ends = {
+        name: netpairs.End(
+            host=name, address=f"10.0.0.{number}", interface=f"eth{number}", mtu=1500, ports=(29500, 40000),
+            udp_port=5000, port_range=(32768, 60999),
+        )
+        for number, name in enumerate("ab", start=1)
+    }  # fmt: skip
+    pairs = {
+        (a, b): netpairs.Pair(
+            source=a, target=b, connects=(29500, 40000), failed={}, words={}, unsent={},
+            source_address=source_address, arrived=frozenset({256, 1500}),
+        )
+        for a, b, source_address in (("a", "b", "192.168.0.1"), ("b", "a", "10.0.0.2"))
+    }  # fmt: skip
+    (found,) = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    assert (found.host, found.level) == ("a", "warning")
+    assert found.found == "its packets to b leave from 192.168.0.1, not from 10.0.0.1 (eth1)"
+    assert found.cure == "on a: sudo ip route replace 10.0.0.2 dev eth1 src 10.0.0.1"

@@ -17,7 +17,7 @@ import pytest
 from agents import until
 from lab_hosts import on, processes
 
-from nodekit.deploy import check, cluster, netdeep, netpairs
+from nodekit.deploy import check, cluster, netdeep
 from nodekit.deploy.check import Facts
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.lab_cluster import Lab
@@ -74,7 +74,6 @@ def site(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # On this network no packet is lost: what is not answered at once never is.
     monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 4.0})
     monkeypatch.setattr(netdeep, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(netpairs, "ANSWER_S", 0.5)
     inventory = load_inventory(lab.inventory)
     with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
         yield Site(lab, inventory, links)
@@ -152,7 +151,7 @@ def test_a_rendezvous_port_that_is_taken_is_named(site: Site) -> None:
 
 DRIVER = """
 import sys
-from nodekit.deploy import check, cluster, netdeep, netpairs
+from nodekit.deploy import check, cluster, netdeep
 from nodekit.inventory.load import load_inventory
 inventory = load_inventory(sys.argv[1])
 with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
