@@ -82,7 +82,7 @@ def network_findings(
         with_gpus={host.name for host in hosts if facts[host.name].num_gpus},
     )
     ill = {name for finding in found if finding.level == "failure" for name in finding.hosts}
-    found += [nethost.fine(end, nics[name], pairs) for name, end in ends.items() if name not in ill]
+    found += [nethost.fine(end, nics[name]) for name, end in ends.items() if name not in ill]
     place = {host.name: index for index, host in enumerate(hosts)}
     return sorted(found, key=lambda finding: place[finding.hosts[0]])
 

@@ -157,7 +157,7 @@ def deep_findings(
         environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
         progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
-            return _fine(progress, settings, backend)
+            return _fine(progress, backend)
         on_all(  # what still hangs, so that the hosts are free to find out why
             {host.name: links[host.name] for host in hosts},
             lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
@@ -167,7 +167,7 @@ def deep_findings(
             for name, answer in here.items()
             if not progress[name].lost
         }
-        broken, calls = _told(progress, chosen, port)
+        broken, calls = _told(progress, chosen, port, {name: here[name]["range"] for name in here})
         pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
         ill |= {name for call in calls for name in (call.source, call.target)}
@@ -269,17 +269,12 @@ def _failure(host: str, found: str, wanted: str, cure: str, hosts: tuple[str, ..
     )
 
 
-def _fine(progress: Mapping[str, Progress], settings: Mapping[str, Any], backend: str) -> list[Finding]:
-    slowest = max(each.reduced["seconds"] for each in progress.values())
+def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:
     return [
         Finding(
-            check="deep",
-            host=name,
-            level="ok",
-            found=f"met the others at {settings['master_addr']}:{settings['master_port']}; {len(progress)} hosts "
-            f"reduced 1 MB in {slowest * 1000:.0f} ms ({backend})",
+            check="deep", host=name, level="ok", found=f"{backend}, {each.reduced['seconds'] * 1000:.0f} ms"
         )
-        for name in progress
+        for name, each in progress.items()
     ]
 
 
@@ -332,7 +327,10 @@ def _end_words(each: Progress) -> str:
 
 
 def _told(
-    progress: Mapping[str, Progress], chosen: Mapping[str, tuple[str, str]], port: int
+    progress: Mapping[str, Progress],
+    chosen: Mapping[str, tuple[str, str]],
+    port: int,
+    ranges: Mapping[str, Sequence[int]],
 ) -> tuple[list[Finding], list[Call]]:
     """What the hosts themselves say: why torch does not run, and who did not get through to whom; pure."""
     first = next(iter(progress))
@@ -355,18 +353,18 @@ def _told(
                 )
             )
         elif each.status and "closed by peer" not in each.errors:  # which is said of one that failed before
-            others = [
-                (by_address.get(address, name), int(end)) for address, end in _REMOTE.findall(each.errors)
-            ]
-            if others := [other for other in others if other[0] != name]:
-                problem = "refused" if "refused" in each.errors else "no answer"
-                calls.append(Call(name, *others[-1], problem))
+            for address, number in reversed(_REMOTE.findall(each.errors)):
+                if (other := by_address.get(address, name)) != name:
+                    problem = "refused" if "refused" in each.errors else "no answer"
+                    calls.append(Call(name, other, meant(int(number), *ranges[other]), problem))
+                    break
     return broken, calls
 
 
-def swapped(port: int) -> int:
-    """The port that gloo means: it prints the two bytes as they are sent, the wrong way around."""
-    return (port & 0xFF) << 8 | port >> 8
+def meant(port: int, low: int, high: int) -> int:
+    """The port that gloo means: as of torch 2.13 it prints most the wrong way around, as their two bytes are sent."""
+    swapped = (port & 0xFF) << 8 | port >> 8
+    return swapped if low <= swapped <= high else port
 
 
 def _called(

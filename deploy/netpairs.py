@@ -237,15 +237,22 @@ def judge(
         source, target = group.pairs[0]
         pair = pairs[source, target]
         words, level = closed[source, target]
-        way, because = firewall.cure(
-            firewalls,
-            source=source,
-            target=target,
-            addresses=addresses,
-            interfaces=interfaces,
-            port=min(next(iter(pair.failed.values()))),
-            answer_port=next(iter(pair.dropped_from), None),
-        )
+        cures = {
+            firewall.cure(
+                firewalls,
+                source=source,
+                target=target,
+                addresses=addresses,
+                interfaces=interfaces,
+                port=number,
+                answer_port=next(iter(pair.dropped_from), None),
+            ): None
+            for ports in pair.failed.values()
+            for number in ports
+        }
+        certain = [each for each in cures if ", chain " in each[1]] or list(cures)
+        because = "; ".join(filter(None, (seen for _, seen in certain)))
+        way = "; ".join(command for command, _ in certain)
         parts = [group.words + words, *([] if group.words else [_back(pairs, source, target)]), because]
         low, high = ends[target].port_range
         found.append(
@@ -288,7 +295,8 @@ def _is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
         return False
     own = sorted(ends[pair.source].ports)
     for (_, target), other in pairs.items():
-        closed = other.failed.get("dropped", ())
+        first, last = ends[pair.source].port_range
+        closed = [port for port in other.failed.get("dropped", ()) if first <= port <= last]
         if target != pair.source or not closed or not other.connects:
             continue
         low = max((port for port in own if port < min(closed)), default=0)
