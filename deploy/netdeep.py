@@ -112,6 +112,8 @@ def deep_findings(
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
     hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    if not hosts:
+        return []
     chosen, problems = choose(inventory, hosts, facts)
     if problems:
         return [

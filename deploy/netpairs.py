@@ -22,6 +22,7 @@ MAX_PACKET = 65535
 _ARRIVAL_S = 0.5  # for a datagram to come, once it was sent
 _SPARE_S = 1.0  # of the time for a call: for its way there and back
 _FIREWALL_S = 4.0
+_MAX_COMMANDS = 3
 # outcome → what is said of the ports
 _WORDS = {
     "dropped": f"dropped (no answer in {ANSWER_S * ATTEMPTS:.1f} s)",
@@ -409,7 +410,13 @@ def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
                 f"{a.interface} of {a.host} has MTU {a.mtu}, {b.interface} of {b.host} {b.mtu}: "
                 "something between them has a smaller one",
                 wanted=f"packets of {wanted} bytes to pass unfragmented",
-                cure="; ".join(commands) + "; or raise the MTU of the switch",
+                cure="; ".join(
+                    [
+                        *commands[:_MAX_COMMANDS],
+                        *([f"so on all {len(which)}"] if len(which) > _MAX_COMMANDS else []),
+                    ]
+                )
+                + "; or raise the MTU of the switch",
                 hosts=group.hosts,
             )
         )
