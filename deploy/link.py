@@ -266,7 +266,7 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    offered = ("hostfacts", "nics", "netprobe", "tree")
+    offered = ("hostfacts", "nics", "netprobe", "survey", "tree")
     names = (*offered, "remote")  # each imports only those before it
     return f"""
 import sys, types
