@@ -28,6 +28,9 @@ SILENCE_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
 )
 
+OFFERED = ("hostfacts", "hostshell", "nics", "netprobe", "survey", "tree")
+"""The modules whose functions a host can be asked to call."""
+
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
 BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
 
@@ -266,30 +269,23 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    names = (
-        "hostfacts",
-        "hostshell",
-        "nics",
-        "survey",
-        "tree",
-        "remote",
-    )  # each imports none but those before it
+    names = (*OFFERED, "remote")  # each imports only those before it
     return f"""
 import sys, types
 for package in ("nodekit", "nodekit.deploy"):
     sys.modules[package] = types.ModuleType(package)
-for name, source in {[(name, _source(f"nodekit.deploy.{name}")) for name in names]!r}:
+for name, text in {[(name, source(f"nodekit.deploy.{name}")) for name in names]!r}:
     module = types.ModuleType("nodekit.deploy." + name)
     sys.modules[module.__name__] = module
     setattr(sys.modules["nodekit.deploy"], name, module)
-    exec(compile(source, name + ".py", "exec"), module.__dict__)
+    exec(compile(text, name + ".py", "exec"), module.__dict__)
 del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
-offered = ("hostfacts", "hostshell", "nics", "survey", "tree")
-module.serve({{name: sys.modules["nodekit.deploy." + name] for name in offered}})
+module.serve({{name: sys.modules["nodekit.deploy." + name] for name in {OFFERED!r}}})
 """.encode()
 
 
-def _source(module: str) -> str:
+def source(module: str) -> str:
+    """The source of one of our modules, to be sent."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

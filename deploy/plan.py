@@ -253,7 +253,7 @@ def _environment(
 ) -> dict[str, str]:
     env = {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": _nccl_name(interface, found),
+        "NCCL_SOCKET_IFNAME": nccl_name(interface, found),
         "NODEKIT_RUN_ID": run_id,
         "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
         "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
@@ -283,7 +283,7 @@ def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[st
     """
     host = next(each for each in inventory.hosts if each.name == node.name)
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": _nccl_name(interface, found)}
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl_name(interface, found)}
     env = {**node.env, **names, **host.env, **inventory.job.env}
     return dataclasses.replace(
         node, interface=interface, local_addr=address, python=found.executable, env=env
@@ -340,7 +340,7 @@ def spec_of(
     )
 
 
-def _nccl_name(interface: str, found: Facts) -> str:
+def nccl_name(interface: str, found: Facts) -> str:
     """NCCL reads a name as a prefix: eth1 would take eth10 too, and then `=` asks for exactly this one."""
     others = [each.name for each in found.interfaces if each.name != interface]
     return f"={interface}" if any(name.startswith(interface) for name in others) else interface

@@ -156,8 +156,8 @@ def test_one_failure_hides_no_other() -> None:
 def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
     import ast
 
-    for name in ("remote", "hostfacts", "hostshell", "nics", "survey", "tree"):
-        ast.parse(links._source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
+    for name in ("remote", *links.OFFERED):
+        ast.parse(links.source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
 
 
 def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""Which rule of a host's firewall keeps a connection out, and the command that lets it in; pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TABLE = re.compile(r"table (\S+) (\S+) \{")
+_CHAIN = re.compile(r"chain (\S+) \{")
+_HOOK = re.compile(r"type filter hook (\S+) .*?policy (\w+);")
+_RULE = re.compile(r"(?P<text>.*\S) # handle (?P<handle>\d+)$")
+_ADDRESS = re.compile(r"\bip6? (saddr|daddr) (!= )?(\{[^}]*\}|\S+)")
+_PORT = re.compile(r"\btcp (sport|dport) (!= )?(\{[^}]*\}|\S+)")
+_INTERFACE = re.compile(r'\b([io])if(?:name)? (!= )?("[^"]*"|\S+)')
+# What says nothing of which connections a rule is for, or takes in the first packet of a new one.
+_NOISE = re.compile(
+    r'\bcounter packets \d+ bytes \d+|\bcounter\b|\blog( prefix "[^"]*")?( level \w+)?|\bct state new\b'
+    r"|\bmeta l4proto tcp\b|\bip protocol tcp\b|\btcp flags syn( / [\w,|]+)?|\btcp flags & \([\w |]+\) == syn"
+    r'|\bcomment "[^"]*"'
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What of a ruleset drops or rejects a connection."""
+
+    chain: str
+    """As nft's commands name it: family, table and chain."""
+    handle: str | None
+    """None: no rule, but the chain's policy."""
+    text: str
+
+
+def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, interface: str) -> Rule | None:
+    """The rule that certainly ends a TCP connection of two addresses, in ``nft --handle list ruleset``.
+
+    Args:
+        ruleset: what nft said.
+        hook: "input" on the target's host, "output" on the source's.
+        source: address that connects.
+        target: address that is connected to.
+        port: the target's.
+        interface: of the host that the ruleset is of.
+
+    Returns:
+        None when nothing does, or only rules that hang on more than addresses, ports and interfaces.
+    """
+    table = chain = policy = ""
+    hooked = False
+    for line in map(str.strip, ruleset.splitlines()):
+        if match := _TABLE.match(line):
+            table = " ".join(match.groups())
+        elif match := _CHAIN.match(line):
+            chain, hooked, policy = match[1], False, ""
+        elif match := _HOOK.search(line):
+            hooked, policy = match[1] == hook, match[2]
+        elif hooked and (match := _RULE.match(line)):
+            verdict = _verdict(match["text"], source, target, port, interface)
+            if verdict == "accept":
+                hooked = False  # this chain lets it through, and another may not
+            elif verdict:
+                return Rule(f"{table} {chain}", match["handle"], match["text"])
+        elif hooked and line == "}" and policy == "drop":
+            return Rule(f"{table} {chain}", None, "policy drop")
+    return None
+
+
+def _verdict(text: str, source: str, target: str, port: int, interface: str) -> str:
+    """``accept``, ``drop`` or ``reject`` for a new connection; "" where a rule is not for it, or we cannot tell."""
+    end = re.search(r"\b(accept|drop|reject)\b.*$", text)
+    if end is None:
+        return ""
+    condition = text[: end.start()]
+    for way, negated, value in _ADDRESS.findall(condition):
+        if _has_address(value, source if way == "saddr" else target) == bool(negated):
+            return ""
+    for way, negated, value in _PORT.findall(condition):
+        if way == "sport" or _has_port(value, port) == bool(negated):
+            return ""
+    for _, negated, value in _INTERFACE.findall(condition):
+        if (value.strip('"') == interface) == bool(negated):
+            return ""
+    for known in (_ADDRESS, _PORT, _INTERFACE, _NOISE):
+        condition = known.sub("", condition)
+    return "" if condition.strip() else end[1]
+
+
+def _items(value: str) -> list[str]:
+    return [item.strip() for item in value.strip("{} ").split(",") if item.strip()]
+
+
+def _has_address(value: str, address: str) -> bool:
+    wanted = ipaddress.ip_address(address)
+    for item in _items(value):
+        try:
+            if "-" in item:
+                low, high = (ipaddress.ip_address(end) for end in item.split("-"))
+                inside = low.version == wanted.version and int(low) <= int(wanted) <= int(high)
+            else:
+                inside = wanted in ipaddress.ip_network(item, strict=False)
+        except ValueError:  # a named set
+            return False
+        if inside:
+            return True
+    return False
+
+
+def _has_port(value: str, port: int) -> bool:
+    for item in _items(value):
+        low, _, high = item.partition("-")
+        if low.isdigit() and int(low) <= port <= int(high or low):
+            return True
+    return False
+
+
+def cure(
+    found: Mapping[str, Mapping[str, Any]],
+    *,
+    source: str,
+    target: str,
+    addresses: Mapping[str, str],
+    interfaces: Mapping[str, str],
+    port: int,
+    answer_port: int | None = None,
+) -> tuple[str, str]:
+    """What lets `source` connect to a port of `target`, and what was seen that keeps it out ("" for nothing).
+
+    Args:
+        found: host → `netprobe.firewall` there, as far as it was asked.
+        source: the host that connects.
+        target: the host that is connected to.
+        addresses: host → its address.
+        interfaces: host → the interface with that address.
+        port: the target's.
+        answer_port: the source's, if it is known: answers go there.
+    """
+    ways = [(target, "input", source, target, port), (source, "output", source, target, port)]
+    if answer_port is not None:
+        ways += [
+            (target, "output", target, source, answer_port),
+            (source, "input", target, source, answer_port),
+        ]
+    for host, hook, sender, receiver, number in ways:
+        here = found.get(host, {})
+        if here.get("tool") in ("firewalld", "ufw"):
+            continue  # the rules are made anew by it: they are its to change
+        rule = blocking(
+            here.get("rules", ""),
+            hook,
+            source=addresses[sender],
+            target=addresses[receiver],
+            port=number,
+            interface=interfaces[host],
+        )
+        if rule is None:
+            continue
+        if rule.handle is not None:
+            command = f"sudo nft delete rule {rule.chain} handle {rule.handle}"
+        else:
+            family = "ip6" if ":" in addresses[source] else "ip"
+            way = f"saddr {addresses[sender]}" if hook == "input" else f"daddr {addresses[receiver]}"
+            command = f"sudo nft insert rule {rule.chain} {family} {way} accept"
+        return f"on {host}: {command}", f"{host}'s nftables, chain {rule.chain}: {rule.text}"
+    here = found.get(target, {})
+    tool, address = here.get("tool", ""), addresses[source]
+    said = f"{target} has {tool}" if tool else ""
+    if tool == "firewalld":
+        command = f"sudo firewall-cmd --permanent --zone=trusted --add-source={address}"
+        return f"on {target}: {command} && sudo firewall-cmd --reload", said
+    if tool == "ufw":
+        return f"on {target}: sudo ufw allow from {address}", said
+    if tool == "iptables":
+        return f"on {target}: sudo iptables -I INPUT -s {address} -j ACCEPT", said
+    if tool == "nftables":
+        return f"on {target}: find what drops it, sudo nft --handle list ruleset, and let {address} in", said
+    if not here.get("may_see", True):
+        return (
+            f"on {target}: sudo nft list ruleset; sudo iptables -S: find what drops it, let {address} in",
+            said,
+        )
+    between = (
+        f"between them (a cloud's security group, a switch): let TCP {address} → {addresses[target]} through"
+    )
+    return f"no rule on either host is seen to do it; look {between}", said

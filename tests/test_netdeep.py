@@ -1,0 +1,198 @@
+"""`kit check --deep`: an all-reduce on real hosts, or who waited for whom; and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import until
+from lab_hosts import on, processes
+
+from nodekit.deploy import check, cluster, netdeep
+from nodekit.deploy.check import Facts
+from nodekit.deploy.findings import Finding
+from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab_process import ProcessRecord
+from nodekit.deploy.link import Link
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory
+
+
+class Site:
+    """The lab with links to its hosts."""
+
+    def __init__(self, lab: Lab, inventory: Inventory, links: dict[str, Link]) -> None:
+        self.lab = lab
+        self.inventory = inventory
+        self.links = links
+        peers = cluster.peer_addresses(inventory.hosts)
+        self.facts: dict[str, Facts] = check.gather(links, inventory, kit_digest="", peers=peers)
+        self.before = self.processes()
+
+    def processes(self) -> dict[str, set[ProcessRecord]]:
+        return {name: processes(self.lab, name) for name in self.lab.hosts}
+
+    def deep(self, *names: str, deadline_s: float = 60, port: int = 0) -> list[Finding]:
+        """Check some of the hosts; the deadline is kept, and nothing runs or listens there afterwards."""
+        links = {name: self.links[name] for name in names}
+        start = time.monotonic()
+        found = netdeep.deep_findings(links, self.inventory, self.facts, deadline_s=deadline_s, port=port)
+        assert time.monotonic() - start < deadline_s
+        assert self.processes() == self.before
+        for name in names:
+            listens = on(self.lab, name, "ss", "-Hltn").splitlines()
+            assert {line.split()[3].rpartition(":")[2] for line in listens} == {"22"}
+        for finding in found:
+            assert finding.check == "deep"
+            assert finding.level == "ok" or (finding.found and finding.wanted and finding.cure)
+        return found
+
+    def use_python(self, name: str, script: str) -> None:
+        """Put a program of its own in place of a host's python."""
+        path = "/root/other python"
+        subprocess.run(
+            self.lab.enter_argv(name, "tee", path),
+            input=script.encode(),
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        on(self.lab, name, "chmod", "+x", path)
+        self.facts[name] = dataclasses.replace(self.facts[name], executable=path)
+
+
+@pytest.fixture
+def site(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    # On this network no packet is lost: what is not answered at once never is.
+    monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 4.0})
+    monkeypatch.setattr(netdeep, "PATIENCE_S", 1.0)
+    inventory = load_inventory(lab.inventory)
+    with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
+        yield Site(lab, inventory, links)
+    for name in lab.hosts:
+        on(lab, name, "nft", "flush", "ruleset")
+
+
+def filter_on(site: Site, host: str, rule: str) -> None:
+    chain = f"chain c {{ type filter hook input priority 0; policy accept; {rule}\n }}"
+    on(site.lab, host, "nft", f"table inet site {{ {chain}\n }}")
+
+
+@pytest.mark.lab
+def test_hosts_that_are_well_reduce_together(site: Site) -> None:
+    found = site.deep("node1", "node2", "node3")
+    assert [(finding.host, finding.level) for finding in found] == [(name, "ok") for name in site.lab.hosts]
+    assert all(re.fullmatch(r"gloo, \d+ ms", finding.found) for finding in found)
+
+
+@pytest.mark.lab
+def test_a_host_that_is_refused_at_the_rendezvous_is_named_and_who_waited_for_it(site: Site) -> None:
+    filter_on(
+        site, "node1", f"ip saddr {site.lab.hosts['node3'].address} tcp dport 29500 reject with tcp reset"
+    )
+    summary, refused = site.deep("node1", "node3", port=29500)
+    assert (summary.host, summary.level) == ("node3", "failure")
+    assert summary.found == "node1 waited for node3 (calls the rendezvous (refused))"
+    assert (refused.host, refused.hosts, refused.level) == ("node3 → node1", ("node3", "node1"), "failure")
+    assert refused.found.startswith("port 29500 refused; node1's nftables, chain inet site c: ip saddr")
+    assert refused.cure.startswith("on node1: sudo nft delete rule inet site c handle ")
+
+
+@pytest.mark.lab
+def test_ports_that_only_the_all_reduce_needs_are_named(site: Site) -> None:
+    filter_on(
+        site,
+        "node1",
+        f"ip saddr {site.lab.hosts['node2'].address} tcp dport 32768-60999 reject with tcp reset",
+    )
+    summary, *found = site.deep("node1", "node2", port=29500)
+    assert summary.found.startswith("all arrived, but there was no all-reduce (gloo): ")
+    pairs = {finding.host: finding for finding in found}
+    assert set(pairs) == {"node2 → node1", "node1 → node2"}
+    refused = re.match(r"port (\d+) refused", pairs["node2 → node1"].found)
+    assert refused
+    assert 32768 <= int(refused[1]) <= 60999
+    for finding in pairs.values():  # answers to node1's own calls are refused, too
+        assert finding.cure.startswith("on node1: sudo nft delete rule inet site c handle "), finding
+
+
+@pytest.mark.lab
+def test_a_host_whose_torch_does_not_run_is_named_with_its_error(site: Site) -> None:
+    site.use_python("node2", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    summary, broken = site.deep("node1", "node2")
+    assert (summary.host, summary.hosts) == ("node2", ("node2",))
+    assert "node2 (imports torch, then ended (status 1: ModuleNotFoundError" in summary.found
+    assert broken.host == "node2"
+    assert "ModuleNotFoundError: No module named 'torch'" in broken.found
+
+
+@pytest.mark.lab
+def test_a_host_that_does_nothing_is_named_within_the_deadline(site: Site) -> None:
+    site.use_python("node2", "#!/bin/sh\nexec sleep 1000\n")
+    (summary,) = site.deep("node1", "node2", deadline_s=12)
+    assert summary.found == "node1 waited for node2 (did not start)"
+
+
+@pytest.mark.lab
+def test_a_rendezvous_port_that_is_taken_is_named(site: Site) -> None:
+    (found,) = site.deep("node1", "node2", port=22)
+    assert (found.host, found.level) == ("node1", "failure")
+    assert "port 22 cannot be listened at" in found.found
+
+
+DRIVER = """
+import sys
+from nodekit.deploy import check, cluster, netdeep
+from nodekit.inventory.load import load_inventory
+inventory = load_inventory(sys.argv[1])
+with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
+    facts = check.gather(links, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
+    netdeep.deep_findings(links, inventory, facts, deadline_s=60)
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_on_any_host_when_kit_is_ended(lab: Lab, number: signal.Signals) -> None:
+    def jobs() -> int:
+        found = 0
+        for name in lab.hosts:
+            for pid in lab.processes(name):
+                with contextlib.suppress(OSError):
+                    found += b"GLOO_SOCKET_IFNAME" in Path(f"/proc/{pid}/environ").read_bytes()
+        return found
+
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(lab.inventory)], stderr=subprocess.PIPE)
+    try:
+        until(lambda: jobs() == 3, what="the jobs' start")
+        os.kill(driver.pid, number)
+        driver.communicate(timeout=10)
+        until(lambda: jobs() == 0, timeout_s=5, what="the jobs' end")
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+def test_lines_that_a_library_prints_are_no_stages() -> None:
+    progress = netdeep.Progress()
+    progress.take("a warning")
+    assert progress.stage == ""
+    progress.take('{"stage": "calls", "s": 2.5, "problem": "refused"}')
+    assert (progress.stage, progress.problem) == ("calls", "refused")
+    progress.take('{"stage": "arrived", "s": 2.6}')
+    assert (progress.stage, progress.problem) == ("arrived", "")
+    assert progress.reached("calls")
+    assert not progress.reached("complete")
+
+
+@pytest.mark.parametrize(("printed", "wanted"), [(64937, 43517), (1923, 33543), (45419, 45419)])
+def test_a_port_that_gloo_prints_the_wrong_way_around_is_put_right(printed: int, wanted: int) -> None:
+    assert netdeep.meant(printed, 32768, 60999) == wanted
