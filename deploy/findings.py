@@ -1,0 +1,31 @@
+"""What a check found in one place of one host: the cells of `kit check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "failure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check of one host, or of one ordered pair of hosts."""
+
+    check: str
+    """The column: access, workdir, software, gpus, clock, network, leftovers, deep."""
+    host: str
+    """The row; "a → b" for an ordered pair."""
+    level: Level
+    found: str = ""
+    """What is there. Of an ok one: a few words, or nothing."""
+    wanted: str = ""
+    """What should be there in its place."""
+    cure: str = ""
+    """The command that mends it, or the line of the inventory to change."""
+    hosts: tuple[str, ...] = ()
+    """Which rows it counts for; of a single host: that one."""
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            object.__setattr__(self, "hosts", (self.host,))
