@@ -197,7 +197,7 @@ def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
         skew_s = found.clock_offset_s - middle.clock_offset_s
         error_s = found.clock_error_s + middle.clock_error_s
         if abs(skew_s) - error_s <= limit_s:
-            text = f"{skew_s * 1000:+.0f} ms" if abs(skew_s) < 1 else f"{skew_s:+.1f} s"
+            text = f"{round(skew_s * 1000) or 0:+d} ms" if abs(skew_s) < 1 else f"{skew_s:+.1f} s"
             findings.append(Finding(check="clock", host=name, level="ok", found=text))
             continue
         findings.append(

@@ -93,8 +93,9 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
     )
     ecc = gpu.find("ecc_errors/volatile")
     counts = [
-        _number(each.text) for each in (ecc.iter() if ecc is not None else ()) if _is_uncorrectable(each.tag)
+        _number(each.text) for each in (ecc.iter() if ecc is not None else ()) if "uncorrectable" in each.tag
     ]
+    counts.append(_number(_text(gpu, "ecc_errors/volatile/double_bit/total")))  # GPUs before Turing count so
     known = [count for count in counts if count is not None]
     pending = (
         "retired_pages/pending_retirement",
@@ -127,11 +128,6 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
     )
 
 
-def _is_uncorrectable(tag: str) -> bool:
-    # sram_uncorrectable, with newer drivers _parity and _secded; and double_bit/total with those before Turing.
-    return "uncorrectable" in tag
-
-
 def _text(element: ET.Element, path: str) -> str:
     return (element.findtext(path) or "").strip()
 
@@ -143,6 +139,15 @@ def _number(text: str | None) -> int | None:
 
 def _yes(text: str | None) -> bool:
     return (text or "").strip() in ("Yes", "Active", "Pending")
+
+
+def gpu_of(xml: str) -> dict[int, int]:
+    """The GPU that each process uses, by pid, as far as that can be told."""
+    try:
+        gpus = parse(xml).gpus
+    except SmiError:
+        return {}
+    return {process.pid: gpu.index for gpu in gpus for process in gpu.processes}
 
 
 def parse_matrix(text: str) -> dict[tuple[int, int], str]:

@@ -164,7 +164,7 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     package = sync.package()
     secrets_of(inventory)
     with cluster.links(inventory.hosts, options.ssh) as links:
-        facts, peers = start.gather_facts(links, inventory, package.digest)
+        facts, peers, warnings = start.gather_facts(links, inventory, package.digest, options)
         planned = plan.build(
             inventory,
             facts,
@@ -174,6 +174,8 @@ def dry_run(inventory: Inventory, options: Options) -> int:
             kit_digest=package.digest,
             command=options.command,
         )
+    for warning in start.grouped(warnings):
+        options.ssh.notice(f"warning: {warning}")
     print(planned.to_json() if options.json else planned.to_text())
     return 0
 

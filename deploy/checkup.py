@@ -1,0 +1,379 @@
+"""`kit check`: looks at all hosts at once, never longer than it may, and says what would keep a job from running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy import check, cluster, gpus, leftovers, script, software, sync
+from nodekit.deploy.check import Facts
+from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.findings import Finding
+from nodekit.deploy.link import Link
+from nodekit.deploy.script import Script
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Host, Inventory
+from nodekit.training.engines import LIBRARIES
+
+QUICK_TIMEOUT_S = 10.0
+DEEP_TIMEOUT_S = 60.0
+RESERVE_S = 0.5  # at the end, to close the links and to print
+COLUMNS = ("access", "workdir", "software", "gpus", "clock", "network", "leftovers", "deep")
+SLOW_RTT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit check` says."""
+
+    inventory: Path
+    command: tuple[str, ...] | None = None
+    deep: bool = False
+    timeout_s: float = QUICK_TIMEOUT_S
+    ssh: SshOptions = field(default_factory=SshOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that was found."""
+
+    inventory: Path
+    hosts: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether something would keep a job from running."""
+        return any(each.level == "failure" for each in self.findings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One host as it has answered."""
+
+    facts: Facts
+    probe: Mapping[str, Any]
+
+
+def run(options: Options) -> Report:
+    """Look at all hosts.
+
+    Raises:
+        KitError: the inventory cannot be used, or is Slurm's.
+    """
+    started = time.monotonic()
+    inventory = load_inventory(options.inventory)
+    if inventory.slurm is not None:
+        raise KitError(
+            f"{inventory.path}: kit check looks at hosts, and which nodes the job gets is Slurm's to say; "
+            "list them as hosts: in another file, or see sinfo"
+        )
+    findings, own = _here(inventory, options.command)
+    visits = _Visits(inventory, own, options, deadline=started + options.timeout_s - RESERVE_S)
+    visits.wait(started + 0.6 * options.timeout_s)
+    seen, links = visits.seen(), visits.links()
+    network: list[Finding] = []
+    if seen:
+        network = _network(links, inventory, seen, deadline=visits.deadline)
+        if len(seen) < len(inventory.hosts):
+            visits.wait(visits.deadline)
+            seen = visits.seen()
+    findings += visits.access()
+    findings += examine(inventory, seen, own)
+    findings += network
+    if options.deep:
+        findings += _deep(links, inventory, seen, findings)
+    visits.leave()
+    return Report(
+        inventory=options.inventory,
+        hosts=tuple(host.name for host in inventory.hosts),
+        findings=tuple(findings),
+        seconds=time.monotonic() - started,
+    )
+
+
+def survey(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    own: Script,
+    *,
+    kit_digest: str,
+    peers: Mapping[str, tuple[str, ...]],
+) -> dict[str, Seen]:
+    """Look at hosts that there are links to, as `kit up` has them.
+
+    Raises:
+        KitError: with one line per host that gave no answer.
+    """
+    hosts = {host.name: host for host in inventory.hosts}
+
+    def ask(link: Link) -> Seen:
+        return _look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=peers[link.host])
+
+    return check.all_or_raise(check.on_all(links, ask))
+
+
+def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list[Finding]:
+    """Everything but access and network; pure, but for the runs on record here."""
+    facts = {name: each.facts for name, each in seen.items()}
+    probes = {name: each.probe for name, each in seen.items()}
+    found = [
+        *check.needed(inventory, facts),
+        *software.findings(inventory, facts, probes, own),
+        *gpus.findings(inventory, facts, probes),
+        *check.clocks(inventory, facts),
+        *leftovers.findings(inventory, facts, probes),
+    ]
+    bad = {(each.check, each.host) for each in found if each.level != "ok"}
+    return [each for each in found if each.level != "ok" or (each.check, each.host) not in bad]
+
+
+def _look(
+    link: Link, host: Host, inventory: Inventory, own: Script, *, kit_digest: str, peers: Sequence[str]
+) -> Seen:
+    paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
+    found = link.call(
+        "probes.probe",
+        timeout_s=check.FACTS_TIMEOUT_S,
+        workdir=host.workdir,
+        kit_digest=kit_digest,
+        peers=peers,
+        modules=LIBRARIES,
+        imports=own.imports,
+        source=own.source,
+        path=[each for each in paths.split(os.pathsep) if each],
+    )
+    return Seen(facts=check.facts_of(link, found["facts"]), probe=found)
+
+
+def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Finding], Script]:
+    """What can be told from here: whether the code and the secrets are there."""
+    hosts = tuple(host.name for host in inventory.hosts)
+    found = []
+    own = Script()
+
+    def failure(text: str, wanted: str, cure: str) -> Finding:
+        return Finding(
+            check="software",
+            host="this machine",
+            level="failure",
+            found=text,
+            wanted=wanted,
+            cure=cure,
+            hosts=hosts,
+        )
+
+    try:
+        own = script.read(inventory, command)
+    except (KitError, OSError) as error:
+        text, cure = split(str(error))
+        found.append(failure(text, "the job's script", cure))
+    if absent := [name for name in inventory.job.secrets if name not in os.environ]:
+        text = f"job.secrets names {', '.join(absent)}, not set in this environment"
+        found.append(failure(text, "their values", f"export {absent[0]}=…"))
+    return found, own
+
+
+def split(problem: str) -> tuple[str, str]:
+    """What was found, and what to do: our errors have that after their last semicolon."""
+    found, _, cure = problem.rpartition("; ")
+    return (found, cure) if found else (problem, "")
+
+
+class _Visits:
+    """The way to each host and back, each in its own thread; who is late is left behind."""
+
+    def __init__(self, inventory: Inventory, own: Script, options: Options, *, deadline: float) -> None:
+        self.deadline = deadline
+        self._inventory = inventory
+        self._own = own
+        self._options = options
+        self._digest = sync.package().digest
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._all_done = threading.Condition(self._lock)
+        self._links: dict[str, Link] = {}
+        self._seen: dict[str, Seen] = {}
+        self._failed: dict[str, Exception] = {}
+        self._stage = {host.name: "connecting" for host in inventory.hosts}
+        self._connected_s: dict[str, float] = {}
+        self._is_over = False
+        self._peers = _Later(lambda: cluster.peer_addresses(inventory.hosts))
+        if any(host.connection == "ssh" for host in inventory.hosts):
+            import fabric  # noqa: F401  # once here, and not in all threads at a time, each of which would wait
+        for host in inventory.hosts:
+            threading.Thread(target=self._visit, args=(host,), daemon=True).start()
+
+    def _visit(self, host: Host) -> None:
+        try:
+            link = cluster.open_link(
+                host, self._options.ssh, timeout_s=min(cluster.CONNECT_TIMEOUT_S, self._left_s())
+            )
+            with self._lock:
+                if self._is_over:
+                    link.close()
+                    return
+                self._links[host.name] = link
+                self._stage[host.name] = "looking around there"
+                self._connected_s[host.name] = time.monotonic() - self._started
+            peers = self._peers.get(max(0.1, self._left_s()), {}).get(host.name, ())
+            seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
+            with self._lock:
+                self._seen[host.name] = seen
+        except Exception as error:  # told for this host, and the others go on
+            with self._lock:
+                self._failed[host.name] = error
+        finally:
+            with self._lock:
+                self._stage.pop(host.name, None)
+                self._all_done.notify_all()
+
+    def _left_s(self) -> float:
+        return max(0.1, 0.95 * (self.deadline - time.monotonic()))
+
+    def wait(self, until: float) -> None:
+        """Until all are back, or that time has come."""
+        with self._all_done:
+            while self._stage and (left_s := until - time.monotonic()) > 0:
+                self._all_done.wait(left_s)
+
+    def seen(self) -> dict[str, Seen]:
+        """Who has answered so far, in the inventory's order."""
+        with self._lock:
+            return {
+                host.name: self._seen[host.name] for host in self._inventory.hosts if host.name in self._seen
+            }
+
+    def links(self) -> dict[str, Link]:
+        """Links to those."""
+        with self._lock:
+            return {name: self._links[name] for name in self._seen}
+
+    def access(self) -> list[Finding]:
+        """The column access.
+
+        Raises:
+            Exception: a mistake of our own, with its traceback.
+        """
+        with self._lock:
+            self._is_over = True
+            for error in self._failed.values():
+                if not isinstance(error, KitError):
+                    raise error
+            return [self._access(host) for host in self._inventory.hosts]
+
+    def _access(self, host: Host) -> Finding:
+        name = host.name
+        if name in self._seen:
+            rtt_s = self._seen[name].facts.rtt_s
+            level = "ok" if rtt_s < SLOW_RTT_S else "warning"
+            if level == "ok":
+                return Finding(check="access", host=name, level="ok", found=f"{rtt_s * 1000:.1f} ms")
+            return Finding(
+                check="access",
+                host=name,
+                level="warning",
+                found=f"an answer takes {rtt_s * 1000:.0f} ms",
+                wanted=f"less than {SLOW_RTT_S * 1000:.0f} ms",
+                cure="see whether it is busy (`uptime` there) or far away",
+            )
+        if name in self._failed:
+            error = self._failed[name]
+            problem = error.problem if isinstance(error, HostError) else str(error)
+            text, cure = split(problem)
+        else:
+            text = (
+                f"no answer within {self._options.timeout_s:g} s, while {self._stage.get(name, 'connecting')}"
+            )
+            cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
+        return Finding(
+            check="access",
+            host=name,
+            level="failure",
+            found=text,
+            wanted="a host that kit can log in to",
+            cure=cure,
+        )
+
+    def leave(self) -> None:
+        """Close the links, as far as that takes no time."""
+        with self._lock:
+            links = list(self._links.values())
+        closing = [threading.Thread(target=_close, args=(link,), daemon=True) for link in links]
+        for thread in closing:
+            thread.start()
+        until = time.monotonic() + RESERVE_S
+        for thread in closing:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _close(link: Link) -> None:
+    with contextlib.suppress(Exception):
+        link.close()
+
+
+class _Later:
+    """A value that is worked out meanwhile: a name server may take its time."""
+
+    def __init__(self, make: Callable[[], Mapping[str, tuple[str, ...]]]) -> None:
+        self._value: Mapping[str, tuple[str, ...]] | None = None
+        self._make = make
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._value = self._make()
+
+    def get(self, timeout_s: float, default: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+        """The value, or the default where it is not there in time."""
+        self._thread.join(timeout_s)
+        return self._value if self._value is not None else default
+
+
+def _network(
+    links: Mapping[str, Link], inventory: Inventory, seen: Mapping[str, Seen], *, deadline: float
+) -> list[Finding]:
+    try:
+        from nodekit.deploy import netcheck  # type: ignore[attr-defined, unused-ignore]
+    except ImportError:
+        return []
+    facts = {name: each.facts for name, each in seen.items()}
+    found: list[Finding] = netcheck.network_findings(
+        links, inventory, facts, deadline_s=max(0.1, deadline - time.monotonic())
+    )
+    return found
+
+
+def _deep(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    seen: Mapping[str, Seen],
+    findings: Sequence[Finding],
+) -> list[Finding]:
+    """A real rendezvous and an all-reduce, where nothing is known that would keep it from working."""
+    if any(each.level == "failure" for each in findings):
+        hosts = tuple(host.name for host in inventory.hosts)
+        return [
+            Finding(
+                check="deep",
+                host="all hosts",
+                hosts=hosts,
+                level="warning",
+                found="not tried",
+                wanted="no failure in the other columns",
+                cure="mend those first, and run kit check --deep again",
+            )
+        ]
+    from nodekit.deploy import netcheck  # type: ignore[attr-defined, unused-ignore]
+
+    facts = {name: each.facts for name, each in seen.items()}
+    found: list[Finding] = netcheck.deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
+    return found
