@@ -69,9 +69,9 @@ def _grouped(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
 
 def _block(finding: Finding, hosts: Sequence[str], width: int) -> str:
     lines = _wrapped(f"{WORDS[finding.level]}  {finding.check}  ", ", ".join(hosts), width)
-    for word, said in (("found", finding.found), ("wanted", finding.wanted), ("mend it", finding.cure)):
+    for word, said in (("found", finding.found), ("wanted", finding.wanted), ("cure", finding.cure)):
         if said:
-            lines += _wrapped(f"{_INDENT}{word:<9}", said, width)
+            lines += _wrapped(f"{_INDENT}{word:<8}", said, width)
     return "\n".join(lines)
 
 

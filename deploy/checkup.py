@@ -24,6 +24,7 @@ from nodekit.training.engines import LIBRARIES
 
 QUICK_TIMEOUT_S = 10.0
 DEEP_TIMEOUT_S = 60.0
+CONNECT_SHARE = 0.6  # of that, for logging in: the rest is for the network, between those that can be reached
 RESERVE_S = 0.5  # at the end, to close the links and to print
 COLUMNS = ("access", "workdir", "software", "gpus", "clock", "network", "leftovers", "deep")
 SLOW_RTT_S = 0.2
@@ -78,7 +79,7 @@ def run(options: Options) -> Report:
         )
     findings, own = _here(inventory, options.command)
     visits = _Visits(inventory, own, options, deadline=started + options.timeout_s - RESERVE_S)
-    visits.wait(started + 0.6 * options.timeout_s)
+    visits.wait(started + CONNECT_SHARE * options.timeout_s + RESERVE_S)
     seen, links = visits.seen(), visits.links()
     network: list[Finding] = []
     if seen:
@@ -206,17 +207,16 @@ class _Visits:
         self._stage = {host.name: "connecting" for host in inventory.hosts}
         self._connected_s: dict[str, float] = {}
         self._is_over = False
-        self._peers = _Later(lambda: cluster.peer_addresses(inventory.hosts))
         if any(host.connection == "ssh" for host in inventory.hosts):
-            import fabric  # noqa: F401  # once here, and not in all threads at a time, each of which would wait
+            import fabric  # noqa: F401  # once and here: threads that import it at the same time trip over each other
+        self._peers = _Later(lambda: cluster.peer_addresses(inventory.hosts))
         for host in inventory.hosts:
             threading.Thread(target=self._visit, args=(host,), daemon=True).start()
 
     def _visit(self, host: Host) -> None:
         try:
-            link = cluster.open_link(
-                host, self._options.ssh, timeout_s=min(cluster.CONNECT_TIMEOUT_S, self._left_s())
-            )
+            timeout_s = round(CONNECT_SHARE * self._options.timeout_s, 1)
+            link = cluster.open_link(host, self._options.ssh, timeout_s=timeout_s)
             with self._lock:
                 if self._is_over:
                     link.close()
@@ -224,7 +224,7 @@ class _Visits:
                 self._links[host.name] = link
                 self._stage[host.name] = "looking around there"
                 self._connected_s[host.name] = time.monotonic() - self._started
-            peers = self._peers.get(max(0.1, self._left_s()), {}).get(host.name, ())
+            peers = self._peers.get(self._left_s(), {}).get(host.name, ())
             seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
             with self._lock:
                 self._seen[host.name] = seen
@@ -237,7 +237,7 @@ class _Visits:
                 self._all_done.notify_all()
 
     def _left_s(self) -> float:
-        return max(0.1, 0.95 * (self.deadline - time.monotonic()))
+        return max(0.1, self.deadline - time.monotonic())
 
     def wait(self, until: float) -> None:
         """Until all are back, or that time has come."""
@@ -372,8 +372,8 @@ def _deep(
                 cure="mend those first, and run kit check --deep again",
             )
         ]
-    from nodekit.deploy import netcheck  # type: ignore[attr-defined, unused-ignore]
+    from nodekit.deploy import netdeep  # type: ignore[attr-defined, unused-ignore]
 
     facts = {name: each.facts for name, each in seen.items()}
-    found: list[Finding] = netcheck.deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
+    found: list[Finding] = netdeep.deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
     return found
