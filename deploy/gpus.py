@@ -42,8 +42,8 @@ def findings(
         told = probes[host]["gpus"]
         if "error" in told:
             found.append(unseen("gpus", host, told["error"]))
-        elif told["problem"] and _wants_gpus(inventory, host):
-            found.append(_silent(host, told["problem"]))
+        elif told["problem"] and (level := _level_of_none(inventory, host, told["num_cards"])) != "ok":
+            found.append(_silent(host, told["problem"], level))
         elif not used[host]:
             nothing = "none" if not facts[host].num_gpus else "not used"
             found.append(Finding(check="gpus", host=host, level="ok", found=nothing))
@@ -63,8 +63,12 @@ def findings(
     return [*found, *_unequal(kinds, joined)]
 
 
-def _wants_gpus(inventory: Inventory, host: str) -> bool:
-    return next(each.gpus for each in inventory.hosts if each.name == host) not in (0, ())
+def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:
+    """How bad it is that a host has no GPUs to use: it may be meant."""
+    wanted = next(each.gpus for each in inventory.hosts if each.name == host)
+    if wanted is None:
+        return "warning" if num_cards else "ok"
+    return "failure" if wanted else "ok"
 
 
 def _short(name: str) -> str:
@@ -79,11 +83,11 @@ def _joined(told: Mapping[str, Any], used: tuple[int, ...]) -> str:
     return f"{links} without P2P ({peers})" if peers not in ("", "OK") else links
 
 
-def _silent(host: str, problem: str) -> Finding:
+def _silent(host: str, problem: str, level: Level) -> Finding:
     return Finding(
         check="gpus",
         host=host,
-        level="failure",
+        level=level,
         found=f"nvidia-smi: {problem}",
         wanted="its list of GPUs",
         cure="see what the driver says with `sudo dmesg | grep -i nvrm`, or set `gpus: 0` to train on the CPU",

@@ -227,23 +227,34 @@ def _names(folder: str) -> List[str]:
 
 
 def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
+    found: Dict[str, Any] = {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": []}
+    found["num_cards"] = _num_cards()
     if shutil.which("nvidia-smi") is None:
-        devices = [name for name in _names("/dev") if re.match(r"nvidia\d+$", name)]
-        return {"devices": devices, "smi": "", "problem": "no nvidia-smi" if devices else ""}
+        return dict(found, problem="not installed" if found["num_cards"] else "")
     asked = [
         pool.submit(_output, ["nvidia-smi", *arguments], SMI_TIMEOUT_S)
         for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"])
     ]
     (smi, problem), (topo, _), (p2p, _) = [each.result() for each in asked]
     pids = sorted({int(pid) for pid in re.findall(r"<pid>(\d+)</pid>", smi)})
-    return {
-        "smi": re.sub(r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL),  # half of it
-        "problem": problem,
-        "topo": topo,
-        "p2p": p2p,
-        "owners": {str(pid): _owner(pid) for pid in pids},
-        "xid": _xid_lines(),
-    }
+    return dict(
+        found,
+        smi=re.sub(r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL),  # half of it
+        problem=problem,
+        topo=topo,
+        p2p=p2p,
+        owners={str(pid): _owner(pid) for pid in pids},
+        xid=_xid_lines(),
+    )
+
+
+def _num_cards() -> int:
+    """NVIDIA's GPUs on the PCI bus, with a driver or without."""
+    found = 0
+    for device in glob.glob("/sys/bus/pci/devices/*"):
+        kind = (_read(device + "/vendor") or "").strip(), (_read(device + "/class") or "")[:4]
+        found += kind == ("0x10de", "0x03")
+    return found
 
 
 def _owner(pid: int) -> str:
