@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nodekit.deploy import check, cluster, gpus, leftovers, script, software, sync
 from nodekit.deploy.check import Facts
@@ -21,6 +21,8 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training.engines import LIBRARIES
+
+T = TypeVar("T")
 
 QUICK_TIMEOUT_S = 10.0
 DEEP_TIMEOUT_S = 60.0
@@ -224,7 +226,9 @@ class _Visits:
                 self._links[host.name] = link
                 self._stage[host.name] = "looking around there"
                 self._connected_s[host.name] = time.monotonic() - self._started
-            peers = self._peers.get(self._left_s(), {}).get(host.name, ())
+            peers = (self._peers.get(self._left_s()) or {}).get(
+                host.name, ()
+            )  # a name server may take its time
             seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
             with self._lock:
                 self._seen[host.name] = seen
@@ -320,22 +324,27 @@ def _close(link: Link) -> None:
         link.close()
 
 
-class _Later:
-    """A value that is worked out meanwhile: a name server may take its time."""
+class _Later(Generic[T]):
+    """A value that is worked out meanwhile."""
 
-    def __init__(self, make: Callable[[], Mapping[str, tuple[str, ...]]]) -> None:
-        self._value: Mapping[str, tuple[str, ...]] | None = None
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._found: list[T | Exception] = []
         self._make = make
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._value = self._make()
+        try:
+            self._found.append(self._make())
+        except Exception as error:  # raised where the value is asked for
+            self._found.append(error)
 
-    def get(self, timeout_s: float, default: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
-        """The value, or the default where it is not there in time."""
+    def get(self, timeout_s: float) -> T | None:
+        """The value, or None where it is not there in time."""
         self._thread.join(timeout_s)
-        return self._value if self._value is not None else default
+        if self._found and isinstance(self._found[0], Exception):
+            raise self._found[0]
+        return self._found[0] if self._found else None  # type: ignore[return-value]  # no exception, as just seen
 
 
 def _network(
@@ -346,10 +355,21 @@ def _network(
     except ImportError:
         return []
     facts = {name: each.facts for name, each in seen.items()}
-    found: list[Finding] = netcheck.network_findings(
-        links, inventory, facts, deadline_s=max(0.1, deadline - time.monotonic())
-    )
-    return found
+    left_s = max(0.1, deadline - time.monotonic())
+    later = _Later(lambda: netcheck.network_findings(links, inventory, facts, deadline_s=left_s))
+    if (found := later.get(left_s + RESERVE_S / 2)) is not None:
+        return found
+    return [  # it keeps to its time by itself; but nothing may hold up the rest
+        Finding(
+            check="network",
+            host="all hosts",
+            hosts=tuple(facts),
+            level="warning",
+            found=f"not known: no answer within {left_s:.0f} s",
+            wanted="an answer",
+            cure="give it more time with --timeout",
+        )
+    ]
 
 
 def _deep(
