@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -82,18 +82,17 @@ def run(options: Options) -> Report:
     findings, own = _here(inventory, options.command)
     visits = _Visits(inventory, own, options, deadline=started + options.timeout_s - RESERVE_S)
     visits.wait(started + CONNECT_SHARE * options.timeout_s + RESERVE_S)
-    seen, links = visits.seen(), visits.links()
-    network: list[Finding] = []
-    if seen:
-        network = _network(links, inventory, seen, deadline=visits.deadline)
-        if len(seen) < len(inventory.hosts):
-            visits.wait(visits.deadline)
-            seen = visits.seen()
+    if not visits.seen():
+        visits.wait(visits.deadline)
+    reached = visits.seen()
+    network = _network(visits.links(reached), inventory, reached, deadline=visits.deadline) if reached else []
+    visits.wait(visits.deadline)  # for who came too late for that
+    seen = visits.seen()
     findings += visits.access()
     findings += examine(inventory, seen, own)
     findings += network
     if options.deep:
-        findings += _deep(links, inventory, seen, findings)
+        findings += _deep(visits.links(seen), inventory, seen, findings)
     visits.leave()
     return Report(
         inventory=options.inventory,
@@ -256,10 +255,10 @@ class _Visits:
                 host.name: self._seen[host.name] for host in self._inventory.hosts if host.name in self._seen
             }
 
-    def links(self) -> dict[str, Link]:
-        """Links to those."""
+    def links(self, hosts: Iterable[str]) -> dict[str, Link]:
+        """Links to some who have answered."""
         with self._lock:
-            return {name: self._links[name] for name in self._seen}
+            return {name: self._links[name] for name in hosts}
 
     def access(self) -> list[Finding]:
         """The column access.
@@ -352,7 +351,9 @@ def _network(
 ) -> list[Finding]:
     try:
         from nodekit.deploy import netcheck  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "nodekit.deploy.netcheck":
+            raise
         return []
     facts = {name: each.facts for name, each in seen.items()}
     left_s = max(0.1, deadline - time.monotonic())
