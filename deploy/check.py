@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ipaddress
+import posixpath
 import re
 import shlex
 import time
@@ -281,10 +282,16 @@ def _workdir_problem(found: Facts) -> _Problem | None:
 
 def _workdir_cure(problem: str, found: Facts) -> str:
     if "No space" in problem or "quota" in problem:
-        return f"see what fills it with `du -xhd2 {shlex.quote(found.workdir)}`, or set `workdir:` to another disk"
+        return make_room(found)
     if "Permission denied" in problem:
         return f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}, or set `workdir:` to another folder"
     return "set `workdir:` to a folder that can be made and written to there"
+
+
+def make_room(found: Facts, of: str = "") -> str:
+    """What to do about a full disk: the folder itself may not be there yet."""
+    parent = shlex.quote(posixpath.dirname(found.workdir) or "/")
+    return f"see what fills it with `du -x{of}hd2 {parent}`, or set `workdir:` to another disk"
 
 
 def _gpu_problem(host: Host, found: Facts) -> _Problem | None:

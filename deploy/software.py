@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy import script as scripts
-from nodekit.deploy.check import NEEDED_BYTES, Facts
+from nodekit.deploy.check import NEEDED_BYTES, Facts, make_room
 from nodekit.deploy.findings import Finding, Level
 from nodekit.deploy.script import Script
 from nodekit.inventory.schema import Inventory
@@ -29,9 +29,12 @@ def findings(
 ) -> list[Finding]:
     """Everything but what `check.needed` finds."""
     found = []
+    env = {host.name: {**host.env, **inventory.job.env} for host in inventory.hosts}
     for host in facts:
         found += _workdir(host, facts[host], probes[host]["workdir"])
-        found += _software(host, facts[host], probes[host], script, Path(inventory.job.code).expanduser())
+        found += _software(
+            host, facts[host], probes[host], script, Path(inventory.job.code).expanduser(), env[host]
+        )
     found += _differing(
         "Python", {host: _minor(each.python) for host, each in facts.items()}, "warning", None
     )
@@ -47,7 +50,9 @@ def findings(
         def cure(
             host: str, version: str, package: str | None = package, cuda: Mapping[str, str] = cuda
         ) -> str:
-            wanted = package.format(version=version, cuda=cuda[host]) if package else "-U torch"
+            wanted = (
+                package.format(version=version, cuda=cuda[host]) if package and cuda[host] else "-U torch"
+            )
             return f"{facts[host].executable} -m pip install {wanted}"
 
         found += _differing(name, versions, "failure", cure)
@@ -88,7 +93,7 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
     if "error" in place:
         return [unseen("workdir", host, place["error"])]
     quoted = shlex.quote(facts.workdir)
-    fill = f"see what fills it with `du -xhd2 {quoted}`, or set `workdir:` to another disk"
+    fill = make_room(facts)
 
     def finding(level: Level, found: str, wanted: str, cure: str) -> Finding:
         return Finding(check="workdir", host=host, level=level, found=found, wanted=wanted, cure=cure)
@@ -133,7 +138,14 @@ def _size(size_bytes: float) -> str:
     return next((f"{size_bytes / unit:.0f} {name}" for name, unit in units if size_bytes >= unit), "full")
 
 
-def _software(host: str, facts: Facts, probe: Mapping[str, Any], script: Script, code: Path) -> list[Finding]:
+def _software(
+    host: str,
+    facts: Facts,
+    probe: Mapping[str, Any],
+    script: Script,
+    code: Path,
+    env: Mapping[str, str],
+) -> list[Finding]:
     own = probe["software"]
     if "error" in own:
         return [unseen("software", host, own["error"])]
@@ -151,7 +163,9 @@ def _software(host: str, facts: Facts, probe: Mapping[str, Any], script: Script,
         what = f"no {', '.join(missing)} in {facts.executable}"
         wanted = f"what {script.name} imports"
         found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
-    found += [finding(*each) for each in (_driver(own["cuda"], probe["gpus"]), *_limits(facts, own)) if each]
+    found += [
+        finding(*each) for each in (_driver(own["cuda"], probe["gpus"]), *_limits(facts, own, env)) if each
+    ]
     return found or [Finding(check="software", host=host, level="ok", found=f"torch {facts.torch}")]
 
 
@@ -172,11 +186,17 @@ def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> _Told | None:
     )
 
 
-def _limits(facts: Facts, own: Mapping[str, Any]) -> Sequence[_Told | None]:
+def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Sequence[_Told | None]:
     nofile, memlock, shm = own["nofile"][0], own["memlock"][0], own["shm"]
     conf = "/etc/security/limits.d/nodekit.conf"
     told: list[_Told | None] = []
-    if own["locale"] or own["encoding"].lower() != "utf-8":
+    is_told = env.keys() & {
+        "LC_ALL",
+        "LC_CTYPE",
+        "LANG",
+        "PYTHONUTF8",
+    }  # the job has another one than the probe
+    if not is_told and (own["locale"] or own["encoding"].lower() != "utf-8"):
         what = own["locale"] or f"the encoding of file names is {own['encoding']}"
         told.append(
             ("warning", f"locale: {what}", "one with UTF-8", "set `env: {LC_ALL: C.UTF-8}` for this host")

@@ -20,6 +20,7 @@ from nodekit.deploy.judge import FINAL, Rules
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
 from nodekit.deploy.runs import Run
+from nodekit.deploy.script import Script
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
@@ -69,7 +70,7 @@ class Phases:
 
 
 def gather_facts(
-    links: Mapping[str, Link], inventory: Inventory, kit_digest: str, options: Options
+    links: Mapping[str, Link], inventory: Inventory, kit_digest: str, options: Options, *, placed: str = ""
 ) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]], list[Finding]]:
     """The facts of all hosts, checked; and what was found that may hurt, but need not.
 
@@ -84,7 +85,8 @@ def gather_facts(
         facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
         findings = check.needed(inventory, facts)
     else:
-        own = script.read(inventory, options.command)
+        # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
+        own = Script() if placed else script.read(inventory, options.command)
         seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers)
         facts = {name: each.facts for name, each in seen.items()}
         findings = checkup.examine(inventory, seen, own)
@@ -137,7 +139,7 @@ def start(
         said.append(count(len(links), "host"))
     with phases.phase("check") as said:
         package = sync.package()
-        facts, peers, warnings = gather_facts(links, inventory, package.digest, options)
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)
         planned = plan.build(
             inventory,
             facts,

@@ -296,6 +296,11 @@ def test_what_is_wrong_on_one_host_is_told_of_that_host_with_a_cure(
     assert all(each.wanted and each.cure for each in found if each.level != "ok")
 
 
+def test_a_locale_that_the_inventory_sets_is_not_looked_for_on_the_host(tmp_path: Path) -> None:
+    text = "env: {LC_ALL: C.UTF-8}\n" + ONE
+    assert wrong(examined(tmp_path, text, gpu1=(facts("gpu1"), probe(encoding="ascii")))) == []
+
+
 @pytest.mark.parametrize(
     ("driver", "cuda", "is_fine"),
     [
@@ -531,7 +536,7 @@ def test_a_full_disk_is_named(kit: Kit) -> None:
         kit.on_host("node3", "umount", "/root/full")
     assert {(each.host, each.check, each.level) for each in found} == {("node3", "workdir", "failure")}
     assert any("No space left on device" in each.found for each in found)
-    assert all("du -xhd2 /root/full/kit" in each.cure for each in found)
+    assert all("`du -xhd2 /root/full`" in each.cure for each in found)
 
 
 @pytest.mark.lab
