@@ -350,14 +350,14 @@ def _network(
     links: Mapping[str, Link], inventory: Inventory, seen: Mapping[str, Seen], *, deadline: float
 ) -> list[Finding]:
     try:
-        from nodekit.deploy import netcheck  # type: ignore[attr-defined, unused-ignore]
+        from nodekit.deploy.netcheck import network_findings  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError as error:
         if error.name != "nodekit.deploy.netcheck":
             raise
         return []
     facts = {name: each.facts for name, each in seen.items()}
     left_s = max(0.1, deadline - time.monotonic())
-    later = _Later(lambda: netcheck.network_findings(links, inventory, facts, deadline_s=left_s))
+    later = _Later(lambda: network_findings(links, inventory, facts, deadline_s=left_s))
     if (found := later.get(left_s + RESERVE_S / 2)) is not None:
         return found
     return [  # it keeps to its time by itself; but nothing may hold up the rest
@@ -393,8 +393,8 @@ def _deep(
                 cure="mend those first, and run kit check --deep again",
             )
         ]
-    from nodekit.deploy import netdeep  # type: ignore[attr-defined, unused-ignore]
+    from nodekit.deploy.netdeep import deep_findings  # type: ignore[import-not-found, unused-ignore]
 
     facts = {name: each.facts for name, each in seen.items()}
-    found: list[Finding] = netdeep.deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
+    found: list[Finding] = deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
     return found
