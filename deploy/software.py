@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +35,40 @@ def findings(
         found += _software(
             host, facts[host], probes[host], script, Path(inventory.job.code).expanduser(), env[host]
         )
+    pythons = {host: _minor(each.python) for host, each in facts.items()}
     found += _differing(
-        "Python", {host: _minor(each.python) for host, each in facts.items()}, "warning", None
+        "Python", pythons, "warning", lambda *_: "set `python:` to the same version everywhere"
     )
-    for name, key, package in (
-        ("CUDA runtime", "cuda", None),
-        ("NCCL", "nccl", "nvidia-nccl-cu{cuda}=={version}"),
-    ):
-        versions = {host: str(each["software"].get(key) or "") for host, each in probes.items()}
-        cuda = {
-            host: str(each["software"].get("cuda") or "").partition(".")[0] for host, each in probes.items()
-        }
+    # Where torch itself differs, `check.needed` has told, and the rest follows from that.
+    torch = _most_common(each.torch or "" for each in facts.values())
+    same = [host for host, each in facts.items() if each.torch == torch]
+    cuda = {host: str(probes[host]["software"].get("cuda") or "") for host in same}
+    nccl = {host: str(probes[host]["software"].get("nccl") or "") for host in same}
 
-        def cure(
-            host: str, version: str, package: str | None = package, cuda: Mapping[str, str] = cuda
-        ) -> str:
-            wanted = (
-                package.format(version=version, cuda=cuda[host]) if package and cuda[host] else "-U torch"
-            )
-            return f"{facts[host].executable} -m pip install {wanted}"
+    def install(host: str, package: str) -> str:
+        return f"{facts[host].executable} -m pip install {package}"
 
-        found += _differing(name, versions, "failure", cure)
+    wheels = "https://download.pytorch.org/whl/cu"
+    version = torch.partition("+")[0]
+    found += _differing(
+        "CUDA runtime",
+        cuda,
+        "failure",
+        lambda host, common: install(
+            host, f"--force-reinstall torch=={version} --index-url {wheels}{common.replace('.', '')}"
+        ),
+    )
+    found += _differing(
+        "NCCL",
+        nccl,
+        "failure",
+        lambda host, common: install(host, f"nvidia-nccl-cu{cuda[host].partition('.')[0]}=={common}"),
+    )
     return found
+
+
+def _most_common(values: Iterable[str]) -> str:
+    return max(collections.Counter(values).items(), key=lambda each: each[1], default=("", 0))[0]
 
 
 def _minor(version: str) -> str:
@@ -64,9 +76,9 @@ def _minor(version: str) -> str:
 
 
 def _differing(
-    name: str, versions: Mapping[str, str], level: Level, cure: Callable[[str, str], str] | None
+    name: str, versions: Mapping[str, str], level: Level, cure: Callable[[str, str], str]
 ) -> list[Finding]:
-    """The hosts that differ from most of them; those that have none of it say nothing."""
+    """The hosts that differ from most of them, each with `cure(host, what most have)`; who has none says nothing."""
     have = {host: version for host, version in versions.items() if version}
     if len(set(have.values())) < 2:
         return []
@@ -78,9 +90,7 @@ def _differing(
             level=level,
             found=f"{name} {version}, but {number} of the hosts have {common}",
             wanted="the same on all",
-            cure=cure(host, common)
-            if cure
-            else "set `python:` to an interpreter of the same version everywhere",
+            cure=cure(host, common),
         )
         for host, version in have.items()
         if version != common

@@ -296,6 +296,13 @@ def test_what_is_wrong_on_one_host_is_told_of_that_host_with_a_cure(
     assert all(each.wanted and each.cure for each in found if each.level != "ok")
 
 
+def test_what_follows_from_another_torch_is_not_told_again(tmp_path: Path) -> None:
+    hosts = {name: (facts(name), probe()) for name in ("gpu1", "gpu3")}
+    hosts["gpu2"] = (facts("gpu2", torch="2.12.0+cu126"), probe(cuda="12.6", nccl="2.21.5"))
+    found = wrong(examined(tmp_path, "hosts: {'gpu[1-3]': }\n", **hosts))
+    assert found == [("gpu2", "software", "failure", "torch 2.12.0+cu126, but 2 of the hosts have 2.13.0")]
+
+
 def test_a_locale_that_the_inventory_sets_is_not_looked_for_on_the_host(tmp_path: Path) -> None:
     text = "env: {LC_ALL: C.UTF-8}\n" + ONE
     assert wrong(examined(tmp_path, text, gpu1=(facts("gpu1"), probe(encoding="ascii")))) == []
