@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,10 @@ def _outside(script: Path, roots: list[Path]) -> set[str]:
     while waiting and len(seen) <= MAX_FILES:
         path = waiting.pop()
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-        except (SyntaxError, ValueError):  # the hosts' interpreters say that of the script
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are the job's, which will say them itself
+                tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        except (SyntaxError, ValueError, RecursionError):  # the hosts' interpreters say that of the script
             continue
         for level, parts in _imports(tree.body):
             where = roots if level == 0 else [path.parents[level - 1]]

@@ -372,7 +372,7 @@ def test_imports_are_followed_through_the_projects_own_files(
         "src/model/__init__.py": "from . import parts\nimport einops",
         "src/model/net.py": "from .parts import Part\nfrom ..elsewhere import x",
         "src/model/parts.py": "import timm.models",
-        "helper.py": "import yaml; from nodekit.training import World; from __future__ import annotations",
+        "helper.py": "'\\d'; import yaml; from nodekit.training import World; from __future__ import annotations",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
