@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from nodekit.deploy import check, cluster, gpus, leftovers, script, software, sync
+from nodekit.deploy import check, cluster, gpus, leftovers, plan, script, software, sync
 from nodekit.deploy.check import Facts
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
@@ -91,6 +91,8 @@ def run(options: Options) -> Report:
     findings += visits.access()
     findings += examine(inventory, seen, own)
     findings += network
+    if len(seen) == len(inventory.hosts) and not any(each.level == "failure" for each in findings):
+        findings += _plan(inventory, seen, options.command, visits.peers())
     if options.deep:
         findings += _deep(visits.links(seen), inventory, seen, findings)
     visits.leave()
@@ -184,6 +186,42 @@ def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Fin
     return found, own
 
 
+def _plan(
+    inventory: Inventory,
+    seen: Mapping[str, Seen],
+    command: Sequence[str] | None,
+    peers: Mapping[str, tuple[str, ...]],
+) -> list[Finding]:
+    """What `kit up` would refuse when it puts together what each node runs."""
+    facts = {name: each.facts for name, each in seen.items()}
+    try:
+        planned = plan.build(
+            inventory, facts, run_id="check", peers=peers, master_port=0, kit_digest="", command=command
+        )
+        plan.refuse_options(
+            planned.nodes[0].argv,
+            Path(inventory.job.code).expanduser(),
+            world_size=planned.world_size,
+            env=planned.nodes[0].env,
+            modules={name: found.modules for name, found in facts.items()},
+        )
+    except KitError as error:
+        text, cure = split(str(error))
+        wanted = "a job that can be started"
+        return [
+            Finding(
+                check="software",
+                host="the job",
+                hosts=tuple(facts),
+                level="failure",
+                found=text,
+                wanted=wanted,
+                cure=cure,
+            )
+        ]
+    return []
+
+
 def split(problem: str) -> tuple[str, str]:
     """What was found, and what to do: our errors have that after their last semicolon."""
     found, _, cure = problem.rpartition("; ")
@@ -199,14 +237,12 @@ class _Visits:
         self._own = own
         self._options = options
         self._digest = sync.package().digest
-        self._started = time.monotonic()
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
         self._links: dict[str, Link] = {}
         self._seen: dict[str, Seen] = {}
         self._failed: dict[str, Exception] = {}
         self._stage = {host.name: "connecting" for host in inventory.hosts}
-        self._connected_s: dict[str, float] = {}
         self._is_over = False
         if any(host.connection == "ssh" for host in inventory.hosts):
             import fabric  # noqa: F401  # once and here: threads that import it at the same time trip over each other
@@ -219,15 +255,13 @@ class _Visits:
             timeout_s = round(CONNECT_SHARE * self._options.timeout_s, 1)
             link = cluster.open_link(host, self._options.ssh, timeout_s=timeout_s)
             with self._lock:
-                if self._is_over:
-                    link.close()
-                    return
-                self._links[host.name] = link
-                self._stage[host.name] = "looking around there"
-                self._connected_s[host.name] = time.monotonic() - self._started
-            peers = (self._peers.get(self._left_s()) or {}).get(
-                host.name, ()
-            )  # a name server may take its time
+                is_late = self._is_over
+                if not is_late:
+                    self._links[host.name] = link
+                    self._stage[host.name] = "looking around there"
+            if is_late:
+                return link.close()
+            peers = self.peers().get(host.name, ())
             seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
             with self._lock:
                 self._seen[host.name] = seen
@@ -239,8 +273,9 @@ class _Visits:
                 self._stage.pop(host.name, None)
                 self._all_done.notify_all()
 
-    def _left_s(self) -> float:
-        return max(0.1, self.deadline - time.monotonic())
+    def peers(self) -> Mapping[str, tuple[str, ...]]:
+        """For each host the addresses of the others; nothing where a name server takes too long."""
+        return self._peers.get(max(0.1, self.deadline - time.monotonic())) or {}
 
     def wait(self, until: float) -> None:
         """Until all are back, or that time has come."""

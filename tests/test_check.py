@@ -615,6 +615,8 @@ def test_a_missing_import_and_a_syntax_error_are_found_before_anything_starts(ki
     (kit.folder / "bad.py").write_text("x = 1\ndef f(:\n")
     found = check(kit, "--", "bad.py")
     assert ["line 2: invalid syntax" in each.found for each in found] == [True] * 3
+    (refused,) = check(kit, "--", "-m", "nodekit.training", "--epochs", "many")
+    assert (refused.host, "--epochs" in refused.found) == ("the job", True)
     (absent,) = check(kit, "--", "absent.py")
     assert "no absent.py in" in absent.found
 
