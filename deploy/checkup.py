@@ -15,7 +15,7 @@ from nodekit.deploy import check, cluster, gpus, leftovers, plan, script, softwa
 from nodekit.deploy.check import Facts
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
-from nodekit.deploy.link import Link
+from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.script import Script
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
@@ -122,7 +122,7 @@ def survey(
     def ask(link: Link) -> Seen:
         return _look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=peers[link.host])
 
-    return check.all_or_raise(check.on_all(links, ask))
+    return check.all_or_raise(on_all(links, ask))
 
 
 def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list[Finding]:
@@ -392,7 +392,9 @@ def _network(
         return []
     facts = {name: each.facts for name, each in seen.items()}
     left_s = max(0.1, deadline - time.monotonic())
-    later = _Later(lambda: network_findings(links, inventory, facts, deadline_s=left_s))
+    later: _Later[list[Finding]] = _Later(
+        lambda: network_findings(links, inventory, facts, deadline_s=left_s)
+    )
     if (found := later.get(left_s + RESERVE_S / 2)) is not None:
         return found
     return [  # it keeps to its time by itself; but nothing may hold up the rest
