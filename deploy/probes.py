@@ -18,16 +18,14 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from importlib import metadata
 from importlib.machinery import PathFinder
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 from nodekit.deploy import hostfacts
 
-SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 _OTHERS_TIMEOUT_S = 2.0
 _PAGE_BYTES = 4096
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
@@ -80,31 +78,6 @@ def _guarded(look: Callable[..., Dict[str, Any]], *args: Any) -> Dict[str, Any]:
         return {"error": "%s: %s" % (type(error).__name__, error)}
 
 
-def _output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
-    """A program's stdout, and what kept it from giving one."""
-    if shutil.which(argv[0]) is None:
-        return "", "no %s" % argv[0]
-    env = dict(os.environ, LC_ALL="C")
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-            check=False,
-            env=env,
-        )
-    except subprocess.TimeoutExpired:
-        return "", "no answer within %.0f s" % timeout_s
-    except OSError as error:
-        return "", str(error.strerror)
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        return "", " ".join(text.split())[:300] or "exit status %d" % done.returncode
-    return text, ""
-
-
 # --- the working folder -------------------------------------------------------------------------------------
 
 
@@ -126,7 +99,7 @@ def _workdir(workdir: str) -> Dict[str, Any]:
     found["free_bytes"] = disk.f_bavail * disk.f_frsize
     found["size_bytes"] = disk.f_blocks * disk.f_frsize
     found["free_inodes"] = disk.f_favail if disk.f_files else None  # some file systems have no such limit
-    found["quota"] = _output(["quota", "-w", "-p"], _OTHERS_TIMEOUT_S)[0]
+    found["quota"] = hostfacts.output(["quota", "-w", "-p"], _OTHERS_TIMEOUT_S)[0]
     return found
 
 
@@ -232,7 +205,7 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
     if shutil.which("nvidia-smi") is None:
         return dict(found, problem="not installed" if found["num_cards"] else "")
     asked = [
-        pool.submit(_output, ["nvidia-smi", *arguments], SMI_TIMEOUT_S)
+        pool.submit(hostfacts.output, ["nvidia-smi", *arguments], hostfacts.SMI_TIMEOUT_S)
         for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"])
     ]
     (smi, problem), (topo, _), (p2p, _) = [each.result() for each in asked]
@@ -275,7 +248,9 @@ def _xid_lines() -> List[str]:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         # Where only the administrators may, members of some groups have the journal.
-        text = _output(["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID], _OTHERS_TIMEOUT_S)[0]
+        text = hostfacts.output(
+            ["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID], _OTHERS_TIMEOUT_S
+        )[0]
         return [line for line in text.splitlines() if _XID in line][-50:]
     lines, size = [], 0
     try:

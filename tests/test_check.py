@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from agents import until
 from kit_runs import Kit, run_id
 from test_plan import facts, inventory
 
-from nodekit.deploy import check_report, checkup, leftovers, nvidia_smi, script, software
+from nodekit.deploy import check_report, checkup, hostfacts, leftovers, nvidia_smi, script, software
 from nodekit.deploy.check import clocks
 from nodekit.deploy.checkup import Report, Seen
 from nodekit.deploy.findings import Finding
@@ -143,6 +145,26 @@ def test_xids_are_read_with_the_bus_they_are_of() -> None:
     assert [(xid.bus, xid.number) for xid in xids] == [
         ("0000:af:00", 13), ("0000:af:00", 31), ("0000:01:00", 31), ("0000:01:00", 79), ("0000:44:00", 79),
     ]  # fmt: skip
+
+
+def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    program = "from nodekit.deploy import hostfacts; print(hostfacts.output(['nvidia-smi', '-q'], 0.4))"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == "('', 'no answer within 0 s')", done.stderr
+    assert hostfacts.output(["sh", "-c", "echo Unable to determine; exit 9"], 5) == (
+        "",
+        "Unable to determine",
+    )
+    assert hostfacts.output(["no-such-program"], 5) == ("", "not installed")
 
 
 ONE = "hosts: {gpu1: }\n"
