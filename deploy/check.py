@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import ipaddress
+import posixpath
 import re
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nodekit.deploy.findings import Finding
 from nodekit.deploy.link import Link, on_all
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
@@ -19,7 +22,7 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
-SKEW_WARNING_S = 2.0
+PINGS = 3  # the shortest round trip of so many says most about the clock
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Facts:
     modules: tuple[str, ...]
     """Which of the libraries are there that only some ways to train need."""
     clock_offset_s: float
-    """The host's clock minus ours, to within half the round trip."""
+    """The host's clock minus ours, to within `clock_error_s`."""
     cpus: int
     interfaces: tuple[Interface, ...]
     routes: Mapping[str, str | None]
@@ -61,6 +64,13 @@ class Facts:
     rsync: bool
     boot_id: str
     has_kit: bool
+    rtt_s: float = 0.0
+    """The shortest round trip of a call."""
+
+    @property
+    def clock_error_s(self) -> float:
+        """How wrong `clock_offset_s` may be: the answer was on its way for some part of the round trip."""
+        return self.rtt_s / 2
 
 
 def gather(
@@ -74,7 +84,6 @@ def gather(
     hosts = {host.name: host for host in inventory.hosts}
 
     def ask(link: Link) -> Facts:
-        before = time.time()
         found = link.call(
             "hostfacts.facts",
             timeout_s=FACTS_TIMEOUT_S,
@@ -83,21 +92,41 @@ def gather(
             peers=peers[link.host],
             modules=LIBRARIES,
         )
-        return _facts(link.host, found, middle=(before + time.time()) / 2)
+        return facts_of(link, found)
 
     return all_or_raise(on_all(links, ask))
 
 
-def _facts(host: str, found: Mapping[str, Any], *, middle: float) -> Facts:
+def facts_of(link: Link, found: Mapping[str, Any]) -> Facts:
+    """What `hostfacts.facts` has found on a host, and what the link itself tells: its round trip, and the clock.
+
+    Raises:
+        HostError: the connection is gone.
+    """
+    rtt_s, offset_s = min(_ask_time(link) for _ in range(PINGS))
+    return facts_from(link.host, found, rtt_s=rtt_s, offset_s=offset_s)
+
+
+def _ask_time(link: Link) -> tuple[float, float]:
+    """A round trip, and the host's clock minus ours in its middle."""
+    before, started = time.time(), time.perf_counter()
+    there = link.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
+    rtt_s = time.perf_counter() - started
+    return rtt_s, there - (before + rtt_s / 2)
+
+
+def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: float) -> Facts:
+    """Facts from what a host has answered; pure."""
     return Facts(
         host=host,
+        rtt_s=rtt_s,
         hostname=found["hostname"],
         user=found["user"],
         python=found["python"],
         executable=found["executable"],
         torch=found["torch"],
         modules=tuple(found["modules"]),
-        clock_offset_s=found["time"] - middle,
+        clock_offset_s=offset_s,
         cpus=found["cpus"],
         interfaces=tuple(
             Interface(each["name"], each["up"], tuple(each["addresses"])) for each in found["interfaces"]
@@ -130,81 +159,151 @@ def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
     """Everything that would keep the job from running, on every host; pure."""
-    problems: list[HostError] = []
+    return [HostError(each.host, each.text) for each in needed(inventory, facts)]
+
+
+def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
+    """What `examine` tells of: a failure for each thing without which no job can start; pure."""
+    problems: list[Finding] = []
     torches = collections.Counter(found.torch for found in facts.values() if found.torch)
     common = torches.most_common(1)[0][0] if torches else None
     for host in inventory.hosts:
-        found = facts[host.name]
-        for problem in (
-            _python_problem(found),
-            _torch_problem(found, common, torches),
-            found.workdir_problem and f"its workdir cannot be used: {found.workdir_problem}",
-            _disk_problem(found),
-            _gpu_problem(host, found),
-        ):
+        if (found := facts.get(host.name)) is None:
+            continue
+        checks = (
+            ("software", _python_problem(found)),
+            ("software", _torch_problem(found, common, torches)),
+            ("workdir", _workdir_problem(found)),
+            ("gpus", _gpu_problem(host, found)),
+        )
+        for check, problem in checks:
             if problem:
-                problems.append(HostError(host.name, problem))
+                text, wanted, cure = problem
+                problems.append(
+                    Finding(
+                        check=check, host=host.name, level="failure", found=text, wanted=wanted, cure=cure
+                    )
+                )
     return problems
 
 
-def warnings(facts: Mapping[str, Facts]) -> list[str]:
-    """What may hurt, but need not; pure."""
-    return [
-        f"{name}: its clock is {found.clock_offset_s:+.1f} s from this machine's; "
-        "torch compares the nodes' clocks to tell who is alive: set up NTP there"
-        for name, found in facts.items()
-        if abs(found.clock_offset_s) > SKEW_WARNING_S
-    ]
+def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
+    """How far each host's clock is from the others', against the time after which a node counts as lost; pure."""
+    if not facts:
+        return []
+    limit_s = inventory.timings.keep_alive * inventory.timings.lost_after
+    middle = _middle_clock(list(facts.values()))
+    findings = []
+    for name, found in facts.items():
+        skew_s = found.clock_offset_s - middle.clock_offset_s
+        error_s = found.clock_error_s + middle.clock_error_s
+        if abs(skew_s) - error_s <= limit_s:
+            text = f"{round(skew_s * 1000) or 0:+d} ms" if abs(skew_s) < 1 else f"{skew_s:+.1f} s"
+            findings.append(Finding(check="clock", host=name, level="ok", found=text))
+            continue
+        findings.append(
+            Finding(
+                check="clock",
+                host=name,
+                level="warning",
+                found=f"its clock is {skew_s:+.1f} s (± {error_s:.3f} s) from the other hosts'",
+                wanted=f"within {limit_s:g} s (timings.keep_alive × lost_after): torch compares the nodes' clocks "
+                "to tell who is alive",
+                cure="sudo timedatectl set-ntp true",
+            )
+        )
+    return findings
+
+
+def _middle_clock(facts: Sequence[Facts]) -> Facts:
+    """Whose clock is taken for right: the middle one, for it may be ours that is not; of two the one nearer to ours."""
+    if len(facts) == 2:
+        return min(facts, key=lambda found: abs(found.clock_offset_s))
+    return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
+
+
+_Problem = tuple[str, str, str]  # what was found, what was wanted, what mends it
 
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
-def _python_problem(found: Facts) -> str | None:
+def _python_problem(found: Facts) -> _Problem | None:
     if _version(found.python) >= OLDEST_PYTHON:
         return None
     wanted = ".".join(map(str, OLDEST_PYTHON))
     return (
-        f"{found.executable} is Python {found.python}, {wanted} or newer is wanted; "
-        "set `python:` to a newer interpreter there"
+        f"{found.executable} is Python {found.python}",
+        f"{wanted} or newer",
+        "set `python:` to a newer interpreter there",
     )
 
 
-def _torch_problem(found: Facts, common: str | None, torches: Mapping[str, int]) -> str | None:
+def _torch_problem(found: Facts, common: str | None, torches: Mapping[str, int]) -> _Problem | None:
     if found.torch is None:
         return (
-            f"no torch in {found.executable}; set `python:` to an interpreter there that has it, "
-            f"or install it: {found.executable} -m pip install torch"
+            f"no torch in {found.executable}",
+            "",
+            "set `python:` to an interpreter there that has it, "
+            f"or install it: {found.executable} -m pip install torch",
         )
     if _version(found.torch) < OLDEST_TORCH:
         wanted = ".".join(map(str, OLDEST_TORCH))
-        return f"torch {found.torch}, {wanted} or newer is wanted (older ones load unsafe snapshots)"
+        return (
+            f"torch {found.torch}",
+            f"{wanted} or newer (older ones load unsafe snapshots)",
+            f"{found.executable} -m pip install -U torch",
+        )
     if len(torches) > 1 and found.torch != common:
         return (
-            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}; "
-            f"all must have the same: {found.executable} -m pip install torch=={str(common).split('+')[0]}"
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
+            "the same on all",
+            f"{found.executable} -m pip install torch=={str(common).split('+')[0]}",
         )
     return None
 
 
-def _disk_problem(found: Facts) -> str | None:
-    if found.workdir_problem or found.free_bytes >= NEEDED_BYTES:
+def _workdir_problem(found: Facts) -> _Problem | None:
+    if found.workdir_problem:
+        return (
+            f"its workdir cannot be used: {found.workdir_problem}",
+            "a folder that kit may write to",
+            _workdir_cure(found.workdir_problem, found),
+        )
+    if found.free_bytes >= NEEDED_BYTES:
         return None
     return (
-        f"only {found.free_bytes / 1024**2:.0f} MiB free in {found.workdir}, "
-        f"at least {NEEDED_BYTES // 1024**2} MiB are wanted"
+        f"only {found.free_bytes / 1024**2:.0f} MiB free in {found.workdir}",
+        f"at least {NEEDED_BYTES // 1024**2} MiB",
+        _workdir_cure("No space left", found),
     )
 
 
-def _gpu_problem(host: Host, found: Facts) -> str | None:
+def _workdir_cure(problem: str, found: Facts) -> str:
+    if "No space" in problem or "quota" in problem:
+        return make_room(found)
+    if "Permission denied" in problem:
+        return f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}, or set `workdir:` to another folder"
+    return "set `workdir:` to a folder that can be made and written to there"
+
+
+def make_room(found: Facts, of: str = "") -> str:
+    """What to do about a full disk: the folder itself may not be there yet."""
+    parent = shlex.quote(posixpath.dirname(found.workdir) or "/")
+    return f"see what fills it with `du -x{of}hd2 {parent}`, or set `workdir:` to another disk"
+
+
+def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
     wanted = host.gpus
+    listed = f"nvidia-smi lists {found.num_gpus}"
+    cure = "correct `gpus:`, or look for the lost one: sudo dmesg | grep -i nvrm"
     if isinstance(wanted, int) and wanted > found.num_gpus:
-        return f"`gpus: {wanted}`, but nvidia-smi lists {found.num_gpus}"
+        return f"`gpus: {wanted}`, but {listed}", "", cure
     if isinstance(wanted, tuple):
         absent = [index for index in wanted if index >= found.num_gpus]
         if absent:
-            return f"`gpus:` names {absent}, but nvidia-smi lists {found.num_gpus} (numbered from 0)"
+            return f"`gpus:` names {absent}, but {listed} (numbered from 0)", "", cure
     return None
 
 

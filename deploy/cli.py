@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -163,6 +164,36 @@ exit codes:
   2    wrong usage
 """
 
+CHECK = """\
+Look at all hosts of an inventory at once, in ten seconds at most: can they be logged in to, is there room
+to write, do Python, torch, CUDA, NCCL and what the script imports agree, are the GPUs well and free, do the
+clocks agree, does the network carry the job, and has an earlier run left anything behind. A table of hosts
+and checks, and for each cell that is not well: what was found, what was wanted, and what mends it.
+
+Nothing is changed on the hosts. kit up runs the same checks, but for the network, before it starts anything.
+"""
+
+CHECK_EXAMPLES = """\
+examples:
+  kit check lab.yaml                     the hosts, and the job that the inventory names
+  kit check lab.yaml -- train.py         would this script start there?
+  kit check lab.yaml --deep              and then a real rendezvous and an all-reduce over all of them
+  kit check lab.yaml --json | jq '.findings[] | select(.level != "ok")'
+
+exit codes:
+  0    a job could start; warnings are told apart
+  1    something would keep it from that, or bad input
+  2    wrong usage of the command line
+"""
+
+CLEAN = """\
+End what earlier runs have left on the hosts: processes whose agent is gone, their shared memory, and agents
+of runs that are over. Each is known by what the run has recorded of it (pid, start time and boot), and by
+nothing else: what only looks like it is left alone, and so is a run that is running.
+
+What has said something in the last two minutes may still train: that is ended only if you say so.
+"""
+
 COMPARE = """\
 Train the same task with the same data, seed and batch by every engine on this
 machine, one after the other, and measure: how long the whole run took, samples
@@ -191,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
-        argv[:1] in (["up"], ["drill"], ["export"], ["compare"], ["shell"]) and "--" in argv
+        argv[:1] in (["up"], ["drill"], ["export"], ["compare"], ["shell"], ["check"]) and "--" in argv
     ):  # what follows is the user's, byte for byte: argparse never sees it
         split = argv.index("--")
         argv, command = argv[:split], argv[split + 1 :]
@@ -223,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_init(commands)
     _add_up(commands)
+    _add_check(commands)
     for name, function, help_text in (
         ("status", _status, "what each node of a run is doing"),
         ("logs", _logs, "the output of a run's ranks"),
@@ -343,6 +375,11 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--dry-run", action="store_true", help="check, print what each node would run, run nothing"
     )
     command.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
+    command.add_argument(
+        "--skip-check",
+        action="store_true",
+        help="start whatever `kit check` would say; only what no job can do without is looked at",
+    )
     command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
     command.add_argument(
         "--sweep",
@@ -353,6 +390,29 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "every value with every other",
     )
     _add_ssh(command)
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _add(
+        commands, "check", _check, "would a job run on the hosts of an inventory?", CHECK, CHECK_EXAMPLES
+    )
+    command.usage = "kit check INVENTORY [options] [-- SCRIPT.py ARGS…]"
+    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
+    command.add_argument("--deep", action="store_true", help="end with a real rendezvous and an all-reduce")
+    command.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=10.0,
+        help="most seconds, without --deep's (%(default)g)",
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+    _add_ssh(command)
+    clean = _add(commands, "clean", _clean, "end what earlier runs have left on the hosts", CLEAN)
+    clean.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
+    clean.add_argument("--yes", action="store_true", help="end also what may still train")
+    clean.add_argument("--dry-run", action="store_true", help="say what would be ended, and end nothing")
+    _add_ssh(clean)
 
 
 def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -519,9 +579,65 @@ def _up(args: argparse.Namespace) -> int:
             new=args.new,
             quiet=args.quiet,
             sweep=tuple(args.sweep),
+            skip_check=args.skip_check,
             ssh=_ssh_options(args),
         )
     )
+
+
+def _check(args: argparse.Namespace) -> int:
+    from nodekit.deploy import check_report, checkup
+
+    if args.timeout <= 0:
+        raise KitError(f"kit check --timeout {args.timeout:g}: wanted some seconds")
+    report = checkup.run(
+        checkup.Options(
+            inventory=_inventory(args),
+            command=tuple(args.command) or None,
+            deep=args.deep,
+            timeout_s=args.timeout,
+            ssh=_ssh_options(args),
+        )
+    )
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    print(check_report.to_json(report) if args.json else check_report.text(report, width))
+    return 1 if report.failed else 0
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from nodekit.deploy import cluster, leftovers
+    from nodekit.inventory.load import load_inventory
+
+    inventory = load_inventory(_inventory(args))
+    with cluster.links(inventory.hosts, _ssh_options(args), some=True) as links:
+        found = leftovers.look(links, inventory)
+        failed = [str(each) for each in found.values() if isinstance(each, Exception)]
+        here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
+        chosen: list[leftovers.Left] = []
+        refused: list[leftovers.Left] = []
+        for left in here:
+            print(
+                f"{left.host}: {left.run}: {left.text}"
+                + (" – it is running" if left.standing == "running" else "")
+            )
+            if left.standing != "running":
+                (refused if left.still_trains and not args.yes else chosen).append(left)
+        if refused and not args.dry_run and sys.stdin.isatty():
+            print("it may still train: " + ", ".join(f"{left.run} on {left.host}" for left in refused))
+            if input("end it? [y/N] ").strip().lower() in ("y", "yes"):
+                chosen, refused = [*chosen, *refused], []
+        if not args.dry_run:
+            failed += [str(error) for error in leftovers.end(links, inventory, chosen).values()]
+    for problem in failed:
+        print(f"kit: {problem}", file=sys.stderr)
+    for left in refused:
+        why = "may still train; kit clean --yes ends it all the same"
+        print(f"kit: {left.host}: {left.run} {why}", file=sys.stderr)
+    if args.dry_run:
+        print(f"{len(chosen) + len(refused)} would be ended" if here else "nothing is left")
+    else:
+        print(f"{len(chosen)} ended" if here else "nothing is left")
+    return 1 if failed or refused or len(links) < len(inventory.hosts) else 0
 
 
 def _inventory(args: argparse.Namespace) -> Path:

@@ -35,8 +35,8 @@ class SshOptions:
             return getpass.getpass(f"passphrase of {path}: ")
 
 
-def open_link(host: Host, options: SshOptions) -> Link:
-    """A link to one host.
+def open_link(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
+    """A link to one host; `timeout_s` is for logging in.
 
     Raises:
         HostError: it cannot be reached, or its python does not run.
@@ -56,7 +56,7 @@ def open_link(host: Host, options: SshOptions) -> Link:
             identity_file=host.identity_file,
             known_hosts=host.known_hosts,
         ),
-        timeout_s=CONNECT_TIMEOUT_S,
+        timeout_s=timeout_s,
         accept_new_host_keys=options.accept_new_host_keys,
         ask_passphrase=options.ask_passphrase,
         notice=options.notice,

@@ -26,6 +26,12 @@ class Finding:
     hosts: tuple[str, ...] = ()
     """Which rows it counts for; of a single host: that one."""
 
+    @property
+    def text(self) -> str:
+        """All of it in a line, without the host."""
+        wanted = f", wanted: {self.wanted}" if self.wanted else ""
+        return f"{self.found}{wanted}" + (f"; {self.cure}" if self.cure else "")
+
     def __post_init__(self) -> None:
         if not self.hosts:
             object.__setattr__(self, "hosts", (self.host,))

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 _SIOCGIFCONF = 0x8912
 _SIOCGIFFLAGS = 0x8913
 _IFREQ_BYTES = 40
 _MAX_INTERFACES = 128
+SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 
 def facts(
@@ -177,21 +178,11 @@ def source_address(peer: str) -> Optional[str]:
 
 def gpus() -> List[Dict[str, Any]]:
     """The GPUs nvidia-smi lists: ``[{"index", "name", "memory_mib"}]``; none where there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=8,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return []
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    text, _ = output(query, SMI_TIMEOUT_S)
     ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # where Slurm, or the user, has chosen some of them
     found = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
+    for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 3 and cells[0].isdigit():
             if ours.replace(",", "").isdigit() and cells[0] not in ours.split(","):
@@ -199,3 +190,26 @@ def gpus() -> List[Dict[str, Any]]:
             memory = int(cells[2]) if cells[2].isdigit() else 0
             found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
     return found
+
+
+def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
+    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended."""
+    if shutil.which(argv[0]) is None:
+        return "", "not installed"
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ, LC_ALL="C"),
+        )
+        text = process.communicate(timeout=timeout_s)[0].decode("utf-8", "replace")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "", "no answer within %.0f s" % timeout_s
+    except OSError as error:
+        return "", str(error.strerror)
+    if process.returncode != 0:
+        return "", " ".join(text.split())[:300] or "exit status %d" % process.returncode
+    return text, ""

@@ -12,13 +12,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import check, cluster, judge, plan, runs, sync
+from nodekit.deploy import check, checkup, cluster, judge, plan, runs, script, sync
 from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.findings import Finding
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
 from nodekit.deploy.judge import FINAL, Rules
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
 from nodekit.deploy.runs import Run
+from nodekit.deploy.script import Script
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
@@ -39,6 +41,8 @@ class Options:
     quiet: bool = False
     sweep: tuple[str, ...] = ()
     """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
+    skip_check: bool = False
+    """Look only for what no job can do without."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
@@ -66,9 +70,9 @@ class Phases:
 
 
 def gather_facts(
-    links: Mapping[str, Link], inventory: Inventory, kit_digest: str
-) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]]]:
-    """The facts of all hosts, checked.
+    links: Mapping[str, Link], inventory: Inventory, kit_digest: str, options: Options, *, placed: str = ""
+) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]], list[Finding]]:
+    """The facts of all hosts, checked; and what was found that may hurt, but need not.
 
     Raises:
         KitError: with everything that is wrong, on every host.
@@ -77,11 +81,28 @@ def gather_facts(
     inventory = inventory.model_copy(
         update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
     )
-    facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
-    problems = check.examine(inventory, facts)
+    if options.skip_check:
+        facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
+        findings = check.needed(inventory, facts)
+    else:
+        # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
+        own = Script() if placed else script.read(inventory, options.command)
+        seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers)
+        facts = {name: each.facts for name, each in seen.items()}
+        findings = checkup.examine(inventory, seen, own)
+    # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
+    problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
     if problems:
-        raise KitError("\n".join(str(problem) for problem in problems))
-    return facts, peers
+        raise KitError("\n".join(f"{each.host}: {each.text}" for each in problems))
+    return facts, peers, [each for each in findings if each.level != "ok"]
+
+
+def grouped(findings: Sequence[Finding]) -> list[str]:
+    """A line for each; what is the same on several hosts is told once."""
+    groups: dict[str, list[str]] = {}
+    for each in findings:
+        groups.setdefault(each.text, []).append(each.host)
+    return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
 
 
 def planned(inventory: Inventory, options: Options, *, master_port: int | None = None) -> Plan:
@@ -97,8 +118,8 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
     """
     package = sync.package()
     with cluster.links(inventory.hosts, options.ssh) as links:
-        facts, peers = gather_facts(links, inventory, package.digest)
-        return plan.build(
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options)
+        planned = plan.build(
             inventory,
             facts,
             run_id=runs.new_id(inventory.name),
@@ -107,6 +128,9 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
             kit_digest=package.digest,
             command=options.command,
         )
+    for warning in grouped(warnings):
+        options.ssh.notice(f"warning: {warning}")
+    return planned
 
 
 def hold_port(links: Mapping[str, Link]) -> int:
@@ -143,7 +167,7 @@ def start(
         said.append(count(len(links), "host"))
     with phases.phase("check") as said:
         package = sync.package()
-        facts, peers = gather_facts(links, inventory, package.digest)
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)
         planned = plan.build(
             inventory,
             facts,
@@ -162,7 +186,7 @@ def start(
             modules={name: found.modules for name, found in facts.items()},
         )
         said.append(_checked(facts, planned))
-    for warning in check.warnings(facts):
+    for warning in grouped(warnings):
         phases.say(f"warning: {warning}")
     run = _record(inventory, resumed, planned, facts, options)
     run.is_placed = bool(placed)

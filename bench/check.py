@@ -1,0 +1,285 @@
+"""How long `kit check` takes: 16 hosts, against ansible's setup and pdsh's true; and what each of 256 hosts costs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rounds import SHARED, Bench, BenchError, bench, interleave, machine, median, note, spread, table
+
+NUM_HOSTS = 16
+SIZES = (32, 64, 128, 256)
+TIMEOUT_S = 300.0
+VENV = SHARED / "ansible"
+MANY = "198.19.250.0/23"  # of the range for benchmarks; all of it is the one host's
+FIRST_OF_MANY = (198, 19, 250, 1)
+PORT = 2222
+KIT, ANSIBLE, TUNED, PDSH = "kit check", "ansible -m setup", "ansible, pipelining", "pdsh true"
+DESCRIPTION = """\
+Two questions about `kit check`, each a whole command with Python's start in it.
+
+How long it takes on 16 hosts of a lab on this machine, over real ssh, in turns with
+
+  ansible -m setup      `ansible all -f 16 -m setup`, as it comes
+  ansible, pipelining   the same with its own advice for speed (ANSIBLE_PIPELINING)
+  pdsh true             `true` on all of them at once by the system's ssh: the least that there is to do
+
+after a warm-up round. The goal is half of ansible's time. Ansible and pdsh are installed if they are not there:
+ansible-core into an environment of its own, pdsh by apt. Ansible's connections are closed between its runs, as
+kit's are.
+
+And what a host costs: `kit check` on 32 to 256 addresses that are all one host's, so that nothing but kit grows.
+Processor time and memory are kit's own; the whole time has the other end's share of this machine in it: one sshd
+for each, and a Python. What the last sizes cost per host must not be more than what the first did.
+"""
+EPILOG = """\
+examples:
+  bench/check
+  bench/check --rounds 1 --hosts 3 --sizes 4,8
+
+It needs root (for the lab). Exit status: 0 unless something broke; no time is an error.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Took:
+    """One command: what it took of time, of the processor, and of memory."""
+
+    all_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
+def run(argv: Sequence[str], env: Mapping[str, str], *, cwd: Path) -> Took:
+    """Run a command to its end.
+
+    Raises:
+        BenchError: it failed, or took too long.
+    """
+    with tempfile.TemporaryFile() as said:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+        )
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() - begin > TIMEOUT_S:
+                process.kill()
+                process.wait()
+                raise BenchError(f"{argv[0]} was not done after {TIMEOUT_S:.0f} s")
+            time.sleep(0.002)
+        took_s = time.monotonic() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip()[-1500:]
+            raise BenchError(f"{argv[0]} ended with {process.returncode}: {last}")
+    return Took(all_s=took_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_bytes=usage.ru_maxrss * 1024)
+
+
+def kit_argv(inventory: Path) -> list[str]:
+    """The command; its deadline is out of the way, and `run` has another."""
+    return [
+        sys.executable,
+        "-m",
+        "nodekit.deploy.cli",
+        "check",
+        str(inventory),
+        "--timeout",
+        f"{TIMEOUT_S:g}",
+    ]
+
+
+# --- against others -----------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Ansible and pdsh, where they are not there."""
+    if not (VENV / "bin/ansible").exists():
+        note(f"installing ansible-core into {VENV}")
+        VENV.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+        pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "ansible-core"], check=False)
+    if shutil.which("pdsh") is None:
+        note("installing pdsh with apt")
+        apt = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "pdsh"]
+        subprocess.run(apt, check=False, stdout=subprocess.DEVNULL)
+
+
+def contestants(lab: Bench) -> dict[str, Callable[[int], Took]]:
+    """Each as a function that runs it once; those that are not installed are left out, with a note."""
+    names = list(lab.lab.hosts)
+    hosts = lab.folder / "ansible.ini"
+    python = sys.executable  # the hosts see this machine's
+    hosts.write_text("".join(f"{name} ansible_python_interpreter={python}\n" for name in names))
+    # Its masters end with its run, and what it remembers of a host's Python is told it: kit connects anew each time.
+    ansible_env = lab.env(
+        ANSIBLE_SSH_EXECUTABLE=str(lab.bin / "ssh"),
+        ANSIBLE_SSH_ARGS="-C -o ControlMaster=auto -o ControlPersist=1s",
+        ANSIBLE_LOCALHOST_WARNING="False",
+    )
+    ansible = [str(VENV / "bin/ansible"), "all", "-i", str(hosts), "-f", str(len(names)), "-m", "setup"]
+    pdsh_env = lab.env(PDSH_SSH_ARGS_APPEND=f"-F {lab.ssh_config}")
+    pdsh = ["pdsh", "-S", "-R", "ssh", "-f", str(len(names)), "-w", ",".join(names), "true"]
+    found: dict[str, Callable[[int], Took]] = {
+        KIT: lambda _: run(kit_argv(lab.lab.inventory), lab.env(), cwd=lab.folder)
+    }
+    if (VENV / "bin/ansible").exists():
+        found[ANSIBLE] = lambda _: run(ansible, ansible_env, cwd=lab.folder)
+        tuned = {**ansible_env, "ANSIBLE_PIPELINING": "True"}
+        found[TUNED] = lambda _: run(ansible, tuned, cwd=lab.folder)
+    else:
+        note("ansible-core could not be installed: left out")
+    if shutil.which("pdsh"):
+        found[PDSH] = lambda _: run(pdsh, pdsh_env, cwd=lab.folder)
+    else:
+        note("pdsh could not be installed: left out")
+    return found
+
+
+def against(num_hosts: int, rounds: int) -> tuple[str, dict[str, str]]:
+    """The table, and who broke."""
+    with bench(num_hosts) as lab:
+        measured, broken = interleave(
+            contestants(lab), rounds=rounds, shown=lambda took: f"{took.all_s:6.2f} s", between=lab.wait_quiet
+        )
+    rows = []
+    for name, took in measured.items():
+        times = [each.all_s for each in took]
+        ratios = [
+            f"{median(times) / median([each.all_s for each in measured[base]]):.2f} ×"
+            if base in measured
+            else "–"
+            for base in (ANSIBLE, TUNED, PDSH)
+        ]
+        cpu = f"{median([each.cpu_s for each in took]):.2f}"
+        memory = f"{median([each.peak_bytes for each in took]) / 1e6:.0f}"
+        rows.append([name, f"{median(times):.2f}", spread(times), *ratios, cpu, memory])
+    header = ["", "median", "range", "to ansible", "to it tuned", "to pdsh", "processor", "MB"]
+    return table(header, rows), broken
+
+
+# --- many ---------------------------------------------------------------------------------------------------
+
+
+def many(sizes: Sequence[int], rounds: int) -> tuple[str, dict[str, str]]:
+    """The table of what a host costs, and which sizes broke."""
+    with bench(1) as lab:
+        (host,) = lab.lab.hosts.values()
+        # Every address of a network is this host's, and the way there is through it.
+        lab.lab.run(host.name, ["ip", "route", "add", "local", MANY, "dev", "lo"], check=True)
+        lab.lab.run(
+            host.name,
+            [shutil.which("sshd") or "/usr/sbin/sshd", "-o", "MaxStartups=1000", "-p", str(PORT)],
+            check=True,
+        )
+        subprocess.run(
+            ["ip", "route", "add", MANY, "via", host.address], check=True
+        )  # it goes with the lab's interface
+        inventories = {size: _inventory(lab, size) for size in sizes}
+        measured, broken = interleave(
+            {
+                str(size): lambda _, path=path: run(kit_argv(path), lab.env(), cwd=lab.folder)  # type: ignore[misc]
+                for size, path in inventories.items()
+            },
+            rounds=rounds,
+            shown=lambda took: f"{took.all_s:6.2f} s  {took.cpu_s:6.2f} s  {took.peak_bytes / 1e6:6.0f} MB",
+        )
+    rows = []
+    before: tuple[int, Took] | None = None
+    for name, took in measured.items():
+        size = int(name)
+        middle = Took(
+            all_s=median([each.all_s for each in took]),
+            cpu_s=median([each.cpu_s for each in took]),
+            peak_bytes=int(median([each.peak_bytes for each in took])),
+        )
+        cells = [f"{middle.all_s:.2f}", f"{middle.cpu_s:.2f}", f"{middle.peak_bytes / 1e6:.0f}"]
+        more = ["", "", ""]
+        if before is not None:
+            added, old = size - before[0], before[1]
+            more = [
+                f"{(middle.all_s - old.all_s) / added * 1000:.0f}",
+                f"{(middle.cpu_s - old.cpu_s) / added * 1000:.0f}",
+                f"{(middle.peak_bytes - old.peak_bytes) / added / 1e6:.2f}",
+            ]
+        rows.append([name, *cells, *more])
+        before = size, middle
+    header = ["hosts", "seconds", "processor", "MB", "ms more per host", "of processor", "MB more per host"]
+    return table(header, rows), broken
+
+
+def _inventory(lab: Bench, size: int) -> Path:
+    """So many hosts, which are all one."""
+    (host,) = lab.lab.hosts.values()
+    key = next(
+        line.split()[1:3]
+        for line in lab.lab.known_hosts.read_text().splitlines()
+        if host.address in line.split()[0]
+    )
+    known = lab.folder / "known_many"
+    known.write_text(f"[198.19.*]:{PORT} {' '.join(key)}\n")
+    first, second, third, fourth = FIRST_OF_MANY
+    addresses = [f"{first}.{second}.{third + (fourth + n) // 256}.{(fourth + n) % 256}" for n in range(size)]
+    path = lab.folder / f"many{size}.yaml"
+    hosts = "".join(f"  many{n:03}: {{address: {address}}}\n" for n, address in enumerate(addresses))
+    path.write_text(
+        f"user: root\nport: {PORT}\nidentity_file: {json.dumps(str(lab.lab.identity_file))}\n"
+        f"known_hosts: {json.dumps(str(known))}\npython: {json.dumps(sys.executable)}\nhosts:\n{hosts}"
+    )
+    return path
+
+
+def main() -> int:
+    """Run and print."""
+    args = _arguments()
+    if os.geteuid() != 0:
+        sys.exit("bench/check: the lab needs root")
+    install()
+    rows, broken = against(args.hosts, args.rounds)
+    print(
+        f"{args.hosts} hosts, seconds and MB; {args.rounds} rounds, interleaved; {machine()}.\n\n{rows}\n",
+        flush=True,
+    )
+    sizes = [int(size) for size in args.sizes.split(",")]
+    rows, more_broken = many(sizes, args.rounds)
+    print(f"One host at so many addresses; {args.rounds} rounds, interleaved; {machine()}.\n\n{rows}")
+    for name, why in {**broken, **more_broken}.items():
+        note(f"\n{name} broke: {why}")
+    return 1 if broken or more_broken else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench/check",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each runs (5)")
+    parser.add_argument(
+        "--hosts", type=int, default=NUM_HOSTS, metavar="N", help="hosts of the lab, against others (16)"
+    )
+    parser.add_argument(
+        "--sizes",
+        default=",".join(map(str, SIZES)),
+        metavar="N,N…",
+        help="numbers of addresses (32,64,128,256)",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

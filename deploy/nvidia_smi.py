@@ -1,0 +1,185 @@
+"""Reads what nvidia-smi and its driver's lines in the kernel's log say, as drivers from 418 to 595 write it; pure."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Those that say that a GPU is slower than it could be for no reason of the job's own.
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_GPU = re.compile(r"GPU(\d+)")
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
+
+
+class SmiError(Exception):
+    """What nvidia-smi wrote is not what any of its versions writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """A process that uses a GPU."""
+
+    pid: int
+    kind: str
+    """C (compute), G (graphics), C+G."""
+    name: str
+    memory_mib: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU; None where it, or its driver, does not say."""
+
+    index: int
+    name: str
+    bus: str
+    """``0000:3b:00``, as the kernel's log has it."""
+    memory_mib: int | None
+    persistence: bool | None
+    uncorrectable: int | None
+    """ECC errors that could not be corrected, since the driver was loaded."""
+    needs_reset: bool
+    """A page or row is to be replaced, or the driver asks for it by itself."""
+    is_broken: bool
+    """A row could not be replaced."""
+    slowdowns: tuple[str, ...]
+    """Of SLOWDOWNS, those that hold now."""
+    processes: tuple[GpuProcess, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smi:
+    """A host's GPUs, in nvidia-smi's order."""
+
+    driver: str
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Xid:
+    """An error that the driver has reported."""
+
+    bus: str
+    number: int
+    text: str
+
+
+def parse(xml: str) -> Smi:
+    """The output of ``nvidia-smi -q -x``.
+
+    Raises:
+        SmiError: it is something else.
+    """
+    try:
+        root = ET.fromstring(xml.strip())  # noqa: S314  # of the user's own hosts
+    except ET.ParseError as error:
+        raise SmiError(f"nvidia-smi -q -x wrote no XML ({error})") from error
+    if root.tag != "nvidia_smi_log":
+        raise SmiError(f"nvidia-smi -q -x wrote a <{root.tag}>, not a <nvidia_smi_log>")
+    gpus = tuple(_gpu(index, each) for index, each in enumerate(root.findall("gpu")))
+    return Smi(driver=_text(root, "driver_version"), gpus=gpus)
+
+
+def _gpu(index: int, gpu: ET.Element) -> Gpu:
+    bus = gpu.get("id", "").lower().rpartition(".")[0]  # 00000000:3B:00.0
+    reasons = next(
+        (each for each in gpu if re.fullmatch(r"clocks_\w+_reasons", each.tag)), ET.Element("none")
+    )
+    slowdowns = tuple(
+        name for name in SLOWDOWNS for each in reasons if each.tag.endswith("_" + name) and _yes(each.text)
+    )
+    ecc = gpu.find("ecc_errors/volatile")
+    counts = [
+        _number(each.text) for each in (ecc.iter() if ecc is not None else ()) if "uncorrectable" in each.tag
+    ]
+    counts.append(_number(_text(gpu, "ecc_errors/volatile/double_bit/total")))  # GPUs before Turing count so
+    known = [count for count in counts if count is not None]
+    pending = (
+        "retired_pages/pending_retirement",
+        "remapped_rows/remapped_row_pending",
+        "ecc_errors/channel_repair_pending",
+        "ecc_errors/tpc_repair_pending",
+    )
+    persistence = _text(gpu, "persistence_mode")
+    return Gpu(
+        index=index,
+        name=_text(gpu, "product_name"),
+        bus=bus[-len("0000:00:00") :],
+        memory_mib=_number(_text(gpu, "fb_memory_usage/total")),
+        persistence=persistence == "Enabled" if persistence in ("Enabled", "Disabled") else None,
+        uncorrectable=sum(known) if known else None,
+        needs_reset=any(_yes(_text(gpu, path)) for path in pending)
+        or _text(gpu, "gpu_recovery_action") not in ("", "None", "N/A"),
+        is_broken=_yes(_text(gpu, "remapped_rows/remapped_row_failure")),
+        slowdowns=slowdowns,
+        processes=tuple(
+            GpuProcess(
+                pid=pid,
+                kind=_text(each, "type"),
+                name=_text(each, "process_name"),
+                memory_mib=_number(_text(each, "used_memory")),
+            )
+            for each in gpu.findall("processes/process_info")
+            if (pid := _number(_text(each, "pid"))) is not None
+        ),
+    )
+
+
+def _text(element: ET.Element, path: str) -> str:
+    return (element.findtext(path) or "").strip()
+
+
+def _number(text: str | None) -> int | None:
+    match = re.match(r"\d+", (text or "").strip())
+    return int(match[0]) if match else None
+
+
+def _yes(text: str | None) -> bool:
+    return (text or "").strip() in ("Yes", "Active", "Pending")
+
+
+def gpu_of(xml: str) -> dict[int, int]:
+    """The GPU that each process uses, by pid, as far as that can be told."""
+    try:
+        gpus = parse(xml).gpus
+    except SmiError:
+        return {}
+    return {process.pid: gpu.index for gpu in gpus for process in gpu.processes}
+
+
+def parse_matrix(text: str) -> dict[tuple[int, int], str]:
+    """``nvidia-smi topo -m`` or ``-p2p r``: (GPU, other GPU) → how they are joined (NV12, SYS), or OK, CNS, GNS."""
+    found: dict[tuple[int, int], str] = {}
+    columns: list[int] = []
+    for line in _ANSI.sub("", text).splitlines():
+        words = line.split()
+        if not words or not (first := _GPU.fullmatch(words[0])):
+            continue
+        if not columns:  # the header: columns of GPUs come first, those of network cards after them
+            columns = [int(each[1]) for word in words if (each := _GPU.fullmatch(word))]
+            continue
+        row = int(first[1])
+        for column, cell in zip(columns, words[1:], strict=False):
+            if column != row:
+                found[row, column] = cell
+    return found
+
+
+def links(matrix: Mapping[tuple[int, int], str], gpus: Iterable[int]) -> str:
+    """How the GPUs that are used are joined, in a word each: ``NV18``, ``NV12 SYS``; "" for a single one."""
+    used = set(gpus)
+    kinds = {cell for (one, other), cell in matrix.items() if one in used and other in used}
+    return " ".join(sorted(kinds))
+
+
+def parse_xids(lines: Iterable[str]) -> list[Xid]:
+    """The errors in lines of the kernel's log."""
+    matches = (_XID.search(line) for line in lines)
+    return [
+        Xid(bus=match[1].lower()[-len("0000:00:00") :], number=int(match[2]), text=(match[3] or "").strip())
+        for match in matches
+        if match
+    ]

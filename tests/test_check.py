@@ -1,0 +1,704 @@
+"""`kit check` and `kit clean`: what is wrong with a host is found, named and given a cure."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import until
+from kit_runs import Kit, run_id
+from test_plan import facts, inventory
+
+from nodekit.deploy import check_report, checkup, hostfacts, leftovers, nvidia_smi, script, software
+from nodekit.deploy.check import clocks
+from nodekit.deploy.checkup import Report, Seen
+from nodekit.deploy.findings import Finding
+from nodekit.deploy.nvidia_smi import SmiError
+from nodekit.deploy.runs import Run
+from nodekit.deploy.script import Script
+
+RECORDED = Path(__file__).parent / "recorded"
+A100 = "nvidia-smi-535.54.03-a100-mig.xml"
+ADA = "nvidia-smi-595.84-rtx4000ada.xml"
+T4 = "nvidia-smi-515.105.01-t4.xml"
+GB = 10**9
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / name).read_text()
+
+
+def probe(**changes: Any) -> dict[str, Any]:
+    """What a healthy host answers; keyword arguments replace fields of its parts."""
+    parts: dict[str, dict[str, Any]] = {
+        "software": {
+            "cuda": "12.8",
+            "nccl": "2.27.3",
+            "missing": [],
+            "syntax": None,
+            "locale": None,
+            "encoding": "utf-8",
+            "nofile": [1024, 524288],
+            "memlock": [8 << 20, 8 << 20],
+            "shm": {"size_bytes": 64 * GB, "free_bytes": 64 * GB, "writable": True},
+            "infiniband": [],
+        },
+        "workdir": {"problem": None, "errno": "", "quota": "", "free_inodes": 10**7},
+        "gpus": {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": [], "num_cards": 1},
+        "runs": {"runs": []},
+    }
+    for name, value in changes.items():
+        part = next(part for part in parts.values() if name in part)
+        part[name] = value
+    return parts
+
+
+def examined(tmp_path: Path, text: str, **hosts: tuple[Any, dict[str, Any]]) -> list[Finding]:
+    found = inventory(tmp_path, text)
+    seen = {name: Seen(facts=own, probe=answer) for name, (own, answer) in hosts.items()}
+    return checkup.examine(found, seen, Script(name="train.py", source="import torch"))
+
+
+def wrong(findings: list[Finding]) -> list[tuple[str, str, str, str]]:
+    return [(each.host, each.check, each.level, each.found) for each in findings if each.level != "ok"]
+
+
+# --- nvidia-smi ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "model", "memory_mib", "persistence", "uncorrectable", "processes"),
+    [
+        ("nvidia-smi-418.43-gtx1660ti.xml", "418.43", "Graphics Device", 5912, False, None, ()),
+        (T4, "515.105.01", "Tesla T4", 15360, False, 0, ((675, "G", 22), (5762, "C", 1005))),
+        ("nvidia-smi-525.125.06-p2000.xml", "525.125.06", "Quadro P2000", 5120, True, None, ()),
+        (A100, "535.54.03", "NVIDIA A100-SXM4-80GB", 81920, False, 0, ()),
+        ("nvidia-smi-570.124.04-rtx3060.xml", "570.124.04", "NVIDIA GeForce RTX 3060", 12288, True, None, ()),
+        (ADA, "595.84", "NVIDIA RTX 4000 SFF Ada Generation", 20475, True, None,
+         ((1842, "G", 410), (3190, "G", 451), (4937, "C", 160), (34626, "C+G", 183))),
+    ],
+)  # fmt: skip
+def test_nvidia_smi_is_read_as_drivers_of_all_years_write_it(
+    name: str,
+    driver: str,
+    model: str,
+    memory_mib: int,
+    persistence: bool,
+    uncorrectable: int | None,
+    processes: Any,
+) -> None:
+    smi = nvidia_smi.parse(recorded(name))
+    (gpu,) = smi.gpus
+    assert (smi.driver, gpu.name, gpu.memory_mib) == (driver, model, memory_mib)
+    assert (gpu.persistence, gpu.uncorrectable) == (persistence, uncorrectable)
+    assert tuple((each.pid, each.kind, each.memory_mib) for each in gpu.processes) == processes
+    assert not gpu.slowdowns
+    assert not gpu.needs_reset
+    assert not gpu.is_broken
+    assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}", gpu.bus)
+
+
+@pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed", "<html></html>", "<nvidia_smi_log>"])
+def test_what_is_not_nvidia_smis_is_an_error_and_no_traceback(text: str) -> None:
+    with pytest.raises(SmiError, match="nvidia-smi -q -x wrote"):
+        nvidia_smi.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "links"),
+    [
+        ("nvidia-smi-topo-m-2017.txt", 4 * 7, "PHB PIX SYS"),
+        ("nvidia-smi-topo-m-5gpus.txt", 20, "NODE PHB"),
+        ("nvidia-smi-topo-m-a100.txt", 6 * 7, "NV8"),
+        ("nvidia-smi-topo-p2p-gns.txt", 2, "GNS"),
+        ("nvidia-smi-topo-p2p-ok.txt", 20, "OK"),
+    ],
+)
+def test_the_matrix_of_links_is_read_network_cards_and_legend_left_out(
+    name: str, cells: int, links: str
+) -> None:
+    matrix = nvidia_smi.parse_matrix(recorded(name))
+    assert len(matrix) == cells
+    assert nvidia_smi.links(matrix, range(16)) == links
+    assert nvidia_smi.links(matrix, [0]) == ""
+
+
+def test_underlined_heads_of_the_matrix_are_read_too() -> None:
+    text = (
+        recorded("nvidia-smi-topo-m-5gpus.txt")
+        .replace("\tGPU0", "\t\x1b[4mGPU0", 1)
+        .replace("GPU4\t", "GPU4\x1b[0m\t", 1)
+    )
+    assert nvidia_smi.parse_matrix(text)[0, 4] == "NODE"
+
+
+def test_xids_are_read_with_the_bus_they_are_of() -> None:
+    xids = nvidia_smi.parse_xids(recorded("kernel-log-xid.txt").splitlines())
+    assert [(xid.bus, xid.number) for xid in xids] == [
+        ("0000:af:00", 13), ("0000:af:00", 31), ("0000:01:00", 31), ("0000:01:00", 79), ("0000:44:00", 79),
+    ]  # fmt: skip
+
+
+def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    program = "from nodekit.deploy import hostfacts; print(hostfacts.output(['nvidia-smi', '-q'], 0.4))"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == "('', 'no answer within 0 s')", done.stderr
+    assert hostfacts.output(["sh", "-c", "echo Unable to determine; exit 9"], 5) == (
+        "",
+        "Unable to determine",
+    )
+    assert hostfacts.output(["no-such-program"], 5) == ("", "not installed")
+
+
+ONE = "hosts: {gpu1: }\n"
+
+
+def on_gpus(tmp_path: Path, text: str = ONE, **changes: Any) -> list[tuple[str, str]]:
+    found = examined(tmp_path, text, gpu1=(facts("gpu1", num_gpus=1), probe(**changes)))
+    return [(each.level, each.text) for each in found if each.check == "gpus" and each.level != "ok"]
+
+
+def test_a_healthy_gpu_is_told_by_its_name(tmp_path: Path) -> None:
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    found = examined(tmp_path, ONE, gpu1=(facts("gpu1", num_gpus=1), probe(smi=smi)))
+    assert [each.found for each in found if each.check == "gpus"] == ["1 × A100-SXM4-80GB"]
+
+
+def test_anothers_process_is_named_with_its_owner_and_memory_and_a_desktops_is_not(tmp_path: Path) -> None:
+    found = on_gpus(tmp_path, smi=recorded(ADA), owners={"4937": "alice", "34626": ""})
+    assert found == [
+        ("warning", "GPU 0 is used by pid 4937 of alice: python, 160 MiB, wanted: a free GPU; "
+         "end it there, once alice agrees; or name other GPUs as `gpus: [0, 1]`"),
+        ("warning", "GPU 0 is used by pid 34626 (of another container): /usr/lib/chromium/chromium, 183 MiB, "
+         "wanted: a free GPU; end it there, once its owner agrees; or name other GPUs as `gpus: [0, 1]`"),
+    ]  # fmt: skip
+
+
+def test_a_process_of_a_run_of_ours_is_told_as_that(tmp_path: Path) -> None:
+    run = {"run": "lab-1", "node": "gpu1", "node_dir": "/r", "agent": 7, "state": "running", "shm": [],
+           "quiet_s": 1.0, "processes": [{"pid": 4937, "rank": 0, "rss_bytes": GB, "ports": []}]}  # fmt: skip
+    found = on_gpus(tmp_path, smi=recorded(ADA), owners={"4937": "train"}, runs=[run])
+    assert "160 MiB, of lab-1, wanted: a free GPU; kit down lab-1, or kit clean" in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("of", "to", "level", "message"),
+    [
+        (r"<dram_uncorrectable>0", "<dram_uncorrectable>3", "failure", "GPU 0: 3 uncorrectable ECC errors"),
+        ("<pending_retirement>No", "<pending_retirement>Yes", "warning", "GPU 0: a repair of its memory waits"),
+        ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "warning",
+         "GPU 0 is slowed down: hw_thermal_slowdown"),
+        ("sw_power_cap>Not Active", "sw_power_cap>Active", "", ""),
+        ("<persistence_mode>Enabled", "<persistence_mode>Disabled", "warning", "persistence mode is off (GPU 0)"),
+    ],
+)  # fmt: skip
+def test_what_nvidia_smi_marks_as_unwell_is_told(
+    tmp_path: Path, of: str, to: str, level: str, message: str
+) -> None:
+    smi = (
+        recorded(T4)
+        .replace("<type>C<", "<type>G<")
+        .replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    )
+    assert of in smi
+    assert on_gpus(tmp_path, smi=smi) == []
+    found = on_gpus(tmp_path, smi=smi.replace(of, to, 1))
+    assert [(each, text[: len(message)]) for each, text in found] == ([(level, message)] if level else [])
+    assert all("; " in text for _, text in found)
+
+
+def test_an_xid_is_told_for_the_gpu_it_is_of_and_a_programs_own_fault_is_not(tmp_path: Path) -> None:
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")  # at 01:00
+    lines = recorded("kernel-log-xid.txt").splitlines()
+    found = on_gpus(tmp_path, smi=smi, xid=lines)
+    assert [(level, text.split(",")[0]) for level, text in found] == [
+        ("failure", "GPU 0: Xid 79 (it has fallen off the bus) × 1 since the last boot"),
+        ("failure", "the GPU at 0000:44:00 has fallen off the bus (Xid 79)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_cards", "level"),
+    [
+        ("gpus: 1\n", 1, "failure"),
+        ("", 1, "warning"),
+        ("", 0, ""),  # the driver's programs are there, and no GPU
+        ("gpus: 0\n", 1, ""),
+    ],
+)
+def test_an_nvidia_smi_that_hangs_is_told_where_gpus_are_wanted(
+    tmp_path: Path, text: str, num_cards: int, level: str
+) -> None:
+    answer = probe(num_cards=num_cards)
+    answer["gpus"]["problem"] = "no answer within 6 s"
+    found = examined(tmp_path, text + ONE, gpu1=(facts("gpu1", num_gpus=text.count("1")), answer))
+    assert wrong(found) == ([("gpu1", "gpus", level, "nvidia-smi: no answer within 6 s")] if level else [])
+
+
+def test_hosts_whose_gpus_or_links_differ_are_named(tmp_path: Path) -> None:
+    # A whole node of two for each: the recorded GPU twice.
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    gpu = smi[smi.index("<gpu id") : smi.index("</gpu>") + len("</gpu>")]
+    smi = smi.replace(gpu, gpu * 2)
+    topo = recorded("nvidia-smi-topo-m-a100.txt")
+    hosts = {f"gpu{n}": (facts(f"gpu{n}", num_gpus=2), probe(smi=smi, topo=topo)) for n in (1, 2, 3, 4)}
+    hosts["gpu3"] = (facts("gpu3", num_gpus=2), probe(smi=smi, topo=topo.replace("NV8", "SYS")))
+    hosts["gpu4"] = (
+        facts("gpu4", num_gpus=2),
+        probe(smi=smi.replace("A100-SXM4-80GB", "A100-PCIE-40GB"), topo=topo),
+    )
+    found = examined(tmp_path, "hosts: {'gpu[1-4]': }\n", **hosts)
+    assert wrong(found) == [
+        (
+            "gpu4",
+            "gpus",
+            "warning",
+            "its GPUs are 2 × A100-PCIE-40GB, but 3 of the hosts have 2 × A100-SXM4-80GB",
+        ),
+        ("gpu3", "gpus", "warning", "its GPUs are joined by SYS, but 3 of the hosts have NV8"),
+    ]
+
+
+# --- software, the working folder, the clock ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "message"),
+    [
+        ({"cuda": "12.6"}, "failure", "CUDA runtime 12.6, but 2 of the hosts have 12.8"),
+        ({"nccl": "2.21.5"}, "failure", "NCCL 2.21.5, but 2 of the hosts have 2.27.3"),
+        ({"missing": ["cv2"]}, "failure", "no cv2 in /venv/bin/python"),
+        ({"syntax": "line 3: bad"}, "failure", "train.py is no Python to /venv/bin/python (3.11.2): line 3"),
+        ({"locale": "LANG=de_DE is not installed"}, "warning", "locale: LANG=de_DE is not installed"),
+        ({"encoding": "ascii"}, "warning", "locale: the encoding of file names is ascii"),
+        ({"nofile": [256, 256]}, "warning", "ulimit -n (open files) is 256"),
+        ({"nofile": [-1, -1]}, "", ""),
+        ({"infiniband": ["mlx5_0"]}, "warning", "ulimit -l (locked memory) is 8192 KiB, and there is InfiniBand"),
+        ({"infiniband": ["mlx5_0"], "memlock": [-1, -1]}, "", ""),
+        ({"shm": None}, "failure", "no /dev/shm"),
+        ({"shm": {"size_bytes": 64 << 20, "free_bytes": 60 << 20, "writable": True}}, "warning",
+         "/dev/shm has 60 of 64 MiB free"),
+        ({"problem": "/w: Read-only file system", "errno": "EROFS"}, "failure", "nothing can be written to /w"),
+        ({"free_inodes": 3}, "failure", "3 inodes free in /home/train/nodekit"),
+        ({"free_inodes": None}, "", ""),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_on_one_host_is_told_of_that_host_with_a_cure(
+    tmp_path: Path, changes: dict[str, Any], level: str, message: str
+) -> None:
+    answers = {name: probe() for name in ("gpu1", "gpu2", "gpu3")}
+    answers["gpu2"] = probe(
+        **{key: value for key, value in changes.items() if key not in ("problem", "errno")}
+    )
+    answers["gpu2"]["workdir"].update({key: changes[key] for key in ("problem", "errno") if key in changes})
+    found = examined(
+        tmp_path,
+        "hosts: {'gpu[1-3]': }\n",
+        **{name: (facts(name), answer) for name, answer in answers.items()},
+    )
+    said = [(each.host, each.level, each.found[: len(message)]) for each in found if each.level != "ok"]
+    assert said == ([("gpu2", level, message)] if level else [])
+    assert all(each.wanted and each.cure for each in found if each.level != "ok")
+
+
+def test_what_follows_from_another_torch_is_not_told_again(tmp_path: Path) -> None:
+    hosts = {name: (facts(name), probe()) for name in ("gpu1", "gpu3")}
+    hosts["gpu2"] = (facts("gpu2", torch="2.12.0+cu126"), probe(cuda="12.6", nccl="2.21.5"))
+    found = wrong(examined(tmp_path, "hosts: {'gpu[1-3]': }\n", **hosts))
+    assert found == [("gpu2", "software", "failure", "torch 2.12.0+cu126, but 2 of the hosts have 2.13.0")]
+
+
+def test_a_locale_that_the_inventory_sets_is_not_looked_for_on_the_host(tmp_path: Path) -> None:
+    text = "env: {LC_ALL: C.UTF-8}\n" + ONE
+    assert wrong(examined(tmp_path, text, gpu1=(facts("gpu1"), probe(encoding="ascii")))) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "is_fine"),
+    [
+        ("525.60.13", "12.8", True),
+        ("525.60.11", "12.8", False),
+        ("535.54.03", "13.0", False),
+        ("580.65.06", "13.0", True),
+        ("418.43", "11.8", False),
+        ("418.43", None, True),
+    ],
+)
+def test_a_driver_older_than_torchs_cuda_wants_is_a_failure(
+    tmp_path: Path, driver: str, cuda: str | None, is_fine: bool
+) -> None:
+    smi = f"<nvidia_smi_log><driver_version>{driver}</driver_version></nvidia_smi_log>"
+    found = examined(tmp_path, "gpus: 0\n" + ONE, gpu1=(facts("gpu1"), probe(smi=smi, cuda=cuda)))
+    assert [each.found.startswith(f"NVIDIA driver {driver}") for each in found if each.level != "ok"] == (
+        [] if is_fine else [True]
+    )
+
+
+def test_a_quota_is_told_once_it_is_passed() -> None:
+    text = (  # Debian's quota 4.06, of a user over the limit for blocks; times are given as seconds
+        "Disk quotas for user train (uid 1001): \n"
+        "     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace\n"
+        "/dev/sdb1  5242880* 5000000 6000000 1732300000 1200 0 0 0\n"
+        "nfs:/home 100 5000000 6000000 0 9000* 8000 10000 1732300000\n"
+    )
+    assert software.over_quota(text) == [
+        "5242880 KiB used of a quota of 5000000 on /dev/sdb1",
+        "9000 files used of a quota of 8000 on nfs:/home",
+    ]
+
+
+def test_a_clock_is_compared_with_the_others_within_what_the_round_trip_lets_one_know(tmp_path: Path) -> None:
+    found = inventory(tmp_path, "hosts: {'gpu[1-3]': }\n")
+    ours_is_wrong = {name: facts(name, clock_offset_s=100.0) for name in ("gpu1", "gpu2", "gpu3")}
+    assert wrong(clocks(found, ours_is_wrong)) == []
+    late = {**ours_is_wrong, "gpu2": facts("gpu2", clock_offset_s=95.8, rtt_s=0.002)}
+    assert wrong(clocks(found, late)) == [
+        ("gpu2", "clock", "warning", "its clock is -4.2 s (± 0.001 s) from the other hosts'")
+    ]
+    slow = {**ours_is_wrong, "gpu2": facts("gpu2", clock_offset_s=95.8, rtt_s=3.0)}
+    assert wrong(clocks(found, slow)) == []
+    patient = inventory(tmp_path, "timings: {lost_after: 5}\nhosts: {'gpu[1-3]': }\n")
+    assert wrong(clocks(patient, late)) == []
+
+
+# --- the script ---------------------------------------------------------------------------------------------
+
+
+def test_imports_are_followed_through_the_projects_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "src/train.py": "import torch, os.path\nfrom model.net import Net\nimport helper\n"
+        "try:\n    import wandb\nexcept ImportError:\n    wandb = None\n"
+        "if TYPE_CHECKING:\n    import typed\n"
+        "def late():\n    import lazy\n"
+        "if __name__ == '__main__':\n    import cv2\n",
+        "src/model/__init__.py": "from . import parts\nimport einops",
+        "src/model/net.py": "from .parts import Part\nfrom ..elsewhere import x",
+        "src/model/parts.py": "import timm.models",
+        "helper.py": "'\\d'; import yaml; from nodekit.training import World; from __future__ import annotations",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = script.read(inventory(tmp_path, ONE), ["src/train.py", "--lr", "1"])
+    assert found.name == "src/train.py"
+    assert set(found.imports) == {"torch", "os", "cv2", "einops", "timm", "yaml"}
+    assert script.without_own(found, ["cv2", "net", "model", "nope"], tmp_path) == ["cv2", "nope"]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["-m", "nodekit.training"], Script()),
+        (["./run.sh"], Script()),
+        (["/opt/train.py"], Script()),
+        (["-m", "lightning.run"], Script(name="lightning.run", imports=("lightning",))),
+        (["-m", "pkg"], Script(name="pkg/__main__.py", source="import a", imports=("a",))),
+        (["-m", "pkg.job"], Script(name="pkg/job.py", source="import b", imports=("b",))),
+    ],
+)
+def test_what_the_command_runs_is_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], expected: Script
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for name, text in {"__init__": "", "__main__": "import a", "job": "import b"}.items():
+        (tmp_path / f"pkg/{name}.py").write_text(text)
+    assert script.read(inventory(tmp_path, ONE), command) == expected
+
+
+# --- leftovers and the report -------------------------------------------------------------------------------
+
+
+def left(**changes: Any) -> dict[str, Any]:
+    process = {"pid": 11, "start_time": 5, "rank": 0, "rss_bytes": GB, "ports": [29500]}
+    return {"run": "lab-1", "node": "gpu1", "node_dir": "/r/lab-1/gpu1", "agent": None, "state": "running",
+            "processes": [process], "shm": [], "quiet_s": 500.0, **changes}  # fmt: skip
+
+
+def record(state: str) -> dict[str, Run]:
+    run = Run(
+        run_id="lab-1", name="lab", inventory_path="/x", inventory={}, command=None, created=0.0, state=state
+    )
+    return {"lab-1": run}
+
+
+@pytest.mark.parametrize(
+    ("found", "records", "standing", "still_trains"),
+    [
+        (left(), {}, "left", False),
+        (left(quiet_s=3.0), {}, "left", True),
+        (left(agent=10), record("running"), "running", True),
+        (left(agent=10), {}, "running", True),
+        (left(agent=10), record("stopped"), "forgotten", True),
+        (left(agent=10, state="succeeded", quiet_s=1.0), record("succeeded"), "running", True),
+        (left(agent=10, state="succeeded"), {}, "forgotten", True),
+    ],
+)
+def test_a_run_that_runs_is_told_from_what_a_run_has_left(
+    found: dict[str, Any], records: dict[str, Run], standing: str, still_trains: bool
+) -> None:
+    (judged,) = leftovers.lefts("gpu1", [found], records, {11: 3})
+    assert (judged.standing, judged.still_trains) == (standing, still_trains)
+    assert "pid 11 (rank 0, 1000 MB, GPU 3, port 29500)" in judged.text
+
+
+def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
+    long = "a very long sentence about what was found there " * 4
+    findings = [Finding(check="access", host=name, level="ok", found="0.5 ms") for name in ("gpu1", "gpu2")]
+    findings += [
+        Finding(check="software", host=name, level="failure", found=long, wanted="w", cure="pip install x")
+        for name in ("gpu1", "gpu2")
+    ]
+    findings.append(
+        Finding(check="network", host="gpu1 → gpu2", hosts=("gpu1", "gpu2"), level="warning", found="slow")
+    )
+    report = Report(
+        inventory=Path("lab.yaml"), hosts=("gpu1", "gpu2"), findings=tuple(findings), seconds=1.25
+    )
+    lines = check_report.text(report, 100).splitlines()
+    assert lines[:3] == [
+        "      access  software  network",
+        "gpu1  0.5 ms  FAILS     warning",
+        "gpu2  0.5 ms  FAILS     warning",
+    ]
+    assert "FAILS  software  gpu1, gpu2" in lines
+    assert "warning  network  gpu1 → gpu2" in lines
+    assert lines[-1] == "2 hosts: 2 failures, 1 warning  (1.2 s)"
+    assert max(map(len, lines)) <= 100
+    assert json.loads(check_report.to_json(report))["failed"] is True
+
+
+# --- on real hosts ------------------------------------------------------------------------------------------
+
+
+def check(kit: Kit, *args: str, file: str = "lab.yaml", rc: int = 1) -> list[Finding]:
+    """What `kit check` finds wrong."""
+    begin = time.monotonic()
+    done = kit.run("check", file, "--json", *args, timeout_s=30)
+    assert done.returncode == rc, done.stdout + done.stderr
+    assert time.monotonic() - begin < 15  # its deadline, and Python's start on a busy machine
+    found = [
+        Finding(**{**each, "hosts": tuple(each["hosts"])}) for each in json.loads(done.stdout)["findings"]
+    ]
+    return [each for each in found if each.level != "ok" and each.check != "network"]
+
+
+def hosts_of(kit: Kit, **changes: Any) -> dict[str, Any]:
+    """The lab's hosts as an inventory has them, some of them changed."""
+    assert kit.lab is not None
+    values = yaml.safe_load(kit.lab.inventory.read_text())["hosts"]
+    return {name: {**own, **changes.get(name, {})} for name, own in values.items()}
+
+
+def put(kit: Kit, host: str, path: str, text: str, mode: str = "644") -> None:
+    assert kit.lab is not None
+    kit.on_host(host, "mkdir", "-p", str(Path(path).parent))
+    done = kit.lab.run(host, ["tee", path], input=text, text=True, capture_output=True)
+    assert done.returncode == 0
+    kit.on_host(host, "chmod", mode, path)
+
+
+def other_python(kit: Kit, host: str, folder: str) -> str:
+    """An interpreter of a host that finds modules in a folder before all others."""
+    assert kit.lab is not None
+    python = yaml.safe_load(kit.lab.inventory.read_text())["python"]
+    path = f"{folder}/python"
+    put(kit, host, path, f'#!/bin/sh\nPYTHONPATH={folder} exec {python} "$@"\n', mode="755")
+    return path
+
+
+@pytest.mark.lab
+def test_three_healthy_hosts_are_ready(kit: Kit) -> None:
+    kit.inventory()
+    done = kit.run("check", "lab.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert re.match(r" +access +workdir +software +gpus +clock +", lines[0])
+    assert [line.split()[0] for line in lines[1:4]] == ["node1", "node2", "node3"]
+    assert re.search(r"^3 hosts: ready", lines[-1])
+
+
+@pytest.mark.lab
+def test_another_torch_on_one_node_is_named(kit: Kit) -> None:
+    import torch
+
+    put(kit, "node2", "/root/other/torch/__init__.py", "")
+    put(kit, "node2", "/root/other/torch/version.py", "__version__ = '2.12.0'\n")
+    kit.inventory(hosts=hosts_of(kit, node2={"python": other_python(kit, "node2", "/root/other")}))
+    (found,) = check(kit)
+    assert (found.host, found.check, found.level) == ("node2", "software", "failure")
+    assert found.found == f"torch 2.12.0, but 2 of the hosts have {torch.__version__}"
+    assert f"pip install torch=={torch.__version__.split('+')[0]}" in found.cure
+    done = kit.run("up", "lab.yaml", "--dry-run")
+    assert (done.returncode, "node2: torch 2.12.0, but 2 of" in done.stderr) == (1, True)
+
+
+@pytest.mark.lab
+def test_a_full_disk_is_named(kit: Kit) -> None:
+    kit.on_host("node3", "mkdir", "-p", "/root/full")
+    kit.on_host("node3", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/root/full")
+    try:
+        put(kit, "node3", "/root/full/data", "x" * 60_000)
+        kit.inventory(hosts=hosts_of(kit, node3={"workdir": "/root/full/kit"}))
+        found = check(kit)
+    finally:
+        kit.on_host("node3", "umount", "/root/full")
+    assert {(each.host, each.check, each.level) for each in found} == {("node3", "workdir", "failure")}
+    assert any("No space left on device" in each.found for each in found)
+    assert all("`du -xhd2 /root/full`" in each.cure for each in found)
+
+
+@pytest.mark.lab
+def test_a_wrong_clock_is_named(kit: Kit) -> None:
+    late = "import time\n_real = time.time\ntime.time = lambda: _real() - 7\n"
+    put(kit, "node1", "/root/late/sitecustomize.py", late)  # as kit's own python there sees it
+    kit.inventory(hosts=hosts_of(kit, node1={"python": other_python(kit, "node1", "/root/late")}))
+    (found,) = check(kit, rc=0)
+    assert (found.host, found.check, found.level) == ("node1", "clock", "warning")
+    assert found.found.startswith("its clock is -7.0 s")
+    assert "timedatectl" in found.cure
+
+
+@pytest.mark.lab
+def test_a_host_that_takes_the_connection_and_says_nothing_is_named_in_time(kit: Kit) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = {"address": "127.0.0.1", "port": silent.getsockname()[1]}
+        kit.inventory(hosts={**hosts_of(kit), "mute": mute})
+        begin = time.monotonic()
+        (found,) = check(kit, "--timeout", "4")
+        assert time.monotonic() - begin < 6
+    assert (found.host, found.check, found.level) == ("mute", "access", "failure")
+    assert "did not say the SSH greeting and agree on keys within 2.4 s" in found.found
+    assert found.cure
+
+
+@pytest.mark.lab
+def test_a_wrong_host_key_a_missing_key_and_a_name_that_does_not_resolve_are_named(
+    kit: Kit, tmp_path: Path
+) -> None:
+    assert kit.lab is not None
+    lines = kit.lab.known_hosts.read_text().splitlines()
+    addresses = {name: host.address for name, host in kit.lab.hosts.items()}
+    keys = {
+        name: next(line.split()[1:3] for line in lines if address in line)
+        for name, address in addresses.items()
+    }
+    keys["node2"] = keys["node1"]
+    known = tmp_path / "known"
+    known.write_text(
+        "".join(f"{addresses[name]} {' '.join(key)}\n" for name, key in keys.items() if name != "node3")
+    )
+    kit.inventory(
+        known_hosts=str(known), hosts={**hosts_of(kit), "typo": {"address": "no-such-host.invalid"}}
+    )
+    found = {each.host: each for each in check(kit)}
+    assert {each.check for each in found.values()} == {"access"}
+    assert "HAS CHANGED" in found["node2"].found
+    assert "ssh-keygen -R" in found["node2"].cure
+    assert "is unknown" in found["node3"].found
+    assert "--accept-new-host-keys" in found["node3"].cure
+    assert "does not resolve" in found["typo"].found
+    assert set(found) == {"node2", "node3", "typo"}
+
+
+@pytest.mark.lab
+def test_a_missing_import_and_a_syntax_error_are_found_before_anything_starts(kit: Kit) -> None:
+    kit.inventory()
+    (kit.folder / "train it.py").write_text("import torch, no_such_module\nfrom mine import x\n")
+    (kit.folder / "mine.py").write_text("import nor_this_one\n")
+    found = check(kit, "--", "train it.py")
+    assert {each.host for each in found} == {"node1", "node2", "node3"}
+    assert {each.found.split(" in ")[0] for each in found} == {"no no_such_module, nor_this_one"}
+    assert all(each.cure.endswith("pip install no_such_module nor_this_one") for each in found)
+    done = kit.run("up", "lab.yaml", "--dry-run", "--", "train it.py")
+    assert (done.returncode, "no no_such_module, nor_this_one in" in done.stderr) == (1, True)
+    done = kit.run("up", "lab.yaml", "--dry-run", "--skip-check", "--", "train it.py")
+    assert done.returncode == 0, done.stderr
+    (kit.folder / "bad.py").write_text("x = 1\ndef f(:\n")
+    found = check(kit, "--", "bad.py")
+    assert ["line 2: invalid syntax" in each.found for each in found] == [True] * 3
+    (refused,) = check(kit, "--", "-m", "nodekit.training", "--epochs", "many")
+    assert (refused.host, "--epochs" in refused.found) == ("the job", True)
+    (absent,) = check(kit, "--", "absent.py")
+    assert "no absent.py in" in absent.found
+
+
+HOLDS = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.lab
+def test_a_leftover_worker_is_found_and_ended_and_a_running_run_is_left_alone(kit: Kit) -> None:
+    hosts = {name: own for name, own in hosts_of(kit).items() if name == "node2"}
+    kit.inventory(hosts=hosts)
+    (kit.folder / "holds.py").write_text(HOLDS)
+    done = kit.run("up", "-d", "lab.yaml", "--", "holds.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = run_id(done.stdout)
+    node_dir = f"/root/nodekit/runs/{found}/node2"
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "nodekit/runs" / found
+    child = until(lambda: kit.on_host("node2", "sh", "-c", f"cat '{node_dir}'/logs/*.log || true").strip())
+    worker = parent(kit, child)
+    agent = json.loads(kit.on_host("node2", "cat", f"{node_dir}/agent.json"))["pid"]
+    for path in (f"/dev/shm/torch_{worker}_1_1", "/dev/shm/torch_1_1_1"):  # as torch names them
+        kit.on_host("node2", "sh", "-c", f"echo data > {path}")
+    assert check(kit, rc=0) == []
+    done = kit.run("clean", "lab.yaml", "--yes")
+    assert (done.returncode, "it is running" in done.stdout, "0 ended" in done.stdout) == (0, True, True), (
+        done.stdout
+    )
+    assert is_there(kit, child)
+
+    # Who would start it again, and then, as a host that runs out of memory may, all but what the worker has started.
+    os.kill(int((folder / "supervisor.lock").read_text()), signal.SIGKILL)
+    kit.on_host("node2", "kill", "-9", str(agent), parent(kit, worker), worker)
+    until(lambda: not is_there(kit, worker))
+    assert is_there(kit, child)
+    (bad,) = check(kit)
+    assert (bad.host, bad.check, bad.level) == ("node2", "leftovers", "failure")
+    assert f"{found} has lost its agent and left: pid {child} (rank 0, " in bad.found
+    assert "1 segments of shared memory" in bad.found
+    assert re.fullmatch(r"kit clean .*lab\.yaml'?", bad.cure)
+
+    done = kit.run("clean", "lab.yaml")
+    assert (done.returncode, "may still train" in done.stderr) == (1, True), done.stdout + done.stderr
+    assert is_there(kit, child)
+    done = kit.run("clean", "lab.yaml", "--yes")
+    assert (done.returncode, "1 ended" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert not is_there(kit, child)
+    assert kit.on_host("node2", "ls", "/dev/shm").split() == ["torch_1_1_1"]
+    kit.on_host("node2", "rm", "/dev/shm/torch_1_1_1")
+    assert check(kit, rc=0) == []
+
+
+def parent(kit: Kit, pid: str) -> str:
+    return kit.on_host("node2", "cat", f"/proc/{pid}/stat").rpartition(")")[2].split()[1]
+
+
+def is_there(kit: Kit, pid: str) -> bool:
+    assert kit.lab is not None
+    done = kit.lab.run("node2", ["cat", f"/proc/{pid}/stat"], capture_output=True, text=True)
+    return done.returncode == 0 and done.stdout.rpartition(")")[2].split()[0] != "Z"
