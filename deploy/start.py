@@ -18,6 +18,7 @@ from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_
 from nodekit.deploy.judge import FINAL, Rules
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
+from nodekit.deploy.progress import build_lines
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
@@ -116,6 +117,18 @@ def start(
     with phases.phase("connect") as said:
         links = _connect(stack, inventory, options, phases)
         said.append(count(len(links), "host"))
+    if inventory.environment is not None:
+        from nodekit.deploy import environment  # most inventories have none
+
+        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+            entered = environment.enter(
+                links,
+                inventory.hosts,
+                inventory.environment,
+                timeout_s=inventory.timings.environment,
+                progress=progress,
+            )
+            said.append(entered.line())
     with phases.phase("check") as said:
         package = sync.package()
         facts, peers = gather_facts(links, inventory, package.digest)
