@@ -12,7 +12,7 @@ from typing import Any
 
 from nodekit.deploy.link import Link, on_all
 from nodekit.inventory.errors import HostError, KitError
-from nodekit.inventory.schema import Host, Inventory
+from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engines import LIBRARIES
 
 OLDEST_PYTHON = (3, 10)
@@ -137,7 +137,7 @@ def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]
         found = facts[host.name]
         for problem in (
             _python_problem(found),
-            _torch_problem(found, common, torches),
+            _torch_problem(found, common, torches, inventory.environment),
             found.workdir_problem and f"its workdir cannot be used: {found.workdir_problem}",
             _disk_problem(found),
             _gpu_problem(host, found),
@@ -171,7 +171,19 @@ def _python_problem(found: Facts) -> str | None:
     )
 
 
-def _torch_problem(found: Facts, common: str | None, torches: Mapping[str, int]) -> str | None:
+def _torch_problem(
+    found: Facts, common: str | None, torches: Mapping[str, int], environment: Environment | None
+) -> str | None:
+    if environment is not None and found.torch is None:
+        return (
+            f"no torch in the environment ({found.executable}); add it to what the inventory's `environment:` "
+            "names, or set `system_site_packages: true` there where the host's own python has it"
+        )
+    if environment is not None and len(torches) > 1 and found.torch != common:
+        return (
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}; all must have the same: "
+            f"write torch=={str(common).split('+')[0]} where the inventory's `environment:` points to"
+        )
     if found.torch is None:
         return (
             f"no torch in {found.executable}; set `python:` to an interpreter there that has it, "

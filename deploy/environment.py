@@ -17,6 +17,7 @@ from typing import Any
 from nodekit.deploy import requirements, sync, wheels
 from nodekit.deploy.check import OLDEST_PYTHON, all_or_raise
 from nodekit.deploy.link import BOOT, Link, on_all, program
+from nodekit.deploy.progress import nothing
 from nodekit.deploy.requirements import Asked, Indexes
 from nodekit.deploy.wheels import Platform
 from nodekit.inventory.errors import HostError, KitError
@@ -38,7 +39,6 @@ class Seat:
     workdir_id: str
     is_there: bool
     platform: Platform
-    python_version: str
     has_uv: bool
 
     @property
@@ -92,7 +92,7 @@ def enter(
     environment: Environment,
     *,
     timeout_s: float,
-    progress: Callable[[str, float, str], None] = lambda host, seconds, said: None,
+    progress: Callable[[str, float, str], None] = nothing,
     build: bool = True,
 ) -> Entered:
     """Have every host's venv, made if need be, and its link go on with that interpreter.
@@ -110,32 +110,28 @@ def enter(
     """
     asked, indexes = requirements.read(environment), requirements.indexes(environment)
     job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
-    found = on_all({host.name: host for host in hosts if host.name in links}, lambda host: _look(links, host, asked))
+    there = {host.name: host for host in hosts if host.name in links}
+    found = on_all(there, lambda host: _look(links[host.name], host, asked))
     seats: dict[str, Seat] = all_or_raise(found)
     # Hosts that share the folder, and have the same interpreter, share the venv: the first of them makes it.
     makers: dict[tuple[str, str], Seat] = {}
     for seat in seats.values():
         if not seat.is_there:
             makers.setdefault((seat.workdir_id, seat.key), seat)
-    missing = tuple(name for name, seat in seats.items() if not seat.is_there)
-    pythons = {name: seat.python for name, seat in seats.items()}
-    there = {name: seat for name, seat in seats.items() if build or seat.is_there}
-    fetched = False
-    if build and makers:
-        fetched = _build_all(job, [*makers.values()])
-    all_or_raise(on_all(there, lambda seat: seat.link.switch(seat.python)))
+    built, fetched = _build_all(job, [*makers.values()]) if build and makers else ((), False)
+    ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
+    all_or_raise(on_all(ready, lambda seat: seat.link.switch(seat.python)))
     return Entered(
         file=asked.file,
-        python=pythons,
-        built=missing if build else (),
-        reused=tuple(name for name in seats if name not in missing),
-        missing=() if build else missing,
+        python={name: seat.python for name, seat in seats.items()},
+        built=built,
+        reused=tuple(name for name in ready if name not in built),
+        missing=tuple(name for name in seats if name not in ready),
         fetched=fetched,
     )
 
 
-def _look(links: Mapping[str, Link], host: Host, asked: Asked) -> Seat:
-    link = links[host.name]
+def _look(link: Link, host: Host, asked: Asked) -> Seat:
     found = _on_host(link, host, "look", limit_s=LOOK_TIMEOUT_S, workdir=host.workdir, digest=asked.digest)
     if found["problem"]:
         raise HostError(host.name, f"its workdir cannot be used: {found['problem']}")
@@ -155,13 +151,12 @@ def _look(links: Mapping[str, Link], host: Host, asked: Asked) -> Seat:
         workdir_id=found["workdir_id"],
         is_there=found["is_there"],
         platform=Platform.of(found["markers"], found["libc"]),
-        python_version=version,
         has_uv=found["uv"],
     )
 
 
-def _build_all(job: _Job, seats: Sequence[Seat]) -> bool:
-    """Make the venvs, all at once; whether packages were sent from here.
+def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]:
+    """Make the venvs, all at once: where that was still to be done, and whether packages were sent from here.
 
     Raises:
         KitError: with each host where it failed, when the others are done.
@@ -186,11 +181,11 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> bool:
             raise KitError(f"{error}{why}") from error
         folders[platform] = sync.take(folder)
 
-    def one(seat: Seat) -> None:
-        _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
+    def one(seat: Seat) -> bool:
+        return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
 
-    all_or_raise(on_all({seat.host.name: seat for seat in seats}, one))
-    return bool(offline)
+    done = all_or_raise(on_all({seat.host.name: seat for seat in seats}, one))
+    return tuple(name for name, built in done.items() if built), bool(offline)
 
 
 def _export(asked: Asked, seats: Sequence[Seat]) -> str:
@@ -206,7 +201,12 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
     elif with_uv := [seat for seat in seats if seat.has_uv]:
         first = with_uv[0]
         answer = _on_host(
-            first.link, first.host, "export", limit_s=LOOK_TIMEOUT_S, files=dict(asked.lock), argv=asked.export
+            first.link,
+            first.host,
+            "export",
+            limit_s=LOOK_TIMEOUT_S,
+            files=dict(asked.lock),
+            argv=asked.export,
         )
     else:
         names = ", ".join(seat.host.name for seat in seats)
@@ -235,7 +235,8 @@ def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
     }
 
 
-def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> None:
+def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
+    """Make one; False if another kit has done so meanwhile."""
     name, folder = seat.host.name, f"{seat.workdir}/envs"
     args: dict[str, Any] = {"requirements": job.asked.requirements}
     env = dict(job.indexes.env)
@@ -245,11 +246,11 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> None:
         args["wheels"] = f"{folder}/{seat.key}.wheels"
         env = {}
         target = sync.Target(seat.link, dest=args["wheels"], cache=f"{folder}/wheels")
-        for step in (sync.send(tree, {name: target}, timeout_s=job.left_s()),
-                     sync.settle({name: target}, timeout_s=job.left_s())):  # fmt: skip
-            if isinstance(problem := step[name], HostError):
+        for step in (sync.send, _settle):
+            results = step(tree, {name: target}, timeout_s=job.left_s())
+            if isinstance(problem := results[name], HostError):
                 raise HostError(name, f"its wheels were not sent: {problem.problem}") from problem
-            all_or_raise(step)
+            all_or_raise(results)
     answer = _on_host(
         seat.link,
         seat.host,
@@ -270,6 +271,12 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> None:
             f"the environment of {job.asked.file} could not be made: {answer['problem']}; all it said is in "
             f"{folder}/{seat.key}.log there, the last of it:\n{_indented(answer['said'])}",
         )
+    return bool(answer["built"])
+
+
+def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: float) -> dict[str, Any]:
+    """What sync keeps for the next time is made whole first: the folder is removed when it has been used."""
+    return sync.settle(targets, timeout_s=timeout_s)
 
 
 def _last_line(seat: Seat) -> str:
@@ -285,7 +292,7 @@ def _on_host(
     *,
     limit_s: float,
     env: Mapping[str, str] | None = None,
-    beat: Callable[[float], None] = lambda seconds: None,
+    beat: Callable[[float], None] = nothing,
     **args: Any,
 ) -> dict[str, Any]:
     """Have `deploy/venvs.py` do something, in a process of its own that ends with the link.

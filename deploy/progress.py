@@ -110,6 +110,10 @@ class _Lines:
             )
 
 
+def nothing(*_: object) -> None:
+    """What to tell where nobody looks."""
+
+
 @contextmanager
 def build_lines(
     *, silent: bool = False, file: TextIO | None = None
@@ -117,7 +121,7 @@ def build_lines(
     """What to tell of a build, with host, seconds and what it said last: a line each on a terminal, or now and then."""
     file = file or sys.stdout
     if silent:
-        yield lambda host, seconds, said: None
+        yield nothing
     elif file.isatty():
         with _LiveLines(file) as lines:
             yield lines

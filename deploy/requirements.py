@@ -16,7 +16,15 @@ from nodekit.inventory.schema import Environment
 
 _OPTION = re.compile(r"(--?[a-z][a-z-]*?)(?:[ =]\s*|(?<=^-[a-z])(?=\S))(.*)|(--?[a-z][a-z-]*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_INDEX_OPTIONS = ("-i", "--index-url", "--extra-index-url", "-f", "--find-links", "--no-index", "--trusted-host")
+_INDEX_OPTIONS = {
+    "-i",
+    "--index-url",
+    "--extra-index-url",
+    "-f",
+    "--find-links",
+    "--no-index",
+    "--trusted-host",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +91,7 @@ def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterat
     Raises:
         KitError: a line names what the nodes do not have.
     """
+    path = path.resolve()
     if path in seen:
         return
     for number, line in logical_lines(_text(path)):
@@ -251,8 +260,9 @@ def indexes(environment: Environment) -> Indexes:
     """
     index = _expanded(environment.index_url or "", what="environment.index_url")
     more = [_expanded(each, what="environment.extra_index_url") for each in environment.extra_index_url]
-    links = [_expanded(each, what="environment.find_links") for each in environment.find_links if "://" in each]
     folders = tuple(each for each in environment.find_links if "://" not in each)
+    pages = [each for each in environment.find_links if "://" in each]
+    links = [_expanded(each, what="environment.find_links") for each in pages]
     for folder in folders:
         if not Path(folder).is_dir():
             raise KitError(f"environment.find_links: {folder} is no folder on this machine")
@@ -267,8 +277,11 @@ def indexes(environment: Environment) -> Indexes:
         "UV_NO_INDEX": "1" if environment.no_index else "",
     }
     named = [each for each in (index, *more, *links) if "@" in each]
-    parts = [part for each in named for part in re.sub(r"^.*?://(.*)@.*$", r"\1", each).split(":")[-1:]]
-    asked = index or next(iter([*more, *links]), "") if environment.no_index or index else ""
+    passwords = [re.sub(r"^.*?://(.*)@.*$", r"\1", each).rpartition(":")[2] for each in named]
+    asked = (next(iter(links), "") or index) if environment.no_index else index
     return Indexes(
-        {name: value for name, value in env.items() if value}, tuple(part for part in parts if len(part) > 3), asked, folders
+        env={name: value for name, value in env.items() if value},
+        secrets=tuple(each for each in passwords if len(each) > 3),
+        index_url=asked,
+        folders=folders,
     )

@@ -67,9 +67,19 @@ class Phases:
 
 
 def gather_facts(
-    links: Mapping[str, Link], inventory: Inventory, kit_digest: str
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    kit_digest: str,
+    *,
+    unmade: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]]]:
     """The facts of all hosts, checked.
+
+    Args:
+        links: to the hosts.
+        inventory: what the cluster is.
+        kit_digest: of kit's package.
+        unmade: hosts whose interpreter is still to be made, and where: it cannot be checked.
 
     Raises:
         KitError: with everything that is wrong, on every host.
@@ -79,7 +89,10 @@ def gather_facts(
         update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
     )
     facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
-    problems = check.examine(inventory, facts)
+    for name, python in (unmade or {}).items():
+        facts[name] = dataclasses.replace(facts[name], executable=python)
+    made = [host for host in inventory.hosts if host.name not in (unmade or {})]
+    problems = check.examine(inventory.model_copy(update={"hosts": tuple(made)}), facts)
     if problems:
         raise KitError("\n".join(str(problem) for problem in problems))
     return facts, peers

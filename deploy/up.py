@@ -164,7 +164,8 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     package = sync.package()
     secrets_of(inventory)
     with cluster.links(inventory.hosts, options.ssh) as links:
-        facts, peers = start.gather_facts(links, inventory, package.digest)
+        unmade = _enter_what_is_there(inventory, links)
+        facts, peers = start.gather_facts(links, inventory, package.digest, unmade=unmade)
         planned = plan.build(
             inventory,
             facts,
@@ -175,7 +176,20 @@ def dry_run(inventory: Inventory, options: Options) -> int:
             command=options.command,
         )
     print(planned.to_json() if options.json else planned.to_text())
+    if unmade and not options.json:
+        print(f"\nenvironment  kit up makes it first on {', '.join(unmade)}: what is in it was not looked at")
     return 0
+
+
+def _enter_what_is_there(inventory: Inventory, links: Mapping[str, Link]) -> dict[str, str]:
+    """Look at the environments that the inventory asks for; those still to be made: host → interpreter."""
+    if inventory.environment is None:
+        return {}
+    from nodekit.deploy import environment  # most inventories have none
+
+    limit_s = inventory.timings.environment
+    entered = environment.enter(links, inventory.hosts, inventory.environment, timeout_s=limit_s, build=False)
+    return {name: entered.python[name] for name in entered.missing}
 
 
 def watch(

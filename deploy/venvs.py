@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from importlib import metadata
@@ -193,19 +192,18 @@ def build(
     """
     folder = os.path.join(workdir, "envs")
     path = os.path.join(folder, key)
+    lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # perhaps another kit makes it; then the log tells of that
+    if _is_there(path):
+        _remove_tree(wheels)
+        return {"built": False, "problem": "", "said": ""}
+    problem = ""
     with open(_private(path + ".log"), "w", encoding="utf-8") as log:
-        steps = _Steps(log, secrets)
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _try_lock(lock):
-            steps.say("waiting for another kit, which is making it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        steps.pass_fds = [lock]  # what we start holds it too: nobody meddles while that still writes
-        if _is_there(path):
-            return {"built": False, "problem": "", "said": ""}
+        # What we start holds the lock, too: nobody meddles while that still writes.
+        steps = _Steps(log, secrets, pass_fds=[lock])
         _clear(folder, key)
         draft = path + ".part"
-        # uv does not look at the packages outside a venv.
-        uv = None if system_site_packages else _uv()
+        uv = None if system_site_packages else _uv()  # which does not look at the packages outside a venv
         try:
             pip = _make(steps, draft, uv, system_site_packages)
             _install(steps, draft, pip, requirements, constraints, wheels)
@@ -215,28 +213,31 @@ def build(
             if os.path.lexists(path):  # its interpreter has gone
                 os.rename(path, path + ".part.old")
             os.rename(draft, path)
-            _clear(folder, key)
         except _Failed as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            return {"built": False, "problem": str(error), "said": steps.last()}
+            problem = str(error)
         except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            return {"built": False, "problem": "%s: %s" % (error.filename or draft, error.strerror), "said": ""}
-        if wheels:
-            shutil.rmtree(wheels, ignore_errors=True)
-            if os.path.exists(wheels + ".tree.json"):  # what sync knows of it
-                os.unlink(wheels + ".tree.json")
-        return {"built": True, "problem": "", "said": ""}
+            problem = "%s: %s" % (error.filename or draft, error.strerror)
+        _clear(folder, key)
+        _remove_tree(wheels)
+    return {"built": not problem, "problem": problem, "said": steps.last() if problem else ""}
+
+
+def _remove_tree(folder: str) -> None:
+    """Remove a folder that sync filled, and what sync knows of it."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+        if os.path.exists(folder + ".tree.json"):
+            os.unlink(folder + ".tree.json")
 
 
 class _Steps:
     """Runs programs one after the other, their output in the log without what must not be there."""
 
-    def __init__(self, log: Any, secrets: Sequence[str]) -> None:
+    def __init__(self, log: Any, secrets: Sequence[str], pass_fds: Sequence[int]) -> None:
         self._log = log
         self._secrets = secrets
+        self._pass_fds = pass_fds
         self._lines: List[str] = []
-        self.pass_fds: List[int] = []
 
     def say(self, text: str) -> None:
         text = _CREDENTIALS.sub("://****@", text)
@@ -261,7 +262,7 @@ class _Steps:
             given.write(text.encode())
             given.seek(0)
             with subprocess.Popen(
-                argv, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=self.pass_fds
+                argv, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=self._pass_fds
             ) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
@@ -304,7 +305,7 @@ def _make(steps: _Steps, draft: str, uv: Optional[str], system_site_packages: bo
     steps.say("python -m venv, with " + sys.executable)
     options = ["--system-site-packages"] if system_site_packages else []
     pip = [python, "-I", "-m", "pip"]
-    if _own_pip() >= (22, 3):  # it can install for another python, and making a venv without one takes no time
+    if _own_pip() >= (22, 3):  # it can install for another python; without its own pip, a venv takes no time
         options.append("--without-pip")
         pip = [sys.executable, "-I", "-m", "pip", "--python", python]
     steps.run("python -m venv", [sys.executable, "-I", "-m", "venv", *options, draft])
@@ -312,8 +313,10 @@ def _make(steps: _Steps, draft: str, uv: Optional[str], system_site_packages: bo
         # The user named our python, which is a venv itself: its packages are meant, not those of its base.
         own = "lib/python%d.%d/site-packages/_nodekit_base.pth" % sys.version_info[:2]
         with open(os.path.join(draft, own), "w", encoding="utf-8") as file:
-            file.write("".join("import site; site.addsitedir(%r)\n" % each for each in site.getsitepackages()))
-    return [*pip, "install", "--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar", "off"]
+            for folder in site.getsitepackages():
+                file.write("import site; site.addsitedir(%r)\n" % folder)
+    quiet = ["--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar", "off"]
+    return [*pip, "install", *quiet]
 
 
 def _own_pip() -> Sequence[int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from nodekit.deploy.progress import nothing
 from nodekit.deploy.requirements import Asked, Indexes
 from nodekit.inventory.errors import KitError
 
@@ -44,8 +45,9 @@ class Platform:
     @classmethod
     def of(cls, markers: Mapping[str, str], libc: Sequence[str]) -> Platform:
         """From what a host said; its kernel's version, which differs from host to host, is left out."""
-        told = {name: value for name, value in markers.items() if name not in ("platform_release", "platform_version")}
-        return cls(tuple(sorted(told.items())), (libc[0], libc[1]))
+        kernel = ("platform_release", "platform_version")
+        told = sorted(each for each in markers.items() if each[0] not in kernel)
+        return cls(tuple(told), (libc[0], libc[1]))
 
     def options(self) -> list[str]:
         """For `pip download`."""
@@ -63,7 +65,7 @@ class Platform:
 
 def platform_tags(machine: str, libc: str, version: str) -> list[str]:
     """The platforms of wheels that run there, the best ones first."""
-    major, minor = (int(part) for part in (re.findall(r"\d+", version) + ["0", "0"])[:2])
+    major, minor = (int(part) for part in [*re.findall(r"\d+", version), "0", "0"][:2])
     if libc != "glibc" or major != 2:
         return [*(f"musllinux_1_{n}_{machine}" for n in (2, 1, 0)), f"linux_{machine}"]
     oldest = 5 if machine in ("x86_64", "i686") else 17
@@ -82,7 +84,7 @@ def fetch(
     indexes: Indexes,
     *,
     timeout_s: float,
-    say: Callable[[float, str], None] = lambda seconds, text: None,
+    say: Callable[[float, str], None] = nothing,
 ) -> Path:
     """The folder with all wheels that the requirements need on a platform; fetched once, and kept in the cache.
 
@@ -111,7 +113,15 @@ def fetch(
     with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
         limits = Path(draft, "constraints.txt")
         limits.write_text(asked.constraints, encoding="utf-8")
-        argv = [sys.executable, "-I", "-c", _PIP, json.dumps(dict(platform.markers)), "download", "--no-input"]
+        argv = [
+            sys.executable,
+            "-I",
+            "-c",
+            _PIP,
+            json.dumps(dict(platform.markers)),
+            "download",
+            "--no-input",
+        ]
         argv += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", *platform.options()]
         argv += ["--dest", f"{draft}/wheels", "-r", "/dev/stdin", "-c", str(limits)]
         for each in indexes.folders:

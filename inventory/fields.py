@@ -84,7 +84,9 @@ EnvName = Annotated[
 SecretName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
-    _wanted("only the name of a variable: its value is taken from your environment", hide="text that is no name"),
+    _wanted(
+        "only the name of a variable: its value is taken from your environment", hide="text that is no name"
+    ),
 ]
 Scalar = Annotated[str | int | float | bool, _wanted("text, a number, true or false")]
 Login = Annotated[

@@ -200,7 +200,9 @@ def _environment_problems(file: InventoryFile, left_out: set[KeyPath]) -> Iterat
             text = "found beside python at the top of the file, wanted one of the two"
             yield Problem(("environment", "python"), text, at_key=True)
         for key in sorted(asked.model_fields_set - {"python"}):
-            text = "found beside python, wanted it beside requirements, pyproject or lock: nothing is installed"
+            text = (
+                "found beside python, wanted it beside requirements, pyproject or lock: nothing is installed"
+            )
             yield Problem(("environment", key), text, at_key=True)
     elif asked.extras and given == ["requirements"]:
         text = "found beside requirements, wanted beside pyproject or lock: a requirements file has none"

@@ -140,6 +140,15 @@ class Host(HostBlock):
 class Environment(_Model):
     """The interpreter that trains: one that is there, or a venv that kit makes on each node and keeps."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [key], "properties": {key: {"type": "string"}}}
+                for key in ("python", "requirements", "pyproject", "lock")
+            ]
+        },
+    )
+
     python: Text | None = None
     """An interpreter on the hosts, with torch installed: the same as python at the top of the file."""
     requirements: Text | None = None
