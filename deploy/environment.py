@@ -8,13 +8,12 @@ cannot reach the package index.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nodekit.deploy import requirements, sync, wheels
+from nodekit.deploy import requirements, sync, venvs, wheels
 from nodekit.deploy.check import OLDEST_PYTHON, all_or_raise
 from nodekit.deploy.link import BOOT, Link, on_all, program
 from nodekit.deploy.progress import nothing
@@ -184,7 +183,14 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
     def one(seat: Seat) -> bool:
         return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
 
-    done = all_or_raise(on_all({seat.host.name: seat for seat in seats}, one))
+    results = on_all({seat.host.name: seat for seat in seats}, one)
+    try:
+        done = all_or_raise(results)
+    except KitError as error:
+        good = [name for name, result in results.items() if not isinstance(result, Exception)]
+        if not good:
+            raise
+        raise KitError(f"{error}\n{_listed(good)} made it, and will not have to again") from error
     return tuple(name for name, built in done.items() if built), bool(offline)
 
 
@@ -194,9 +200,7 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
     Raises:
         KitError: there is none, or it does not take the file.
     """
-    if shutil.which("uv"):
-        from nodekit.deploy import venvs
-
+    if venvs.find_uv():
         answer = venvs.export(asked.lock, asked.export)
     elif with_uv := [seat for seat in seats if seat.has_uv]:
         first = with_uv[0]

@@ -71,7 +71,7 @@ def look(workdir: str, digest: str) -> Dict[str, Any]:
         "is_there": False,
         "markers": markers,
         "libc": libc,
-        "uv": _uv() is not None,
+        "uv": find_uv() is not None,
     }
     try:
         os.makedirs(os.path.join(workdir, "envs"), mode=0o700, exist_ok=True)
@@ -105,10 +105,11 @@ def _markers() -> Dict[str, str]:
     }
 
 
-def _uv() -> Optional[str]:
-    """Where uv is: its installer puts it where a login over SSH does not look."""
-    folders = [os.environ.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
-    return shutil.which("uv", path=os.pathsep.join([*folders, os.path.expanduser("~/.cargo/bin")]))
+def find_uv() -> Optional[str]:
+    """Where uv is: its installer, and pip, put it where a login over SSH does not look."""
+    folders = [os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]
+    folders += [os.path.expanduser("~/.local/bin"), os.path.expanduser("~/.cargo/bin")]
+    return shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def reach(url: str) -> Dict[str, Any]:
@@ -149,7 +150,7 @@ def _pip_index() -> str:
 
 def export(files: Mapping[str, str], argv: Sequence[str]) -> Dict[str, Any]:
     """What uv makes of a uv.lock: ``out`` as a requirements file, or a ``problem``."""
-    uv = _uv()
+    uv = find_uv()
     assert uv is not None
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -203,7 +204,7 @@ def build(
         steps = _Steps(log, secrets, pass_fds=[lock])
         _clear(folder, key)
         draft = path + ".part"
-        uv = None if system_site_packages else _uv()  # which does not look at the packages outside a venv
+        uv = None if system_site_packages else find_uv()  # which does not look at the packages outside a venv
         try:
             pip = _make(steps, draft, uv, system_site_packages)
             _install(steps, draft, pip, requirements, constraints, wheels)

@@ -19,7 +19,7 @@ import pytest
 from agents import until
 from kit_runs import Kit
 
-from nodekit.deploy import cluster, environment, requirements, wheels
+from nodekit.deploy import cluster, environment, requirements, venvs, wheels
 from nodekit.deploy.cluster import SshOptions
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
@@ -307,7 +307,7 @@ def test_a_pyproject_becomes_a_venv_without_the_project(tmp_path: Path, index: I
     assert output(python, "-c", "import tinypkg; print(tinypkg.__version__)") == "1.2"
 
 
-UV = shutil.which("uv")
+UV = venvs.find_uv()
 
 
 @pytest.mark.skipif(UV is None, reason="needs uv")
@@ -321,11 +321,8 @@ def test_a_uv_lock_becomes_a_venv(tmp_path: Path, index: Index) -> None:
     assert output(python, "-c", "import tinypkg; print(tinypkg.__version__)") == "1.2"
 
 
-def test_a_uv_lock_without_uv_is_refused_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+@pytest.mark.skipif(UV is not None, reason="uv is here")
+def test_a_uv_lock_without_uv_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'job'\n")
     (tmp_path / "uv.lock").write_text("version = 1\n")
     with pytest.raises(KitError, match="read by uv, which is neither here nor on a; install it here"):
@@ -342,7 +339,7 @@ def test_what_cannot_be_installed_is_told_with_the_last_lines_and_no_password(
     said = str(raised.value)
     for host in ("a", "b"):
         assert f"{host}: the environment of r.txt could not be made: " in said
-    assert "No matching distribution found for tinypkg==9" in said
+    assert "tinypkg==9" in said.partition("the last of it:")[2], "pip's words, or uv's"
     assert PASSWORD not in said
     assert not list(tmp_path.rglob("*.part*"))
 
@@ -388,6 +385,11 @@ def test_a_build_that_is_cut_short_leaves_nothing_running_and_nothing_that_looks
         system_site_packages=True,
     )
     credentials = {"CREDENTIALS": f"{USER}:{PASSWORD}"}
+    if number == signal.SIGINT:
+        planned = project.run("up", str(inventory.path), "--dry-run", "--", "job.py", env=credentials)
+        assert planned.returncode == 0, planned.stderr
+        assert f"python      {work}/envs/" in planned.stdout
+        assert "environment  kit up makes it first on a" in planned.stdout
     index.go.clear()
     kit = project.start("up", str(inventory.path), "--", "job.py", env=credentials)
     assert index.is_asked.wait(30), project.log()
@@ -429,16 +431,16 @@ def test_hosts_without_internet_get_wheels_from_here_and_one_that_fails_is_named
     )  # small as long as it is packed
     (kit.folder / "requirements.txt").write_text("tinypkg\nbigpkg\n")
     (kit.folder / "job.py").write_text(SAYS)
+    # The inventory lies among the code, which is sent: a password is not for it.
+    url = index.url.replace(f"{USER}:{PASSWORD}", "${CREDENTIALS}")
     kit.inventory(
-        environment={"requirements": "requirements.txt", "index_url": index.url, "system_site_packages": True}
+        environment={"requirements": "requirements.txt", "index_url": url, "system_site_packages": True}
     )
-    planned = kit.run("up", "lab.yaml", "--dry-run", "--", "job.py")
-    assert planned.returncode == 0, planned.stderr
-    assert "kit up makes it first on node1, node2, node3" in planned.stdout
+    credentials = {"CREDENTIALS": f"{USER}:{PASSWORD}"}
     kit.on_host("node2", "mkdir", "-p", "/root/nodekit/envs")
     kit.on_host("node2", "mount", "-t", "tmpfs", "-o", "size=4M", "tmpfs", "/root/nodekit/envs")
     try:
-        failed = kit.run("up", "lab.yaml", "--", "job.py")
+        failed = kit.run("up", "lab.yaml", "--", "job.py", env=credentials)
     finally:
         kit.on_host("node2", "umount", "/root/nodekit/envs")
     assert failed.returncode == 1
@@ -447,19 +449,15 @@ def test_hosts_without_internet_get_wheels_from_here_and_one_that_fails_is_named
         in failed.stderr
     )
     assert "No space left on device" in failed.stderr
-    assert "node1" not in failed.stderr
-    assert "node3" not in failed.stderr
+    assert failed.stderr.endswith("\nnode1, node3 made it, and will not have to again\n")
     assert not kit.leftovers()
-    mended = kit.run("up", "lab.yaml", "--", "job.py")
+    mended = kit.run("up", "lab.yaml", "--", "job.py", env=credentials)
     assert mended.returncode == 0, mended.stdout + mended.stderr
     told = "built on node2, from wheels fetched here, there already on node1, node3"
     assert f"environment requirements.txt: {told}" in mended.stdout
     ranks = re.findall(r"tinypkg 1\.2 of /root/nodekit/envs/\w+/bin/python", mended.stdout)
     assert len(ranks) == 3
-    again = kit.run("up", "lab.yaml", "--dry-run", "--", "job.py")
-    assert again.stdout.count("/root/nodekit/envs/") == 3
-    assert "makes it first" not in again.stdout
-    assert PASSWORD not in failed.stdout + failed.stderr + mended.stdout + mended.stderr + again.stdout
+    assert PASSWORD not in failed.stdout + failed.stderr + mended.stdout + mended.stderr
     for host in ("node1", "node2", "node3"):
         assert "tinypkg-1.2" in kit.on_host(host, "sh", "-c", "cat /root/nodekit/envs/*.log")
         left = kit.lab.run(host, ["grep", "-rlF", PASSWORD, "/root"], capture_output=True, text=True)  # type: ignore[union-attr]
