@@ -184,14 +184,25 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
         return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
 
     results = on_all({seat.host.name: seat for seat in seats}, one)
-    try:
-        done = all_or_raise(results)
-    except KitError as error:
-        good = [name for name, result in results.items() if not isinstance(result, Exception)]
-        if not good:
-            raise
-        raise KitError(f"{error}\n{_listed(good)} made it, and will not have to again") from error
-    return tuple(name for name, built in done.items() if built), bool(offline)
+    _raise_failures(results)
+    return tuple(name for name, built in results.items() if built), bool(offline)
+
+
+def _raise_failures(results: Mapping[str, Any]) -> None:
+    """One error for all hosts that failed; what went wrong on several in the same way is told once."""
+    failed = {name: result for name, result in results.items() if isinstance(result, HostError)}
+    good = [name for name, result in results.items() if not isinstance(result, Exception)]
+    if len(failed) + len(good) < len(results) or len(results) == len(failed) == 1:
+        all_or_raise(results)
+    if not failed:
+        return
+    hosts: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        hosts.setdefault(error.problem, []).append(name)
+    lines = [f"{', '.join(names)}: {problem}" for problem, names in hosts.items()]
+    if good:
+        lines.append(f"{_listed(good)} made it, and will not have to again")
+    raise KitError("\n".join(lines)) from next(iter(failed.values()))
 
 
 def _export(asked: Asked, seats: Sequence[Seat]) -> str:

@@ -29,6 +29,7 @@ from nodekit.deploy import hostfacts
 PYPI = "https://pypi.org/simple/"
 PROBE_S = 5.0
 LAST_LINES = 8
+_OWN_FILE = re.compile(r" \(from -r /dev/stdin \(line \d+\)\)")  # which is not the user's
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
 
 
@@ -241,7 +242,7 @@ class _Steps:
         self._lines: List[str] = []
 
     def say(self, text: str) -> None:
-        text = _CREDENTIALS.sub("://****@", text)
+        text = _CREDENTIALS.sub("://****@", _OWN_FILE.sub("", text))
         for secret in self._secrets:
             text = text.replace(secret, "****")
         self._lines = [*self._lines[-50:], text]

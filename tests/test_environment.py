@@ -333,7 +333,7 @@ def test_what_cannot_be_installed_is_told_with_the_last_lines_and_no_password(
     tmp_path: Path, index: Index
 ) -> None:
     (tmp_path / "r.txt").write_text("tinypkg==9\n")
-    hosts = f"a: , b: {{workdir: '{tmp_path}/b'}}"
+    hosts = f"a: , b: {{workdir: '{tmp_path}/b'}}, c: {{workdir: '{tmp_path}/b'}}"
     with pytest.raises(KitError) as raised:
         entered(local(tmp_path, hosts=hosts, requirements="r.txt", index_url=index.url))
     said = str(raised.value)
