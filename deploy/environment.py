@@ -173,6 +173,7 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
                 platform,
                 job.indexes,
                 timeout_s=job.left_s(),
+                has=_installed(job, [seat for seat in seats if seat.platform == platform]),
                 say=lambda seconds, said: job.progress(HERE, seconds, said),
             )
         except KitError as error:
@@ -248,6 +249,19 @@ def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
     return {
         name: f"{answer['url']}: {answer['problem']}" for name, answer in answers.items() if answer["problem"]
     }
+
+
+def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
+    """The packages that all of these hosts have beside the venv, in the same versions."""
+    if not job.environment.system_site_packages:
+        return []
+
+    def ask(seat: Seat) -> dict[str, Any]:
+        return _on_host(seat.link, seat.host, "installed", limit_s=LOOK_TIMEOUT_S)
+
+    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, ask))
+    first, *others = [{tuple(each[:2]): each for each in answer["packages"]} for answer in answers.values()]
+    return [first[key] for key in sorted(first) if all(key in other for other in others)]
 
 
 def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:

@@ -244,13 +244,6 @@ class Indexes:
     folders: tuple[str, ...]
     """Folders on this machine."""
 
-    def hidden(self, text: str) -> str:
-        """A line of output as it may be shown."""
-        text = re.sub(r"://[^/\s]*@", "://****@", text)
-        for secret in self.secrets:
-            text = text.replace(secret, "****")
-        return text
-
 
 def indexes(environment: Environment) -> Indexes:
     """Where packages come from.

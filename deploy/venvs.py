@@ -29,7 +29,7 @@ from nodekit.deploy import hostfacts
 PYPI = "https://pypi.org/simple/"
 PROBE_S = 5.0
 LAST_LINES = 8
-_OWN_FILE = re.compile(r" \(from -r /dev/stdin \(line \d+\)\)")  # which is not the user's
+_OWN_FILE = re.compile(r" ?\(from -r /dev/stdin \(line \d+\)\)")  # which is not the user's
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
 
 
@@ -37,11 +37,20 @@ class _Failed(Exception):
     """A step of the build did not work; what it said is in the log."""
 
 
+def presentable(line: str, secrets: Sequence[str]) -> str:
+    """A line of pip's output without passwords, and without the name of a file that is not the user's."""
+    line = _CREDENTIALS.sub("://****@", _OWN_FILE.sub("", line))
+    for secret in secrets:
+        line = line.replace(secret, "****")
+    return line
+
+
 def run(do: str, **args: Any) -> None:
     """Do one thing, and answer with one line of JSON."""
     actions: Dict[str, Callable[..., Dict[str, Any]]] = {
         "look": look,
         "reach": reach,
+        "installed": installed,
         "export": export,
         "build": build,
     }
@@ -104,6 +113,17 @@ def _markers() -> Dict[str, str]:
         "python_version": ".".join(platform.python_version_tuple()[:2]),
         "sys_platform": sys.platform,
     }
+
+
+def installed() -> Dict[str, Any]:
+    """What this python can import without a venv: ``{"packages": [[name, version, requires, extras], ...]}``."""
+    found = {}
+    for each in metadata.distributions():
+        name = each.metadata["Name"]
+        if name:
+            extras = each.metadata.get_all("Provides-Extra") or []
+            found.setdefault(name, [name, each.version, list(each.requires or []), extras])
+    return {"packages": list(found.values())}
 
 
 def find_uv() -> Optional[str]:
@@ -242,9 +262,7 @@ class _Steps:
         self._lines: List[str] = []
 
     def say(self, text: str) -> None:
-        text = _CREDENTIALS.sub("://****@", _OWN_FILE.sub("", text))
-        for secret in self._secrets:
-            text = text.replace(secret, "****")
+        text = presentable(text, self._secrets)
         self._lines = [*self._lines[-50:], text]
         self._log.write(text + "\n")
         self._log.flush()

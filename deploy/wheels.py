@@ -12,13 +12,16 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from nodekit.deploy.progress import nothing
 from nodekit.deploy.requirements import Asked, Indexes
+from nodekit.deploy.venvs import presentable
 from nodekit.inventory.errors import KitError
 
 LAST_LINES = 8
@@ -84,6 +87,7 @@ def fetch(
     indexes: Indexes,
     *,
     timeout_s: float,
+    has: Sequence[Sequence[Any]] = (),
     say: Callable[[float, str], None] = nothing,
 ) -> Path:
     """The folder with all wheels that the requirements need on a platform; fetched once, and kept in the cache.
@@ -94,6 +98,7 @@ def fetch(
         platform: the nodes'.
         indexes: where to get them from.
         timeout_s: for all of it.
+        has: what the nodes have anyway, as `venvs.installed` tells it: not fetched, if it will do.
         say: is told the seconds and what pip said last.
 
     Raises:
@@ -105,14 +110,15 @@ def fetch(
             f"{sys.executable} -m ensurepip"
         )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit/wheels"
-    key = sha256(json.dumps([asked.digest, platform.markers, platform.libc]).encode()).hexdigest()[:16]
+    key = sha256(
+        json.dumps([asked.digest, platform.markers, platform.libc, [each[:2] for each in has]]).encode()
+    ).hexdigest()[:16]
     folder = cache / key
     if folder.is_dir():
         return folder
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
-        limits = Path(draft, "constraints.txt")
-        limits.write_text(asked.constraints, encoding="utf-8")
+        dest, limits, stand_ins = Path(draft, "wheels"), Path(draft, "limits.txt"), Path(draft, "stand-ins")
         argv = [
             sys.executable,
             "-I",
@@ -123,11 +129,25 @@ def fetch(
             "--no-input",
         ]
         argv += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", *platform.options()]
-        argv += ["--dest", f"{draft}/wheels", "-r", "/dev/stdin", "-c", str(limits)]
-        for each in indexes.folders:
+        argv += ["--dest", str(dest), "-r", "/dev/stdin", "-c", str(limits)]
+        for each in (*indexes.folders, str(stand_ins)):
             argv += ["--find-links", each]
-        Path(draft, "wheels").mkdir(mode=0o700)
-        status, lines = _run(argv, requirements, indexes, timeout_s, say)
+        stand_ins.mkdir()
+        names = _stand_in(stand_ins, has, platform)
+        deadline = time.monotonic() + timeout_s
+        for pins in (names, {}) if names else ({},):  # where what the nodes have will not do, all is fetched
+            shutil.rmtree(dest, ignore_errors=True)
+            dest.mkdir(mode=0o700)
+            if not pins:
+                shutil.rmtree(stand_ins)
+                stand_ins.mkdir()
+            text = "".join(f"{name}\n" for name in pins.values())
+            limits.write_text(asked.constraints + text, encoding="utf-8")
+            status, lines = _run(argv, requirements, indexes, deadline - time.monotonic(), say)
+            if status == 0:
+                for name in pins:
+                    (dest / name).unlink(missing_ok=True)
+                break
         if status:
             told = "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
             raise KitError(
@@ -135,11 +155,39 @@ def fetch(
                 f"({'not done in time' if status < 0 else 'pip download'}):\n{told}"
             )
         try:
-            Path(draft, "wheels").rename(folder)
+            dest.rename(folder)
         except OSError:
             if not folder.is_dir():  # another kit was first
                 raise
     return folder
+
+
+def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) -> dict[str, str]:
+    """Empty wheels with the names, versions and needs of packages that are there: file → what pins its version.
+
+    `pip download` takes no notice of what is installed, here or there; but it takes these before any other of the
+    same version, for they fit best and are the latest build.
+    """
+    tags = platform.options()[platform.options().index("--platform") + 1 :: 2]
+    version = dict(platform.markers)["python_version"].replace(".", "")
+    tag = f"cp{version}-cp{version}-{tags[0]}"
+    pins = {}
+    for name, number, requires, extras in has:
+        file_name = re.sub(r"[-_.]+", "_", name).lower()
+        info = f"{file_name}-{number}.dist-info"
+        wheel = f"{file_name}-{number}-999-{tag}.whl"
+        needs = [f"Requires-Dist: {each}" for each in requires] + [
+            f"Provides-Extra: {each}" for each in extras
+        ]
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {number}", *needs]
+        with zipfile.ZipFile(folder / wheel, "w") as archive:
+            archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+            archive.writestr(
+                f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\nBuild: 999\n"
+            )
+            archive.writestr(f"{info}/RECORD", "")
+        pins[wheel] = f"{name}=={number}"
+    return pins
 
 
 def _run(
@@ -164,7 +212,7 @@ def _run(
             try:
                 assert pip.stdout is not None
                 for raw in pip.stdout:
-                    line = indexes.hidden(raw.decode("utf-8", "replace").rstrip())
+                    line = presentable(raw.decode("utf-8", "replace").rstrip(), indexes.secrets)
                     if line.strip():
                         lines.append(line)
                         say(time.monotonic() - begin, line)
