@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -151,9 +152,9 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
     Raises:
         KitError: they are not in it, or cannot be read.
     """
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10 has it only inside pip
+    else:  # which has it only inside pip
         from pip._vendor import tomli as tomllib
     try:
         project = tomllib.loads(text)["project"]

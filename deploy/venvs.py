@@ -22,7 +22,7 @@ import threading
 import urllib.error
 import urllib.request
 from importlib import metadata
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from nodekit.deploy import hostfacts
 
@@ -117,7 +117,7 @@ def _markers() -> Dict[str, str]:
 
 def installed() -> Dict[str, Any]:
     """What this python can import without a venv: ``{"packages": [[name, version, requires, extras], ...]}``."""
-    found = {}
+    found: Dict[str, List[Any]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
         if name:
@@ -339,7 +339,7 @@ def _make(steps: _Steps, draft: str, uv: Optional[str], system_site_packages: bo
     return [*pip, "install", *quiet]
 
 
-def _own_pip() -> Sequence[int]:
+def _own_pip() -> Tuple[int, ...]:
     try:
         found = re.findall(r"\d+", metadata.version("pip"))
     except metadata.PackageNotFoundError:
