@@ -71,6 +71,10 @@ class Entered:
         return f"{self.file}: {', '.join(told)}"
 
 
+class _LateError(HostError):
+    """It took too long."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """What a build needs to know, the same for all hosts."""
@@ -280,20 +284,29 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
             if isinstance(problem := results[name], HostError):
                 raise HostError(name, f"its wheels were not sent: {problem.problem}") from problem
             all_or_raise(results)
-    answer = _on_host(
-        seat.link,
-        seat.host,
-        "build",
-        limit_s=job.left_s(),
-        env=env,
-        beat=lambda seconds: job.progress(name, seconds, _last_line(seat)),
-        workdir=seat.workdir,
-        key=seat.key,
-        constraints=job.asked.constraints,
-        system_site_packages=job.environment.system_site_packages,
-        secrets=job.indexes.secrets,
-        **args,
-    )
+    limit_s = job.left_s()
+    try:
+        answer = _on_host(
+            seat.link,
+            seat.host,
+            "build",
+            limit_s=limit_s,
+            env=env,
+            beat=lambda seconds: job.progress(name, seconds, _last_line(seat)),
+            workdir=seat.workdir,
+            key=seat.key,
+            constraints=job.asked.constraints,
+            no_index=job.environment.no_index,
+            system_site_packages=job.environment.system_site_packages,
+            secrets=job.indexes.secrets,
+            **args,
+        )
+    except _LateError as error:
+        raise HostError(
+            name,
+            f"the environment of {job.asked.file} was not made within the {limit_s:.0f} s that were left of "
+            f"timings.environment; the last it said: {_last_line(seat)}",
+        ) from error
     if answer["problem"]:
         raise HostError(
             name,
@@ -327,7 +340,8 @@ def _on_host(
     """Have `deploy/venvs.py` do something, in a process of its own that ends with the link.
 
     Raises:
-        HostError: it did not, or not in time.
+        HostError: it did not.
+        _LateError: it was ended, for the time was over.
     """
     source = program(("hostfacts", "venvs"), f"module.run({do!a}, **{args!a})").decode("ascii")
     done = link.stream(
@@ -341,10 +355,7 @@ def _on_host(
         text=f"{len(source)}\n{source}",
     )
     if done["status"] is None:
-        raise HostError(
-            host.name,
-            f"the environment was not done within {limit_s:.0f} s; timings.environment is how long it may take",
-        )
+        raise _LateError(host.name, f"{host.python} did not look at the environment within {limit_s:.0f} s")
     if done["status"]:
         raise HostError(host.name, f"its environment: {host.python} failed:\n{_indented(done['err'])}")
     answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])

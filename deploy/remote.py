@@ -643,7 +643,7 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 out.write(data)
                 out.flush()
             except OSError:
-                os._exit(0)  # nobody listens any more
+                _leave()  # nobody listens any more
 
     def answer(request: Dict[str, Any]) -> None:
         try:
@@ -669,7 +669,12 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
     send({"ready": {"python": list(sys.version_info[:3]), "pid": os.getpid(), "time": time.time()}})
     for line in sys.stdin.buffer:
         threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
-    for agent in _agents.values():  # those that never got their go
+    _leave()
+
+
+def _leave() -> None:
+    """End, and with us what is not to live on."""
+    for agent in list(_agents.values()):  # those that never got their go
         if agent.stdin and not agent.stdin.closed:
             agent.stdin.close()
     for process in list(_attended):

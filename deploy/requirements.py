@@ -268,7 +268,6 @@ def indexes(environment: Environment) -> Indexes:
         "PIP_FIND_LINKS": " ".join(links),
         "UV_FIND_LINKS": " ".join(links),
         "PIP_NO_INDEX": "1" if environment.no_index else "",
-        "UV_NO_INDEX": "1" if environment.no_index else "",
     }
     named = [each for each in (index, *more, *links) if "@" in each]
     passwords = [re.sub(r"^.*?://(.*)@.*$", r"\1", each).rpartition(":")[2] for each in named]

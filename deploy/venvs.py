@@ -198,6 +198,7 @@ def build(
     requirements: str,
     constraints: str = "",
     wheels: str = "",
+    no_index: bool = False,
     system_site_packages: bool = False,
     secrets: Sequence[str] = (),
 ) -> Dict[str, Any]:
@@ -209,6 +210,7 @@ def build(
         requirements: a requirements file, whole: it leads to no other.
         constraints: likewise.
         wheels: a folder with all that is needed, so that no index is asked; removed when it has been used.
+        no_index: whether only the pages that our environment names are asked.
         system_site_packages: whether the packages of this python can be imported, too.
         secrets: what must not be in the log.
     """
@@ -227,7 +229,9 @@ def build(
         draft = path + ".part"
         uv = None if system_site_packages else find_uv()  # which does not look at the packages outside a venv
         try:
-            pip = _make(steps, draft, uv, system_site_packages)
+            pip = _make(steps, draft, uv, system_site_packages) + (
+                ["--no-index"] if no_index or wheels else []
+            )
             _install(steps, draft, pip, requirements, constraints, wheels)
             _move_scripts(draft, path)
             if shutil.which("sync"):  # its name must not outlive its content in a loss of power
@@ -357,7 +361,7 @@ def _install(
             file.write(constraints)
         argv += ["-c", limits]
     if wheels:
-        argv += ["--no-index", "--find-links", wheels]
+        argv += ["--find-links", wheels]
     steps.run("uv pip install" if install[1] == "pip" else "pip install", argv, requirements)
     if constraints:
         os.unlink(limits)

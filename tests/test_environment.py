@@ -46,23 +46,23 @@ def own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
 
 
-def local(folder: Path, *, hosts: str = "a: , b: ", **settings: Any) -> Inventory:
-    """Nodes that are folders of this machine: they share one workdir unless `hosts` says else."""
-    file = folder / "local.yaml"
-    values = {"connection": "local", "workdir": str(folder / "work dir"), "environment": settings}
-    file.write_text(json.dumps(values)[:-1] + f', "hosts": {{{hosts}}}}}')
-    return load_inventory(file)
+def local(folder: Path, names: str = "ab", *, shared: str = "ab", **settings: Any) -> Inventory:
+    """Nodes that are folders of this machine, one of which the `shared` ones share."""
+    hosts = {name: {} if name in shared else {"workdir": f"{folder}/work of {name}"} for name in names}
+    values = {"connection": "local", "workdir": f"{folder}/work dir", "hosts": hosts, "environment": settings}
+    (folder / "local.yaml").write_text(json.dumps(values))
+    return load_inventory(folder / "local.yaml")
 
 
-def entered(inventory: Inventory, *, run: str = "", **options: Any) -> environment.Entered:
-    """What `kit up` does in its phase; then what `run` prints on the first node's interpreter is checked there."""
+def entered(inventory: Inventory, **options: Any) -> environment.Entered:
+    """What `kit up` does in its phase; each link then goes on with the interpreter that there is."""
     assert inventory.environment is not None
     with cluster.links(inventory.hosts, SshOptions()) as links:
-        found = environment.enter(links, inventory.hosts, inventory.environment, timeout_s=60, **options)
-        for name, link in links.items():
-            if name not in found.missing:
-                facts = link.call("hostfacts.facts", timeout_s=10, workdir=inventory.hosts[0].workdir)
-                assert facts["executable"] == found.python[name]
+        options = {"timeout_s": 60, **options}
+        found = environment.enter(links, inventory.hosts, inventory.environment, **options)
+        for name in {*links} - {*found.missing}:
+            facts = links[name].call("hostfacts.facts", timeout_s=10, workdir=inventory.hosts[0].workdir)
+            assert facts["executable"] == found.python[name]
     return found
 
 
@@ -209,12 +209,11 @@ def test_nodes_that_share_a_folder_make_one_venv_also_when_two_kits_start_at_onc
         kit.join()
     assert sorted(each.built for each in found) == [(), ("a",)]
     assert {tuple(each.python.items()) for each in found} == {tuple(found[0].python.items())}
-    again = entered(inventory)
-    assert (again.built, again.reused) == ((), ("a", "b"))
-    python = Path(again.python["a"])
-    # Not even with the password of the index: another one makes no other environment.
+    # Reused: and another password of the index makes no other environment.
     other = local(tmp_path, requirements="r.txt", index_url=index.url.replace(PASSWORD, "new"))
-    assert entered(other).python["a"] == str(python)
+    again = entered(other)
+    assert (again.built, again.reused, again.python) == ((), ("a", "b"), found[0].python)
+    python = Path(again.python["a"])
     assert output(str(python.parent / "tinypkg-says")) == str(python), "scripts know where they are"
     (tmp_path / "r.txt").write_text("tinypkg==1.2\n")
     assert entered(inventory, build=False).missing == ("a", "b"), "another file, another environment"
@@ -229,7 +228,7 @@ def test_a_pyproject_becomes_a_venv_without_the_project(tmp_path: Path, index: I
     (tmp_path / "pyproject.toml").write_text(
         "[project]\nname = 'job'\ndependencies = []\noptional-dependencies.tiny = ['tinypkg']\n"
     )
-    inventory = local(tmp_path, hosts="a: ", pyproject="pyproject.toml", extras=["tiny"], index_url=index.url)
+    inventory = local(tmp_path, "a", pyproject="pyproject.toml", extras=["tiny"], index_url=index.url)
     python = entered(inventory).python["a"]
     assert output(python, "-c", "import tinypkg; print(tinypkg.__version__)") == "1.2"
 
@@ -244,7 +243,7 @@ def test_a_uv_lock_becomes_a_venv(tmp_path: Path, index: Index) -> None:
         f"[[tool.uv.index]]\nurl = '{tmp_path}/index'\nformat = 'flat'\n"
     )
     subprocess.run([str(UV), "lock", "--offline"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
-    python = entered(local(tmp_path, hosts="a: ", lock="uv.lock", index_url=index.url)).python["a"]
+    python = entered(local(tmp_path, "a", lock="uv.lock", index_url=index.url)).python["a"]
     assert output(python, "-c", "import tinypkg; print(tinypkg.__version__)") == "1.2"
 
 
@@ -253,22 +252,31 @@ def test_a_uv_lock_without_uv_is_refused_with_what_to_do(tmp_path: Path) -> None
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'job'\n")
     (tmp_path / "uv.lock").write_text("version = 1\n")
     with pytest.raises(KitError, match="read by uv, which is neither here nor on a; install it here"):
-        entered(local(tmp_path, hosts="a: ", lock="uv.lock"))
+        entered(local(tmp_path, "a", lock="uv.lock"))
 
 
 def test_what_cannot_be_installed_is_told_with_the_last_lines_and_no_password(
     tmp_path: Path, index: Index
 ) -> None:
     (tmp_path / "r.txt").write_text("tinypkg==9\n")
-    hosts = f"a: , b: {{workdir: '{tmp_path}/b'}}, c: {{workdir: '{tmp_path}/b'}}"
     with pytest.raises(KitError) as raised:
-        entered(local(tmp_path, hosts=hosts, requirements="r.txt", index_url=index.url))
+        entered(local(tmp_path, shared="", requirements="r.txt", index_url=index.url))
     said = str(raised.value)
     for host in ("a", "b"):
         assert f"{host}: the environment of r.txt could not be made: " in said
     assert "tinypkg==9" in said.partition("the last of it:")[2], "pip's words, or uv's"
     assert PASSWORD not in said
     assert not list(tmp_path.rglob("*.part*"))
+
+
+def test_a_build_that_takes_too_long_is_ended_and_told(tmp_path: Path, index: Index) -> None:
+    (tmp_path / "r.txt").write_text("tinypkg\n")
+    index.go.clear()
+    with pytest.raises(
+        KitError, match=r"a: the environment of r.txt was not made within the \d s that were left"
+    ):
+        entered(local(tmp_path, "a", requirements="r.txt", index_url=index.url), timeout_s=6)
+    until(lambda: not started(tmp_path / "work dir"), timeout_s=10, what="the end of all that was started")
 
 
 def test_a_variable_of_an_index_that_is_not_set_is_told(tmp_path: Path) -> None:
@@ -306,7 +314,7 @@ def test_a_build_that_is_cut_short_leaves_nothing_running_and_nothing_that_looks
     work = project.folder.parent / "work dir"
     inventory = local(
         project.folder.parent,
-        hosts="a: ",
+        "a",
         requirements="my project/requirements.txt",
         index_url=index.url.replace(f"{USER}:{PASSWORD}", "${CREDENTIALS}"),
         system_site_packages=True,
