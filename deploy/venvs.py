@@ -19,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from importlib import metadata
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -135,6 +133,9 @@ def find_uv() -> Optional[str]:
 
 def reach(url: str) -> Dict[str, Any]:
     """Whether a package index can be reached from here; without `url`, the one that pip here would ask."""
+    import urllib.error
+    import urllib.request  # takes longer than the rest of a look at what is there
+
     url = _CREDENTIALS.sub("://", url or _pip_index() or PYPI)
     problems: List[str] = []
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import environment, plan, sync
+from nodekit.deploy import plan, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
@@ -69,6 +69,8 @@ def prepare(
         link = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
     if inventory.environment is not None:
+        from nodekit.deploy import environment  # most inventories have none
+
         with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
             # Once, in the folder that the nodes share.
             limit_s, login_node = inventory.timings.environment, host_of(inventory)

@@ -260,7 +260,7 @@ def test_what_cannot_be_installed_is_told_with_the_last_lines_and_no_password(
 ) -> None:
     (tmp_path / "r.txt").write_text("tinypkg==9\n")
     with pytest.raises(KitError) as raised:
-        entered(local(tmp_path, shared="", requirements="r.txt", index_url=index.url))
+        entered(local(tmp_path, shared="", requirements="r.txt", index_url=index.url, offline=False))
     said = str(raised.value)
     for host in ("a", "b"):
         assert f"{host}: the environment of r.txt could not be made: " in said
@@ -275,7 +275,7 @@ def test_a_build_that_takes_too_long_is_ended_and_told(tmp_path: Path, index: In
     with pytest.raises(
         KitError, match=r"a: the environment of r.txt was not made within the \d s that were left"
     ):
-        entered(local(tmp_path, "a", requirements="r.txt", index_url=index.url), timeout_s=6)
+        entered(local(tmp_path, "a", requirements="r.txt", index_url=index.url, offline=False), timeout_s=6)
     until(lambda: not started(tmp_path / "work dir"), timeout_s=10, what="the end of all that was started")
 
 
@@ -290,7 +290,7 @@ def started(path: Path) -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            argv = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            argv = os.fsdecode((folder / "cmdline").read_bytes().replace(b"\0", b" "))
             opened = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115
             if str(path) in argv or any(each.startswith(str(path)) for each in opened):
                 found.append(argv)
@@ -317,6 +317,7 @@ def test_a_build_that_is_cut_short_leaves_nothing_running_and_nothing_that_looks
         "a",
         requirements="my project/requirements.txt",
         index_url=index.url.replace(f"{USER}:{PASSWORD}", "${CREDENTIALS}"),
+        offline=False,
         system_site_packages=True,
     )
     credentials = {"CREDENTIALS": f"{USER}:{PASSWORD}"}
