@@ -287,8 +287,9 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    offered = '{name: sys.modules["nodekit.deploy." + name] for name in ("hostfacts", "tree")}'
-    return program(("hostfacts", "tree", "remote"), f"module.serve({offered})")  # remote imports the first
+    offered = ("hostfacts", "nics", "survey", "tree")  # each imports none but those before it
+    served = f'{{name: sys.modules["nodekit.deploy." + name] for name in {offered}}}'
+    return program((*offered, "remote"), f"module.serve({served})")
 
 
 def program(names: Sequence[str], last_line: str) -> bytes:

@@ -37,6 +37,18 @@ def read(home: Path) -> paramiko.SSHConfig:
     return config
 
 
+def text(file: Path) -> str:
+    """A user's configuration file with what it includes in its place.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return "\n".join(_lines(file, file.parent, 0))
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+
 def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{file}: Include goes deeper than {_MAX_DEPTH} files")

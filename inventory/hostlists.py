@@ -11,6 +11,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,199}")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,5}))?)?")
 
 
+def is_name(text: str) -> bool:
+    """Whether it is one host's name or address; a hostlist of one is none."""
+    try:
+        return expand(text) == (text,)
+    except ValueError:
+        return False
+
+
 def expand(text: str) -> tuple[str, ...]:
     """The names that a hostlist stands for; a ValueError says what is wrong with it.
 

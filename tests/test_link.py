@@ -156,7 +156,7 @@ def test_one_failure_hides_no_other() -> None:
 def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
     import ast
 
-    for name in ("remote", "hostfacts", "tree", "venvs"):
+    for name in ("remote", "hostfacts", "nics", "survey", "tree", "venvs"):
         ast.parse(links._source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
 
 

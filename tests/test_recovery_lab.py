@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,9 +104,17 @@ class Story:
         try:
             code = self.up.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"kit up goes on and on:\n{self.kit.log()}") from None
+            raise AssertionError(f"kit up goes on and on:\n{self.stacks()}\n{self.kit.log()}") from None
         assert code == 0, self.kit.log()
         return self.kit.log()
+
+    def stacks(self) -> str:
+        """Of all agents and ranks: where what does not end is waiting."""
+        pids = [pid for host in self.lab.hosts for pid in self.processes(host, "-m nodekit.")]
+        py_spy = str(Path(sys.executable).with_name("py-spy"))
+        dumps = [[py_spy, "dump", "--pid", str(pid)] for pid in pids]
+        found = [subprocess.run(dump, capture_output=True, text=True, timeout=30) for dump in dumps]
+        return "\n".join(each.stdout + each.stderr for each in found)
 
     def events(self, host: str, kind: str) -> list[dict[str, Any]]:
         lines = (self.disk(host) / "events.jsonl").read_text().splitlines()

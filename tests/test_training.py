@@ -202,6 +202,31 @@ def test_workers_of_the_data_loader_do_not_keep_the_process(tmp_path: Path) -> N
     assert "epoch 1 done" in done.stdout
 
 
+def test_nothing_of_the_loop_is_freed_at_the_end(tmp_path: Path) -> None:
+    """To free DDP there joins gloo's threads while holding the GIL, and now and then hangs for ever (torch 2.13)."""
+    (tmp_path / "freed.py").write_text(
+        "import weakref\n"
+        "from nodekit.training.tasks.digits import Digits\n"
+        "class Task(Digits):\n"
+        "    def model(self):\n"
+        "        model = super().model()\n"
+        "        weakref.finalize(model, print, 'freed', flush=True).atexit = False\n"
+        "        return model\n"
+    )
+    # As in a fork of kit's, torch is imported already: an import on the way leaves a traceback that keeps all alive.
+    program = "import runpy, nodekit.training.loop; runpy.run_module('nodekit.training', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--task", "freed.py:Task", "--epochs", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "epoch 1 done" in done.stdout
+    assert "freed" not in done.stdout
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> str:
     """The name of the faulty task, in a folder with an awkward name."""

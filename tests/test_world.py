@@ -46,7 +46,7 @@ def test_kits_environment_is_read() -> None:
 def test_without_a_launcher_it_is_a_world_of_one_with_a_group() -> None:
     with World.from_env({}) as world:
         assert (world.rank, world.world_size, world.backend) == (0, 1, "gloo")
-        assert world.sum(torch.tensor([2.0, 3.0])) == [2.0, 3.0]
+        assert world.start_sum(torch.tensor([2.0, 3.0]))() == [2.0, 3.0]
         assert world.gather({"a": 1}) == [{"a": 1}]
     assert not dist.is_initialized()
 

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from nodekit.training.world import World
 
 _NAME = "python -m nodekit.training"
+_LASTING: list[object] = []
+"""What is not to be freed before the process ends.
+
+To free DDP's part of a process group, torch 2.13 joins gloo's threads while it holds the GIL, and one of them may wait
+for that very GIL, to let go of the last collective: the process then hangs for ever, in 1 run of 30.
+"""
 
 
 def main() -> int:
@@ -101,6 +107,8 @@ def train(options: Options, parent: "Parent | None" = None) -> int:
             if parent is not None:
                 parent.stops_by(stop)
             loop = Loop(options, world, task, _output_folder(options, world), stop)
+            _LASTING.append(loop)
+            gc.freeze()  # nor what libraries bring: the Trainer has all garbage collected before each epoch
             result = loop.run()
             world.close()  # here, where it cannot take longer than the grace if a signal comes
         except Fenced as error:
@@ -109,6 +117,7 @@ def train(options: Options, parent: "Parent | None" = None) -> int:
             world.close()
             return EXIT_FENCED
         except Exception as error:
+            _LASTING.append(error)  # its traceback has the frames that have it all
             code = stop.exit_code if stop.requested else 1
             stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
             if stop.requested:

@@ -29,17 +29,17 @@ from nodekit.training.tasks import Task
 from nodekit.training.world import World
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
-    """What is to be told of a step that is done."""
+    """What is to be told of a step."""
 
     step: int
     loss_sum: torch.Tensor
     """This rank's part of the mean loss, a scalar."""
     lr: float
     num_samples: int
-    ended: float
-    """Seconds since 1970."""
+    ended: float = 0.0
+    """Seconds since 1970; 0 while the optimizer is at it."""
 
 
 class Loop:
@@ -110,6 +110,7 @@ class Loop:
         if self.apart:
             self.apart.load(state.get("outer", {}))
         self._untold: list[_Step] = []
+        self._sums: Callable[[], list[float]] | None = None
         self._owes_snapshot = False
         self.report = Report(
             world,
@@ -187,12 +188,10 @@ class Loop:
                     self.engine.backward(loss * micro.weight)
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
+                    self._tell(loss_sum)
                     return
 
-        def edge() -> bool:
-            return self._edge(loss_sum)
-
-        if not getattr(self.engine, "drive", self._drive)(num_steps, compute, edge):
+        if not getattr(self.engine, "drive", self._drive)(num_steps, compute, self._edge):
             return False
         if next(micro_batches, None) is not None:  # which also ends the loader's round
             raise AssertionError("the epoch has more batches than steps")
@@ -211,33 +210,41 @@ class Loop:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def _edge(self, loss_sum: torch.Tensor) -> bool:
-        """Between two steps: agree with all ranks on loss, snapshot and stopping; True to stop."""
+    def _tell(self, loss_sum: torch.Tensor) -> None:
+        """Begin to tell all ranks of this step: it is on its way while the optimizer works."""
         offset = self.sampler.offset
         self.sampler.advance()
         self.step += 1
+        lr = float(self.engine.optimizer.param_groups[0]["lr"])
         self._untold.append(
-            _Step(
-                self.step,
-                loss_sum.clone(),
-                lr=float(self.engine.optimizer.param_groups[0]["lr"]),
-                num_samples=self.sampler.offset - offset,
-                ended=time.time(),
-            )
+            _Step(self.step, loss_sum.clone(), lr=lr, num_samples=self.sampler.offset - offset)
         )
-        epoch_ends = not self.sampler.steps_left
-        looks = bool(self.options.eval_every) and self.step % (self.options.eval_every or 1) == 0
         talks = self.apart is None or self.apart.talks(self.step)
-        if not (talks or epoch_ends or looks):
+        if talks or self._epoch_ends or self._looks:
+            flags = [
+                self.stop.requested,
+                self.apart.step_s if self.apart else 0.0,
+                *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
+            ]
+            own = torch.tensor(flags, dtype=torch.float64).to(self.world.device)
+            losses = torch.stack([each.loss_sum for each in self._untold])
+            self._sums = self.world.start_sum(torch.cat([losses, own]))
+
+    @property
+    def _epoch_ends(self) -> bool:
+        return not self.sampler.steps_left
+
+    @property
+    def _looks(self) -> bool:
+        return bool(self.options.eval_every) and self.step % (self.options.eval_every or 1) == 0
+
+    def _edge(self) -> bool:
+        """Between two steps: agree with all ranks on loss, snapshot and stopping; True to stop."""
+        self._untold[-1].ended = time.time()
+        if self._sums is None:
             return False
+        sums, self._sums = self._sums(), None
         untold, self._untold = self._untold, []
-        flags = [
-            self.stop.requested,
-            self.apart.step_s if self.apart else 0.0,
-            *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
-        ]
-        own = torch.tensor(flags, dtype=torch.float64).to(self.world.device)
-        sums = self.world.sum(torch.cat([torch.stack([each.loss_sum for each in untold]), own]))
         for each, loss in zip(untold, sums, strict=False):
             self.report.step(
                 each.step,
@@ -247,6 +254,7 @@ class Loop:
                 num_samples=each.num_samples,
                 ended=each.ended,
             )
+        epoch_ends, looks = self._epoch_ends, self._looks
         stop, step_s, *said = sums[len(untold) :]
         if self.apart:
             self.apart.have_talked(self.step, step_s / self.world.world_size)

@@ -1,7 +1,7 @@
 """Who this process is among all ranks: read once from the environment, and the process group they share."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -177,11 +177,16 @@ class World:
             if self.is_main:
                 self.init_method.remove()
 
-    def sum(self, values: torch.Tensor) -> list[float]:
-        """Sum a 1-D tensor over all ranks; every rank gets the same numbers."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return [float(value) for value in values.tolist()]
+    def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Begin to sum a 1-D tensor over all ranks; what is given back waits for the sums, the same on every rank."""
+        work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
+
+        def sums() -> list[float]:
+            if work is not None:
+                work.wait()
+            return [float(value) for value in values.tolist()]
+
+        return sums
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value`` (small, any picklable type), in the order of ranks, on every rank."""

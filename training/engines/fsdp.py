@@ -20,6 +20,7 @@ class Engine(single.Engine):
     """FSDP2."""
 
     forwards_together = True
+    _syncs = True  # as FSDP has it at first
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Shard the members of each ModuleList (a transformer's layers) by themselves, and what is left as one."""
@@ -47,9 +48,11 @@ class Engine(single.Engine):
         return module
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """FSDP is told, for this micro-batch and those after it."""
+        """FSDP is told, for this micro-batch and those after it, and so only when it changes."""
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(is_last)
+        if is_last != self._syncs:
+            self._syncs = is_last
+            self.model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def shards(self) -> State:

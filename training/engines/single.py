@@ -59,7 +59,8 @@ class Engine:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.update()
         self.optimizer.zero_grad()
 
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -1,0 +1,86 @@
+"""An inventory's text, line by line. Pure.
+
+What came from a file or a host goes through `scalar`, `key_of`, `comment` or `keyed`: no such text can add a line, or
+be taken for anything but text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CHOOSE = "CHOOSE"
+"""What a comment begins with that wants a decision."""
+WIDTH = 100
+_COMMENT_COLUMN = 34
+_PLAIN = re.compile(r"[A-Za-z_/~][A-Za-z0-9_./~-]*")
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """An inventory's text, and what to say of it."""
+
+    text: str
+    summary: str
+    num_choices: int
+    """How many comments want a decision."""
+
+    @classmethod
+    def of(cls, lines: Iterable[str], summary: str) -> Draft:
+        """From its lines."""
+        text = "\n".join(line.rstrip() for line in lines) + "\n"
+        num_choices = sum(f"# {CHOOSE}" in line for line in text.splitlines())
+        return cls(text=text, summary=summary, num_choices=num_choices)
+
+
+def gib(mib: int) -> str:
+    """``80 GiB``."""
+    return f"{mib / 1024:.0f} GiB" if mib >= 10 * 1024 else f"{mib / 1024:.1f} GiB"
+
+
+def scalar(value: object) -> str:
+    """A value as YAML: plain where nobody can misread it, else in double quotes."""
+    text = str(value)
+    if isinstance(value, int) or re.fullmatch(r"[0-9a-fA-F.:]+/[0-9]+", text):
+        return text
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def key_of(name: str) -> str:
+    """A host's name as a key."""
+    is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name) and name.lower() not in _WORDS
+    return name if is_plain else json.dumps(name)
+
+
+def visible(text: str) -> str:
+    """On one line, and without what a terminal or YAML takes for more than text."""
+    return "".join(each for each in " ".join(text.split()) if each.isprintable())
+
+
+def shown(text: str) -> str:
+    """A file's name as a shell takes it."""
+    return visible(shlex.quote(text))
+
+
+def comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
+    """Comment lines; with a bullet, the further ones are indented by it."""
+    return textwrap.wrap(
+        visible(text),
+        WIDTH,
+        initial_indent=f"{indent}# {bullet}",
+        subsequent_indent=f"{indent}# {' ' * len(bullet)}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def keyed(key: str, about: str) -> list[str]:
+    """``key: value   # comment``."""
+    return [f"{key:<{_COMMENT_COLUMN}} # {visible(about)}"]
