@@ -8,14 +8,14 @@ import posixpath
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.link import Link, on_all
 from nodekit.inventory.errors import HostError, KitError
-from nodekit.inventory.schema import Host, Inventory
+from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engines import LIBRARIES
 
 OLDEST_PYTHON = (3, 10)
@@ -143,6 +143,22 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
     )
 
 
+def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
+    """Have links go on in the environments the inventory asks for; those still to be made: host → interpreter."""
+    if inventory.environment is None:
+        return {}
+    from nodekit.deploy import environment  # most inventories have none
+
+    limit_s = inventory.timings.environment
+    entered = environment.enter(links, inventory.hosts, inventory.environment, timeout_s=limit_s, build=False)
+    return {name: entered.python[name] for name in entered.missing}
+
+
+def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> list[Finding]:
+    """All but what was said of the software of hosts whose environment is still to be made."""
+    return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
+
+
 def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
     """The results, when no host failed; else one error with a line per host that did."""
     failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
@@ -172,7 +188,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
             continue
         checks = (
             ("software", _python_problem(found)),
-            ("software", _torch_problem(found, common, torches)),
+            ("software", _torch_problem(found, common, torches, inventory.environment)),
             ("workdir", _workdir_problem(found)),
             ("gpus", _gpu_problem(host, found)),
         )
@@ -240,7 +256,22 @@ def _python_problem(found: Facts) -> _Problem | None:
     )
 
 
-def _torch_problem(found: Facts, common: str | None, torches: Mapping[str, int]) -> _Problem | None:
+def _torch_problem(
+    found: Facts, common: str | None, torches: Mapping[str, int], environment: Environment | None
+) -> _Problem | None:
+    if environment is not None and found.torch is None:
+        return (
+            f"no torch in the environment ({found.executable})",
+            "",
+            "add it to what the inventory's `environment:` names, or set `system_site_packages: true` there where the "
+            "host's own python has it",
+        )
+    if environment is not None and len(torches) > 1 and found.torch != common:
+        return (
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
+            "the same on all",
+            f"write torch=={str(common).split('+')[0]} where the inventory's `environment:` points to",
+        )
     if found.torch is None:
         return (
             f"no torch in {found.executable}",

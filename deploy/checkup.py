@@ -91,7 +91,19 @@ def run(options: Options) -> Report:
     visits.wait(visits.deadline)  # for who came too late for that
     seen = visits.seen()
     findings += visits.access()
-    findings += examine(inventory, seen, own)
+    unmade = visits.unmade()
+    findings += check.without_software(examine(inventory, seen, own), unmade)
+    findings += [
+        Finding(
+            check="software",
+            host=name,
+            level="warning",
+            found="its environment is not made yet, so what is in it was not looked at",
+            wanted="a host that has it",
+            cure="kit up makes it first",
+        )
+        for name in unmade
+    ]
     findings += network
     if len(seen) == len(inventory.hosts) and not any(each.level == "failure" for each in findings):
         findings += _plan(inventory, seen, options.command, visits.peers())
@@ -243,6 +255,7 @@ class _Visits:
         self._all_done = threading.Condition(self._lock)
         self._links: dict[str, Link] = {}
         self._seen: dict[str, Seen] = {}
+        self._unmade: dict[str, str] = {}
         self._failed: dict[str, Exception] = {}
         self._stage = {host.name: "connecting" for host in inventory.hosts}
         self._is_over = False
@@ -263,9 +276,11 @@ class _Visits:
                     self._stage[host.name] = "looking around there"
             if is_late:
                 return link.close()
+            unmade = check.enter_what_is_there({host.name: link}, self._inventory)
             peers = self.peers().get(host.name, ())
             seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
             with self._lock:
+                self._unmade |= unmade
                 self._seen[host.name] = seen
         except Exception as error:  # told for this host, and the others go on
             with self._lock:
@@ -291,6 +306,11 @@ class _Visits:
             return {
                 host.name: self._seen[host.name] for host in self._inventory.hosts if host.name in self._seen
             }
+
+    def unmade(self) -> list[str]:
+        """Who has no environment yet, of those who have answered."""
+        with self._lock:
+            return [host.name for host in self._inventory.hosts if host.name in self._unmade]
 
     def links(self, hosts: Iterable[str]) -> dict[str, Link]:
         """Links to some who have answered."""

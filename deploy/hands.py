@@ -84,6 +84,12 @@ class Hands:
         if self._package is None:
             self._package = sync.package()
         alone = self.inventory.model_copy(update={"hosts": (host,)})
+        if self.inventory.environment is not None:
+            from nodekit.deploy import environment  # most inventories have none
+
+            # Its disk may be new, or it is here for the first time.
+            limit_s = self.inventory.timings.environment
+            environment.enter({name: link}, [host], self.inventory.environment, timeout_s=limit_s)
         facts = check.gather({name: link}, alone, kit_digest=self._package.digest, peers=self._peers)
         if problems := check.examine(alone, facts):
             raise HostError(name, "; ".join(problem.problem for problem in problems))

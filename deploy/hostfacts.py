@@ -60,7 +60,7 @@ def facts(
     }
     try:
         os.makedirs(workdir, mode=0o700, exist_ok=True)
-        found["workdir_id"] = _folder_id(workdir)
+        found["workdir_id"] = folder_id(workdir)
         disk = os.statvfs(workdir)
         found["free_bytes"] = disk.f_bavail * disk.f_frsize
         found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
@@ -85,7 +85,7 @@ def boot_id() -> str:
         return ""
 
 
-def _folder_id(folder: str) -> str:
+def folder_id(folder: str) -> str:
     """A name of the folder itself, the same on every host that mounts it: made once, by whoever comes first."""
     path = os.path.join(folder, ".id")
     draft = "%s.%s.%d" % (path, socket.gethostname(), os.getpid())

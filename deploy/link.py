@@ -11,7 +11,7 @@ import queue
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -139,6 +139,23 @@ class Link:
         self._waiting: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._lost: str | None = None
         self._write_lock = threading.Lock()
+        self._begin(process)
+
+    def switch(self, python: str) -> None:
+        """Go on with another interpreter of the host, over the same connection, while no call is under way.
+
+        Raises:
+            HostError: it does not run.
+        """
+        before, argv = self._process, [python, "-c", BOOT]
+        try:
+            self._begin(cast(Process, self.connection.exec(argv)) if self.connection else LocalProcess(argv))
+        finally:
+            before.close()
+
+    def _begin(self, process: Process) -> None:
+        """Have a process, which waits for its program, answer the calls."""
+        self._process = process
         self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
         program = _program()
         try:
@@ -146,29 +163,33 @@ class Link:
             process.stdin.flush()
         except OSError:
             pass  # it ended at once; the reader finds out, with its last words
-        threading.Thread(target=self._read, name=f"link-{host}", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(process, self._ready), name=f"link-{self.host}", daemon=True
+        ).start()
         try:
             answer = self._ready.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
             answer = {"lost": f"no answer within {START_TIMEOUT_S:.0f} s"}
         if "lost" in answer:
             process.close()
-            raise HostError(host, _no_python(answer["lost"]))
+            raise HostError(self.host, _no_python(answer["lost"]))
 
-    def _read(self) -> None:
+    def _read(self, process: Process, ready: queue.Queue[dict[str, Any]]) -> None:
         try:
-            for line in self._process.stdout:
+            for line in process.stdout:
                 if not line.startswith(b"{"):
                     continue  # a login banner before our program spoke
                 message = json.loads(line)
                 if "ready" in message:
-                    self._ready.put(message)
+                    ready.put(message)
                 elif (waiter := self._waiting.get(message["id"])) is not None:
                     waiter.put(message)
         except (OSError, ValueError, EOFError):
             pass  # told below, as any other end
-        self._lost = self._process.stderr_tail().strip() or "it ended without a word"
-        self._ready.put({"lost": self._lost})
+        if process is not self._process:
+            return  # another has taken its place
+        self._lost = process.stderr_tail().strip() or "it ended without a word"
+        ready.put({"lost": self._lost})
         for waiter in list(self._waiting.values()):
             waiter.put({"lost": True})
 
@@ -269,19 +290,27 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    names = (*OFFERED, "remote")  # each imports only those before it
+    served = f'{{name: sys.modules["nodekit.deploy." + name] for name in {OFFERED}}}'
+    return program((*OFFERED, "remote"), f"module.serve({served})")
+
+
+def program(names: Sequence[str], last_line: str) -> bytes:
+    """Modules of `deploy` as one program in ASCII, each importing only those before it.
+
+    In its last line, `module` is the last of them.
+    """
     return f"""
 import sys, types
 for package in ("nodekit", "nodekit.deploy"):
     sys.modules[package] = types.ModuleType(package)
-for name, text in {[(name, source(f"nodekit.deploy.{name}")) for name in names]!r}:
+for name, text in {[(name, source(f"nodekit.deploy.{name}")) for name in names]!a}:
     module = types.ModuleType("nodekit.deploy." + name)
     sys.modules[module.__name__] = module
     setattr(sys.modules["nodekit.deploy"], name, module)
     exec(compile(text, name + ".py", "exec"), module.__dict__)
 del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
-module.serve({{name: sys.modules["nodekit.deploy." + name] for name in {OFFERED!r}}})
-""".encode()
+{last_line}
+""".encode("ascii")
 
 
 def source(module: str) -> str:

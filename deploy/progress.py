@@ -1,4 +1,4 @@
-"""How far a sync is on each host: bars on a terminal, a line now and then elsewhere."""
+"""How far a sync, or a build, is on each host: bars on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 _LINE_EVERY_S = 3.0
+_BUILD_LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +108,56 @@ class _Lines:
                 file=self._file,
                 flush=True,
             )
+
+
+def nothing(*_: object) -> None:
+    """What to tell where nobody looks."""
+
+
+@contextmanager
+def build_lines(
+    *, silent: bool = False, file: TextIO | None = None
+) -> Iterator[Callable[[str, float, str], None]]:
+    """What to tell of a build, with host, seconds and what it said last: a line each on a terminal, or now and then."""
+    file = file or sys.stdout
+    if silent:
+        yield nothing
+    elif file.isatty():
+        with _LiveLines(file) as lines:
+            yield lines
+    else:
+        last: dict[str, float] = {}
+
+        def tell(host: str, seconds: float, said: str) -> None:
+            if seconds - last.setdefault(host, 0.0) >= _BUILD_LINE_EVERY_S:
+                last[host] = seconds
+                print(f"  {host}: {seconds:.0f} s, {said[:120]}", file=file, flush=True)
+
+        yield tell
+
+
+class _LiveLines:
+    def __init__(self, file: TextIO) -> None:
+        from rich.console import Console  # not needed where there is no terminal
+        from rich.live import Live
+
+        self._live = Live(console=Console(file=file), transient=True, auto_refresh=False)
+        self._told: dict[str, tuple[float, str]] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _LiveLines:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, host: str, seconds: float, said: str) -> None:
+        from rich.text import Text
+
+        with self._lock:
+            self._told[host] = (seconds, said)
+            width = max(map(len, self._told))
+            rows = [f"  {name:<{width}}  {at:4.0f} s  {text}" for name, (at, text) in self._told.items()]
+            lines = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
+            self._live.update(Text("\n", no_wrap=True).join(lines), refresh=True)

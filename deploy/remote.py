@@ -131,7 +131,7 @@ def go(
         agent.stdin.write(b"go\n")
         agent.stdin.close()
     except BrokenPipeError:
-        last_words = _tail(os.path.join(node_dir, "agent.log"))
+        last_words = tail(os.path.join(node_dir, "agent.log"))
         raise RuntimeError("the agent ended before it could start: " + last_words) from None
     return record
 
@@ -297,7 +297,7 @@ def status(node_dir: str) -> Dict[str, Any]:
     if not alive:
         spec = _load(os.path.join(node_dir, "spec.json")) or {}
         found["generation"] = max(found.get("generation", -1), spec.get("generation", -1))
-        found["agent_log"] = _tail(os.path.join(node_dir, "agent.log"))
+        found["agent_log"] = tail(os.path.join(node_dir, "agent.log"))
     return found
 
 
@@ -319,7 +319,8 @@ def _newest_snapshot(node_dir: str) -> List[int]:
     return list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
 
 
-def _tail(path: str, size: int = 4096) -> str:
+def tail(path: str, size: int = 4096) -> str:
+    """The end of a file; "" without one."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -621,6 +622,7 @@ OPS: Dict[str, Callable[..., Any]] = {
         logs,
         follow,
         read_file,
+        tail,
         write_file,
         execute,
         attend,
@@ -644,6 +646,10 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 leave()  # nobody listens any more
 
     def leave() -> None:
+        """End, and with us what is not to live on."""
+        for agent in list(_agents.values()):  # those that never got their go
+            if agent.stdin and not agent.stdin.closed:
+                agent.stdin.close()
         for process in list(_attended):
             _end(process)
         modules["hostshell"].close()
@@ -673,7 +679,4 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
     send({"ready": {"python": list(sys.version_info[:3]), "pid": os.getpid(), "time": time.time()}})
     for line in sys.stdin.buffer:
         threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
-    for agent in _agents.values():  # those that never got their go
-        if agent.stdin and not agent.stdin.closed:
-            agent.stdin.close()
     leave()

@@ -19,6 +19,7 @@ from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_
 from nodekit.deploy.judge import FINAL, Rules
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
+from nodekit.deploy.progress import build_lines
 from nodekit.deploy.runs import Run
 from nodekit.deploy.script import Script
 from nodekit.inventory.errors import HostError, KitError
@@ -70,9 +71,23 @@ class Phases:
 
 
 def gather_facts(
-    links: Mapping[str, Link], inventory: Inventory, kit_digest: str, options: Options, *, placed: str = ""
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    kit_digest: str,
+    options: Options,
+    *,
+    placed: str = "",
+    unmade: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]], list[Finding]]:
     """The facts of all hosts, checked; and what was found that may hurt, but need not.
+
+    Args:
+        links: to the hosts.
+        inventory: what the cluster is.
+        kit_digest: of kit's package.
+        options: the command line's.
+        placed: where the code lies already, if it does.
+        unmade: hosts whose interpreter is still to be made, and where: it cannot be checked.
 
     Raises:
         KitError: with everything that is wrong, on every host.
@@ -90,6 +105,9 @@ def gather_facts(
         seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers)
         facts = {name: each.facts for name, each in seen.items()}
         findings = checkup.examine(inventory, seen, own)
+    for name, python in (unmade or {}).items():
+        facts[name] = dataclasses.replace(facts[name], executable=python)
+    findings = check.without_software(findings, unmade or {})
     # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
     problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
     if problems:
@@ -118,7 +136,8 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
     """
     package = sync.package()
     with cluster.links(inventory.hosts, options.ssh) as links:
-        facts, peers, warnings = gather_facts(links, inventory, package.digest, options)
+        unmade = check.enter_what_is_there(links, inventory)
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, unmade=unmade)
         planned = plan.build(
             inventory,
             facts,
@@ -130,6 +149,9 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
         )
     for warning in grouped(warnings):
         options.ssh.notice(f"warning: {warning}")
+    if unmade:
+        names = ", ".join(unmade)
+        options.ssh.notice(f"environment: kit up makes it first on {names}; what is in it was not looked at")
     return planned
 
 
@@ -165,6 +187,18 @@ def start(
     with phases.phase("connect") as said:
         links = _connect(stack, inventory, options, phases)
         said.append(count(len(links), "host"))
+    if inventory.environment is not None:
+        from nodekit.deploy import environment  # most inventories have none
+
+        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+            entered = environment.enter(
+                links,
+                inventory.hosts,
+                inventory.environment,
+                timeout_s=inventory.timings.environment,
+                progress=progress,
+            )
+            said.append(entered.line())
     with phases.phase("check") as said:
         package = sync.package()
         facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)

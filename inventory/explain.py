@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nodekit.inventory.schema import (
+    Environment,
     HostBlock,
     InventoryFile,
     Job,
@@ -131,7 +132,7 @@ def _problem(detail: ErrorDetails, path: Path, document: Document) -> Problem:
     elif at_key:
         text = f"found {quoted(str(path[-1]))}, wanted {detail['msg']}"
     else:
-        shown = "text that is no name" if context.get("hide") else found(value, document.raw.get(path))
+        shown = context.get("hide") or found(value, document.raw.get(path))
         text = f"found {shown}, wanted {_wanted(detail, path, value, document.raw.get(path))}"
     return Problem(path, text, at_key)
 
@@ -164,6 +165,7 @@ def _as_arguments(path: Path, line: str) -> list[str]:
 
 
 _SECTIONS: dict[object, type[BaseModel]] = {
+    "environment": Environment,
     "hosts": HostBlock,
     "job": Job,
     "slurm": SlurmSettings,
@@ -188,6 +190,7 @@ def _valid_keys(path: Path) -> str:
             ("slurm", SlurmSettings),
             ("snapshots", SnapshotSettings),
             ("timings", Timings),
+            ("environment", Environment),
         )
         if key in model.model_fields
     ]

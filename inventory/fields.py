@@ -22,15 +22,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from nodekit.inventory import hostlists
 
 
-def unwanted(wanted: str, *, quote: bool = False, hide: bool = False) -> PydanticCustomError:
+def unwanted(wanted: str, *, quote: bool = False, hide: str = "") -> PydanticCustomError:
     """The error whose message completes "found X, wanted …".
 
-    With `quote`, a bare number is shown as it must be written; with `hide`, what was found is not shown.
+    With `quote`, a bare number is shown as it must be written; `hide` is shown in place of what was found.
     """
     return PydanticCustomError("wanted", "{wanted}", {"wanted": wanted, "quote": quote, "hide": hide})
 
 
-def _wanted(words: str, *, quote: bool = False, hide: bool = False) -> WrapValidator:
+def _wanted(words: str, *, quote: bool = False, hide: str = "") -> WrapValidator:
     """One error in these words, whatever the checks inside say; where those are ours too, they win."""
 
     def check(value: object, inner: ValidatorFunctionWrapHandler) -> object:
@@ -58,6 +58,16 @@ HangSeconds = Annotated[
     _wanted("auto, never, or seconds, a number above 0"),
 ]
 StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
+Flag = Annotated[bool, Strict(), _wanted("true or false")]
+# A mistaken one is not shown: a password may be in it.
+IndexUrl = Annotated[
+    str,
+    Field(pattern=r"^https?://\S+$"),
+    _wanted("an index's URL, as https://pypi.org/simple", hide="something else"),
+]
+FindLinks = Annotated[
+    str, Field(min_length=1), _wanted("a folder here, or a page's URL, with wheels", hide="something else")
+]
 MemoryGb = Annotated[float, Strict(), Field(gt=0), _wanted("a number of GB above 0")]
 Connection = Annotated[Literal["ssh", "local"], _wanted("ssh or local")]
 User = Annotated[
@@ -74,7 +84,9 @@ EnvName = Annotated[
 SecretName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
-    _wanted("only the name of a variable: its value is taken from your environment", hide=True),
+    _wanted(
+        "only the name of a variable: its value is taken from your environment", hide="text that is no name"
+    ),
 ]
 Scalar = Annotated[str | int | float | bool, _wanted("text, a number, true or false")]
 Login = Annotated[

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nodekit.inventory import hostlists
 from nodekit.inventory.fields import Nodes
-from nodekit.inventory.schema import Host, HostBlock, HostSettings, Inventory, InventoryFile
+from nodekit.inventory.schema import Environment, Host, HostBlock, HostSettings, Inventory, InventoryFile
 from nodekit.inventory.source import Path as KeyPath
 from nodekit.inventory.source import Problem
 
@@ -17,6 +17,7 @@ _INSTEAD_UNDER_SLURM = {
     "workdir": "slurm.shared_dir",
     "connection": "none: Slurm reaches its nodes itself",
 }
+_ENVIRONMENTS = ("python", "requirements", "pyproject", "lock")
 
 
 def resolve(
@@ -31,6 +32,8 @@ def resolve(
         left_out: where keys were mistaken; what such a key would have decided is not judged.
     """
     defaults = _with_paths_beside(file, path.parent)
+    if file.environment and file.environment.python and file.python is None:
+        defaults = defaults.model_copy(update={"python": file.environment.python})
     hosts = [
         (key, name, host)
         for key, block in (file.hosts or {}).items()
@@ -43,6 +46,7 @@ def resolve(
         *_address_problems(hosts, left_out),
         *_node_count_problems(file, len(hosts), left_out),
         *_secret_problems(file),
+        *_environment_problems(file, left_out),
     ]
     if problems or left_out:
         return None, problems
@@ -54,6 +58,7 @@ def resolve(
         hosts=tuple(host for _, _, host in hosts),
         slurm=file.slurm,
         defaults=defaults,
+        environment=_environment(file, path.parent),
         job=file.job,
         snapshots=file.snapshots,
         timings=file.timings,
@@ -161,6 +166,49 @@ def _secret_problems(file: InventoryFile) -> Iterator[Problem]:
                 "found among job.secrets too, wanted in one of the two (a secret's value is not written here)"
             )
             yield Problem((*path, "env", name), text, at_key=True)
+
+
+def _environment(file: InventoryFile, folder: Path) -> Environment | None:
+    """What is to be made, its paths absolute; None where the interpreter is there already."""
+    asked = file.environment
+    if asked is None or not (asked.requirements or asked.pyproject or asked.lock):
+        return None
+    update: dict[str, object] = {
+        key: str(folder / os.path.expanduser(value))  # noqa: PTH111  # as for identity_file
+        for key in ("requirements", "pyproject", "lock")
+        if (value := getattr(asked, key)) is not None
+    }
+    update["find_links"] = tuple(
+        each if "://" in each else str(folder / os.path.expanduser(each))  # noqa: PTH111
+        for each in asked.find_links
+    )
+    return asked.model_copy(update=update)
+
+
+def _environment_problems(file: InventoryFile, left_out: set[KeyPath]) -> Iterator[Problem]:
+    asked = file.environment
+    if asked is None or any(path[:1] == ("environment",) for path in left_out):
+        return
+    given = [key for key in _ENVIRONMENTS if getattr(asked, key) is not None]
+    if len(given) != 1:
+        found = " beside ".join(given) or f"none of {', '.join(_ENVIRONMENTS)}"
+        yield Problem(
+            ("environment",), f"found {found}, wanted one of them, as requirements: requirements.txt"
+        )
+    elif given == ["python"]:
+        if file.python is not None:
+            text = "found beside python at the top of the file, wanted one of the two"
+            yield Problem(("environment", "python"), text, at_key=True)
+        for key in sorted(asked.model_fields_set - {"python"}):
+            text = (
+                "found beside python, wanted it beside requirements, pyproject or lock: nothing is installed"
+            )
+            yield Problem(("environment", key), text, at_key=True)
+    elif asked.extras and given == ["requirements"]:
+        text = "found beside requirements, wanted beside pyproject or lock: a requirements file has none"
+        yield Problem(("environment", "extras"), text, at_key=True)
+    if asked.no_index and not asked.find_links:
+        yield Problem(("environment", "no_index"), "found without find_links, wanted both", at_key=True)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -3,10 +3,19 @@
 One set of field types checks both and makes the JSON Schema: editor, loader and run records cannot disagree.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    field_serializer,
+    model_validator,
+)
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -17,9 +26,12 @@ from nodekit.inventory.fields import (
     Connection,
     Count,
     EnvName,
+    FindLinks,
+    Flag,
     Gpus,
     HangSeconds,
     Hostlist,
+    IndexUrl,
     Interface,
     InventoryName,
     Login,
@@ -125,6 +137,58 @@ class Host(HostBlock):
     """Where kit keeps code, logs and snapshots on it; a `~` is the host's to expand."""
 
 
+class Environment(_Model):
+    """The interpreter that trains: one that is there, or a venv that kit makes on each node and keeps."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [key], "properties": {key: {"type": "string"}}}
+                for key in ("python", "requirements", "pyproject", "lock")
+            ]
+        },
+    )
+
+    python: Text | None = None
+    """An interpreter on the hosts, with torch installed: the same as python at the top of the file."""
+    requirements: Text | None = None
+    """A requirements file, as pip has them. A relative path is relative to this file."""
+    pyproject: Text | None = None
+    """A pyproject.toml, whose dependencies are installed. A relative path is relative to this file."""
+    lock: Text | None = None
+    """A uv.lock, with its pyproject.toml beside it. A relative path is relative to this file."""
+    extras: tuple[Text, ...] = ()
+    """Which extras of the pyproject.toml are installed too."""
+    index_url: IndexUrl | None = None
+    """The package index. ${NAME} stands for a variable of your environment. Default: each node's pip's own."""
+    extra_index_url: tuple[IndexUrl, ...] = ()
+    """Further package indexes."""
+    find_links: tuple[FindLinks, ...] = ()
+    """Folders on this machine, or URLs of pages, with wheels. A relative path is relative to this file."""
+    no_index: Flag = False
+    """Whether find_links is all there is."""
+    offline: Flag | None = None
+    """Whether packages are fetched here and sent to the nodes. Default: where a node cannot reach the index."""
+    system_site_packages: Flag = False
+    """Whether the packages of the hosts' python can be imported too, as torch."""
+
+    @field_serializer("index_url", "extra_index_url", "find_links")
+    def _without_credentials(self, value: Any, info: SerializationInfo) -> Any:
+        """A record of the inventory has no password in it; `${NAME}` in its place is none."""
+        if info.mode != "json" or value is None:
+            return value
+        return _plain(value) if isinstance(value, str) else [_plain(each) for each in value]
+
+
+def _plain(url: str) -> str:
+    """A URL without its user and password, unless they are only named."""
+    return re.sub(
+        r"^(https?://)([^/]*)@",
+        lambda found: found[0] if re.fullmatch(r"(\$\{\w+\}:?)+", found[2]) else found[1],
+        url,
+    )
+
+
 class Job(_Model):
     """What runs on the hosts."""
 
@@ -170,6 +234,8 @@ class Timings(_Model):
     """Seconds a rank of kit's training module waits for the slowest one."""
     hang: HangSeconds = "auto"
     """Seconds without progress after which the job hangs and is restarted. Default: learnt from its own steps."""
+    environment: Seconds = 1800.0
+    """Seconds that making the environment on the nodes may take."""
 
 
 class SlurmSettings(_Model):
@@ -237,6 +303,8 @@ class InventoryFile(HostSettings):
     """The machines, reached over SSH: a name or hostlist each, as gpu[01-16,20], with settings or nothing."""
     slurm: SlurmSettings | None = None
     """In place of hosts: what to ask of Slurm."""
+    environment: Environment | None = None
+    """The interpreter that trains, made on the nodes from a file of yours. Default: python as it is there."""
     job: Job = Job()
     """What runs on the hosts. Default: kit's training module."""
     snapshots: SnapshotSettings = SnapshotSettings()
@@ -262,6 +330,8 @@ class Inventory(_Model):
     """What to ask of Slurm, in place of hosts."""
     defaults: HostSettings
     """The host settings at the top of the file: already part of `hosts`; Slurm's nodes have only these."""
+    environment: Environment | None = None
+    """What is made on the nodes before the job starts; None: nothing, `python` is there as it is."""
     job: Job
     """What runs on them."""
     snapshots: SnapshotSettings = SnapshotSettings()

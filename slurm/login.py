@@ -19,12 +19,18 @@ CALL_TIMEOUT_S = 60.0
 @contextlib.contextmanager
 def login(inventory: Inventory, options: SshOptions) -> Iterator[Link]:
     """A link to the login node."""
+    with cluster.links([host_of(inventory)], options) as links:
+        yield links[LOGIN]
+
+
+def host_of(inventory: Inventory) -> Host:
+    """The login node, whose workdir is the shared folder."""
     settings = settings_of(inventory)
     values = inventory.defaults.model_dump(exclude_none=True)
     user, _, address = (settings.login or "").rpartition("@")
     here = {"address": "127.0.0.1", "connection": "local", "python": values.get("python", sys.executable)}
     there = {"address": address, "connection": "ssh", "python": values.get("python", "python3")}
-    host = Host.model_validate(
+    return Host.model_validate(
         {
             **values,
             **(there if settings.login else here),
@@ -33,8 +39,6 @@ def login(inventory: Inventory, options: SshOptions) -> Iterator[Link]:
             "workdir": settings.shared_dir,
         }
     )
-    with cluster.links([host], options) as links:
-        yield links[LOGIN]
 
 
 def settings_of(inventory: Inventory) -> SlurmSettings:

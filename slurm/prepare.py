@@ -19,6 +19,7 @@ from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
 from nodekit.deploy.plan import TRAINING_MODULE
+from nodekit.deploy.progress import build_lines
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
@@ -26,7 +27,7 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
-from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, execute, login, settings_of, write
+from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, execute, host_of, login, settings_of, write
 
 MAX_TIMEOUTS = 100
 NEEDED_MODULES = ("torch", "ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
@@ -67,6 +68,16 @@ def prepare(
     with phases.phase("connect") as said:
         link = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
+    if inventory.environment is not None:
+        from nodekit.deploy import environment  # most inventories have none
+
+        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+            # Once, in the folder that the nodes share.
+            limit_s, login_node = inventory.timings.environment, host_of(inventory)
+            entered = environment.enter(
+                {LOGIN: link}, [login_node], inventory.environment, timeout_s=limit_s, progress=progress
+            )
+            said.append(entered.line())
     package = sync.package()
     with phases.phase("check") as said:
         found = link.call(
@@ -76,7 +87,7 @@ def prepare(
             kit_digest=package.digest,
             modules=NEEDED_MODULES,
         )
-        _check_host(link, found)
+        _check_host(link, found, inventory)
         shared_dir = str(found["workdir"])
         run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
         partition = choose_partition(settings.partition, Slurm(link).partitions())
@@ -140,7 +151,8 @@ class Ready:
     def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
         """Write what a run's tasks read first: what to run, and the secrets."""
         job = {
-            "inventory": dump(inventory),
+            # On the nodes the environment is there: the task's own python.
+            "inventory": dump(inventory.model_copy(update={"environment": None})),
             "command": list(command) if command else None,
             "shared_dir": self.shared_dir,
         }
@@ -191,11 +203,17 @@ class Ready:
         return answer
 
 
-def _check_host(link: Link, found: Mapping[str, Any]) -> None:
+def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> None:
     python = found["executable"]
     if found["workdir_problem"]:
         raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
-    if absent := [name for name in NEEDED_MODULES if name not in found["modules"]]:
+    absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
+    if absent and inventory.environment is not None:
+        raise KitError(
+            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on Slurm's nodes; "
+            "add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names"
+        )
+    if absent:
         raise KitError(
             f"{link.host}: {python} lacks {', '.join(absent)}; {python} -m pip install 'nodekit[slurm,train]', "
             "or set `python:` to an interpreter that the login node and the nodes share"

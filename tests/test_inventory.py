@@ -152,6 +152,44 @@ def test_key_files_are_relative_to_the_inventory(own_home: Path, tmp_path: Path)
     assert b.known_hosts == "/etc/k"
 
 
+def test_an_environment_that_is_an_interpreter_is_the_python_of_the_hosts(tmp_path: Path) -> None:
+    inventory = loaded(
+        tmp_path, "environment: {python: ~/venv/bin/python}\nhosts:\n  a:\n  b: {python: own}\n"
+    )
+
+    assert [host.python for host in inventory.hosts] == ["~/venv/bin/python", "own"]
+    assert inventory.environment is None, "nothing is to be made"
+
+
+def test_files_of_an_environment_are_relative_to_the_inventory(own_home: Path, tmp_path: Path) -> None:
+    text = "environment: {requirements: r.txt, find_links: [wheels, ~/w, 'https://h/w']}\nhosts: {a: }\n"
+    environment = loaded(tmp_path, text).environment
+
+    assert environment is not None
+    assert environment.requirements == str(tmp_path / "r.txt")
+    assert environment.find_links == (str(tmp_path / "wheels"), str(own_home / "w"), "https://h/w")
+
+
+def test_a_record_has_no_password_of_an_index(tmp_path: Path) -> None:
+    text = """\
+environment:
+  requirements: r.txt
+  index_url: https://me:p@ss@index.lan/simple
+  extra_index_url: ["https://${USER_X}:${TOKEN_X}@more.lan", "https://token@third.lan/x"]
+  find_links: ["https://me:p4ss@links.lan/"]
+hosts: {a: }
+"""
+    inventory = loaded(tmp_path, text)
+    assert inventory.environment is not None
+    assert inventory.environment.index_url == "https://me:p@ss@index.lan/simple"
+
+    recorded = dump(inventory)["environment"]
+    assert recorded["index_url"] == "https://index.lan/simple"
+    assert recorded["extra_index_url"] == ["https://${USER_X}:${TOKEN_X}@more.lan", "https://third.lan/x"]
+    assert recorded["find_links"] == ["https://links.lan/"]
+    assert restore(dump(inventory)).environment is not None
+
+
 def test_hostlists_keep_order_and_pair_with_addresses(tmp_path: Path) -> None:
     text = 'hosts:\n  gpu[3,1-2]: {address: "10.0.0.[14,11-12]"}\n  "b,a": {address: "fd00::[1-2]"}\n'
     hosts = loaded(tmp_path, text).hosts
@@ -331,6 +369,9 @@ def test_the_examples_are_valid_for_editors(name: str) -> None:
         {"hosts": {"a": None}, "slurm": {"nodes": 1}},
         {"hosts": {"a": None}, "network": "10.0.0.1"},
         {"hosts": {"a": {"gpus": [1, 1]}}},
+        {"hosts": {"a": None}, "environment": {"requirements": "r.txt", "lock": None, "offline": True}},
+        {"hosts": {"a": None}, "environment": {"requirements": "r.txt", "lock": "uv.lock"}},
+        {"hosts": {"a": None}, "environment": {"extras": ["x"]}},
         {"hosts": {}},
         {"slurm": {}},
         {},

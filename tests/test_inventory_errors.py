@@ -15,8 +15,8 @@ from nodekit.inventory.errors import InventoryError
 from nodekit.inventory.load import dump, example_path, load_inventory, restore
 
 TOP_KEYS = (
-    "connection, env, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, port, "
-    "python, slurm, snapshots, timings, user, workdir"
+    "connection, env, environment, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, "
+    "port, python, slurm, snapshots, timings, user, workdir"
 )
 HOST_KEYS = (
     "address, connection, env, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
@@ -135,9 +135,34 @@ def told(folder: Path, text: str, name: str = "lab.yaml", **options: Any) -> lis
         ),
         (
             "timings: {keepalive: 1}",
-            "timings.keepalive: found an unknown key, wanted keep_alive (valid here: collective, hang, "
-            "keep_alive, last_call, lost_after, wait)",
+            "timings.keepalive: found an unknown key, wanted keep_alive (valid here: collective, environment, "
+            "hang, keep_alive, last_call, lost_after, wait)",
         ),
+        (
+            "environment: {}",
+            "environment: found none of python, requirements, pyproject, lock, wanted one of them, as requirements: requirements.txt",
+        ),
+        (
+            "environment: {requirements: a, lock: b}",
+            "environment: found requirements beside lock, wanted one of them, as requirements: requirements.txt",
+        ),
+        (
+            "environment: {requirements: a, extras: [x]}",
+            "environment.extras: found beside requirements, wanted beside pyproject or lock: a requirements file has none",
+        ),
+        (
+            "environment: {requirements: a, no_index: true}",
+            "environment.no_index: found without find_links, wanted both",
+        ),
+        (
+            'environment: {requirements: a, index_url: "me:s3cr3t@index.lan"}',
+            "environment.index_url: found something else, wanted an index's URL, as https://pypi.org/simple",
+        ),
+        (
+            "environment: {python: x, offline: true}",
+            "environment.offline: found beside python, wanted it beside requirements, pyproject or lock: nothing is installed",
+        ),
+        ("environment: {requirements: a, offline: 1}", "environment.offline: found 1, wanted true or false"),
         ("timings: {wait: 0}", "timings.wait: found 0, wanted seconds, a number above 0"),
         (
             "timings: {hang: soon}",

@@ -156,7 +156,7 @@ def test_one_failure_hides_no_other() -> None:
 def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
     import ast
 
-    for name in ("remote", *links.OFFERED):
+    for name in ("remote", "venvs", *links.OFFERED):
         ast.parse(links.source(f"nodekit.deploy.{name}"), feature_version=(3, 8))
 
 

@@ -18,6 +18,7 @@ import pytest
 import submitit
 import yaml
 from agents import until
+from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 
 from nodekit.deploy.link import on_all
@@ -352,6 +353,29 @@ def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Pa
         assert "Traceback" not in said, said
     names = site.slurm("squeue", "--noheader", "--states=all", "--format=%j").split()
     assert not [name for name in names if name.startswith("bad-")]
+
+
+def test_an_environment_is_made_once_in_the_shared_folder(site: Site) -> None:
+    make_wheel(site.folder / "wheels", "tinypkg", "1.2")
+    (site.folder / "requirements.txt").write_text("tinypkg\n")
+    (site.folder / "job.py").write_text(
+        "import sys, tinypkg\nprint('tinypkg', tinypkg.__version__, sys.executable)\n"
+    )
+    asked = {"requirements": "requirements.txt", "find_links": ["wheels"], "system_site_packages": True}
+    inventory = site.inventory("made", ["job.py"], {"nodes": 1}, environment=asked)
+    done = site.kit("up", str(inventory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "environment requirements.txt: built on login, from wheels fetched here" in done.stdout
+    assert f"tinypkg 1.2 {site.shared}/envs/" in done.stdout
+    inventory.write_text(
+        inventory.read_text().replace("system_site_packages: true", "system_site_packages: false")
+    )
+    refused = site.kit("up", str(inventory), "--new")
+    assert refused.returncode == 1
+    assert (
+        "lacks torch, ClusterShell, pathspec, pydantic, rich, submitit, yaml, which kit needs on"
+        in refused.stderr
+    )
 
 
 def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None:

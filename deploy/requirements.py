@@ -1,0 +1,280 @@
+"""What `environment:` asks for, read from the user's file as one flat requirements text; nothing is fetched here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import Environment
+
+_OPTION = re.compile(r"(--?[a-z][a-z-]*?)(?:[ =]\s*|(?<=^-[a-z])(?=\S))(.*)|(--?[a-z][a-z-]*)$")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_INDEX_OPTIONS = {
+    "-i",
+    "--index-url",
+    "--extra-index-url",
+    "-f",
+    "--find-links",
+    "--no-index",
+    "--trusted-host",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What goes into a venv."""
+
+    file: str
+    """The name of the user's file."""
+    digest: str
+    """Of its content and of the options; no password is part of it."""
+    requirements: str = field(default="", repr=False)
+    """A requirements file, whole; "" for a uv.lock, which uv has to read."""
+    constraints: str = field(default="", repr=False)
+    lock: Mapping[str, str] = field(default_factory=dict)
+    """The files that uv reads, by name."""
+    export: tuple[str, ...] = ()
+    """What uv is told to make requirements of them."""
+
+
+def read(environment: Environment) -> Asked:
+    """Read the file that an environment names, and those that it leads to.
+
+    Raises:
+        KitError: with file and line: it is not there, or wants what is only on this machine.
+    """
+    options = environment.model_dump(mode="json", exclude={"requirements", "pyproject", "lock", "offline"})
+
+    def asked(file: Path, content: Any, **fields: Any) -> Asked:
+        text = json.dumps([content, options], sort_keys=True)
+        return Asked(file=file.name, digest=sha256(text.encode()).hexdigest(), **fields)
+
+    if environment.lock is not None:
+        path = Path(environment.lock)
+        if path.name != "uv.lock":
+            raise KitError(f"environment.lock: found {path.name}, wanted a uv.lock")
+        files = {name: _text(path.with_name(name)) for name in ("uv.lock", "pyproject.toml")}
+        return asked(path, files, lock=files, export=uv_export(environment.extras))
+    if environment.pyproject is not None:
+        path = Path(environment.pyproject)
+        lines = dependencies(path, _text(path), environment.extras)
+        return asked(path, lines, requirements="".join(f"{_expanded(line)}\n" for line in lines))
+    assert environment.requirements is not None
+    path = Path(environment.requirements)
+    found: dict[str, list[str]] = {"-r": [], "-c": []}
+    for kind, line in flatten(path):
+        found[kind].append(line)
+    texts = {kind: "".join(f"{_expanded(line)}\n" for line in lines) for kind, lines in found.items()}
+    return asked(path, found, requirements=texts["-r"], constraints=texts["-c"])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KitError(f"environment: {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+# --- requirements files -------------------------------------------------------------------------------------
+
+
+def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
+    """The lines of a requirements file and of those that it names: ``("-r", line)``, or ``("-c", line)``.
+
+    Raises:
+        KitError: a line names what the nodes do not have.
+    """
+    path = path.resolve()
+    if path in seen:
+        return
+    for number, line in logical_lines(_text(path)):
+        where = f"{path}:{number}"
+        option, value = _option(line)
+        if option in ("-r", "--requirement", "-c", "--constraint"):
+            if "://" in value:
+                raise KitError(f"{where}: found the URL of another file, wanted a file here")
+            inner = "-c" if "-c" in (kind, option[:2]) or option == "--constraint" else "-r"
+            yield from flatten(path.parent / value, inner, (*seen, path))
+        elif option in ("-e", "--editable") or _is_path(line):
+            raise KitError(
+                f"{where}: found {line}, which is on this machine and not on the nodes; leave it out, and send it "
+                "with the code (job.code), or make a wheel of it in a folder that environment.find_links names"
+            )
+        elif option in ("-f", "--find-links") and "://" not in value:
+            raise KitError(f"{where}: found a folder of wheels, wanted it as environment.find_links")
+        else:
+            yield kind, line
+
+
+def logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines that say something, numbered; one that ends in a backslash goes on in the next."""
+    begin, held = 1, ""
+    for number, raw in enumerate([*text.splitlines(), ""], 1):
+        begin = begin if held else number
+        if raw.endswith("\\") and not raw.lstrip().startswith("#"):
+            held += raw[:-1]
+            continue
+        line, held = re.sub(r"(^|\s)#.*$", "", held + raw).strip(), ""
+        if line:
+            yield begin, line
+
+
+def _option(line: str) -> tuple[str, str]:
+    found = _OPTION.match(line)
+    return (found[1] or found[3], (found[2] or "").strip()) if found else ("", "")
+
+
+def _is_path(line: str) -> bool:
+    """Whether a requirement is a file or folder of this machine."""
+    return line.startswith((".", "/", "~", "file:")) or re.search(r"@\s*file:", line) is not None
+
+
+def without_indexes(requirements: str) -> str:
+    """Requirements that name no index: where all is in a folder, none is to be asked."""
+    lines = [line for line in requirements.splitlines() if _option(line)[0] not in _INDEX_OPTIONS]
+    return "".join(f"{line}\n" for line in lines)
+
+
+# --- pyproject.toml and uv.lock -----------------------------------------------------------------------------
+
+
+def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
+    """The requirements that a pyproject.toml lists, its extras' too; the project itself is the job's code.
+
+    Raises:
+        KitError: they are not in it, or cannot be read.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # which has it only inside pip
+        from pip._vendor import tomli as tomllib
+    try:
+        project = tomllib.loads(text)["project"]
+    except tomllib.TOMLDecodeError as error:
+        raise KitError(f"environment: {path}: {error}") from error
+    except KeyError:
+        raise KitError(f"environment: {path}: found no [project], wanted its dependencies") from None
+    if dynamic := {"dependencies", "optional-dependencies"} & set(project.get("dynamic", ())):
+        raise KitError(
+            f"environment: {path}: found {' and '.join(sorted(dynamic))} to be dynamic, wanted them written "
+            "there; or give a requirements file"
+        )
+    groups = {_plain(name): lines for name, lines in project.get("optional-dependencies", {}).items()}
+    lines: list[str] = list(project.get("dependencies", ()))
+    todo, done = [_plain(extra) for extra in extras], set[str]()
+    while todo:
+        extra = todo.pop(0)
+        if extra in done:
+            continue
+        done.add(extra)
+        if extra not in groups:
+            listed = ", ".join(sorted(groups)) or "none"
+            raise KitError(f"environment.extras: found {extra}, wanted one of those in {path}: {listed}")
+        for line in groups[extra]:
+            own = re.match(r"([\w.-]+)\s*\[([^\]]*)\]", line)
+            if own and _plain(own[1]) == _plain(project.get("name", "")):
+                todo += [_plain(each) for each in own[2].split(",")]
+            else:
+                lines.append(line)
+    if paths := [line for line in lines if _is_path(line)]:
+        raise KitError(
+            f"environment: {path}: found {paths[0]}, which is on this machine and not on the nodes; leave it out, "
+            "and send it with the code (job.code)"
+        )
+    return lines
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def uv_export(extras: Sequence[str]) -> tuple[str, ...]:
+    """What uv is told to make requirements of a uv.lock."""
+    argv = ["export", "--frozen", "--no-dev", "--no-emit-project", "--no-header", "--no-annotate"]
+    return (*argv, "--color=never", "--format=requirements-txt", *(f"--extra={extra}" for extra in extras))
+
+
+def checked(text: str, file: str) -> str:
+    """What uv made of a lock.
+
+    Raises:
+        KitError: the nodes do not have what it names.
+    """
+    for _, line in logical_lines(text):
+        if _is_path(line) or _option(line)[0] in ("-e", "--editable"):
+            raise KitError(
+                f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
+                "and send it with the code (job.code)"
+            )
+    return text
+
+
+# --- passwords ----------------------------------------------------------------------------------------------
+
+
+def _expanded(text: str, *, what: str = "") -> str:
+    """`${NAME}` replaced from the environment here, as pip does; with `what`, each has to be set."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in os.environ and what:
+            raise KitError(
+                f"{what} names ${{{found[1]}}}, not set in this environment; export {found[1]}=… and run again"
+            )
+        return os.environ.get(found[1], found[0])
+
+    return _VARIABLE.sub(value, text)
+
+
+@dataclass(frozen=True)
+class Indexes:
+    """Where packages come from, passwords in it: for the environment of a process, and nothing else."""
+
+    env: Mapping[str, str] = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
+    """What must be in no output."""
+    index_url: str = field(repr=False)
+    """Of what can be asked whether it is in reach; "" for pip's own."""
+    folders: tuple[str, ...]
+    """Folders on this machine."""
+
+
+def indexes(environment: Environment) -> Indexes:
+    """Where packages come from.
+
+    Raises:
+        KitError: a variable is not set here, or a folder not there.
+    """
+    index = _expanded(environment.index_url or "", what="environment.index_url")
+    more = [_expanded(each, what="environment.extra_index_url") for each in environment.extra_index_url]
+    folders = tuple(each for each in environment.find_links if "://" not in each)
+    pages = [each for each in environment.find_links if "://" in each]
+    links = [_expanded(each, what="environment.find_links") for each in pages]
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise KitError(f"environment.find_links: {folder} is no folder on this machine")
+    env = {
+        "PIP_INDEX_URL": index,
+        "UV_INDEX_URL": index,
+        "PIP_EXTRA_INDEX_URL": " ".join(more),
+        "UV_EXTRA_INDEX_URL": " ".join(more),
+        "PIP_FIND_LINKS": " ".join(links),
+        "UV_FIND_LINKS": " ".join(links),
+        "PIP_NO_INDEX": "1" if environment.no_index else "",
+    }
+    named = [each for each in (index, *more, *links) if "@" in each]
+    passwords = [re.sub(r"^.*?://(.*)@.*$", r"\1", each).rpartition(":")[2] for each in named]
+    asked = (next(iter(links), "") or index) if environment.no_index else index
+    return Indexes(
+        env={name: value for name, value in env.items() if value},
+        secrets=tuple(each for each in passwords if len(each) > 3),
+        index_url=asked,
+        folders=folders,
+    )
