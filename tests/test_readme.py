@@ -115,13 +115,28 @@ def test_the_commands_for_a_cluster_run_in_their_order(readme_lab: Kit) -> None:
     assert not readme_lab.leftovers()
 
 
+def test_the_commands_to_know_before_run_in_their_order(readme_lab: Kit, own_home: Path) -> None:
+    values = yaml.safe_load((readme_lab.folder / "lab.yaml").read_text())
+    (own_home / ".ssh").mkdir(mode=0o700)
+    shutil.copy(values["known_hosts"], own_home / ".ssh/known_hosts")
+    (own_home / ".ssh/config").write_text(
+        "".join(f"Host {name}\n  HostName {each['address']}\n" for name, each in values["hosts"].items())
+        + f'Host *\n  User root\n  IdentityFile "{values["identity_file"]}"\n'
+    )
+    for command in commands(BLOCKS[2]):
+        done = sh(command, readme_lab.folder)
+        assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+    assert load_inventory(readme_lab.folder / "found.yaml").hosts[0].name == "gpu1"
+    assert not readme_lab.leftovers()
+
+
 def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -> None:
     lab = Lab.up(2, folder=labs / "cluster", slurm=True)
     folder = tmp_path / "project"
     folder.mkdir()
     slurm = {"nodes": "1:2", "time": 5, "shared_dir": str(lab.slurm.shared / "kit")}
     (folder / "slurm.yaml").write_text(yaml.safe_dump({"slurm": slurm, "job": {"command": ["train.py"]}}))
-    for command in commands(BLOCKS[2]):
+    for command in commands(BLOCKS[3]):
         endless = " -d " in command
         (folder / "train.py").write_text(
             TRAIN.replace('os.environ.get("ENDLESS")', '"1"') if endless else TRAIN
@@ -137,7 +152,7 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
 def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     lab_folder = own_home / "mylab"
     try:
-        for command in commands(BLOCKS[4]):  # those of BLOCKS[3] are in test_apply
+        for command in commands(BLOCKS[5]):  # those of BLOCKS[4] are in test_apply
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
     finally:
