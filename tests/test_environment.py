@@ -18,7 +18,7 @@ from agents import until
 from kit_runs import Kit
 from packages import PASSWORD, USER, Index, make_wheel
 
-from nodekit.deploy import cluster, environment, requirements, venvs, wheels
+from nodekit.deploy import cluster, environment, requirements, wheels
 from nodekit.deploy.cluster import SshOptions
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
