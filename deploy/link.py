@@ -266,7 +266,7 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    names = ("hostfacts", "tree", "remote")  # remote imports the first
+    names = ("hostfacts", "linkspeed", "tree", "remote")  # remote imports the first
     return f"""
 import sys, types
 for package in ("nodekit", "nodekit.deploy"):
@@ -277,7 +277,7 @@ for name, source in {[(name, _source(f"nodekit.deploy.{name}")) for name in name
     setattr(sys.modules["nodekit.deploy"], name, module)
     exec(compile(source, name + ".py", "exec"), module.__dict__)
 del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
-module.serve({{name: sys.modules["nodekit.deploy." + name] for name in ("hostfacts", "tree")}})
+module.serve({{name: sys.modules["nodekit.deploy." + name] for name in ("hostfacts", "linkspeed", "tree")}})
 """.encode()
 
 
