@@ -70,6 +70,8 @@ class Mode:
     num_hosts: int = 2
     together: bool = True
     """Whether they train one model."""
+    batch: int = BATCH
+    """Samples per step and host."""
     period: int = 1
     """Steps from one exchange to the next."""
     num_steps: int = 96
@@ -107,8 +109,8 @@ class Runs:
         """Samples per second, over all hosts."""
         folders = self._train(mode, num_steps=mode.num_steps, seed=0)
         if not mode.together:
-            return sum(self._speed(mode, folder, BATCH) for folder in folders)
-        return self._speed(mode, folders[0], BATCH * mode.num_hosts)
+            return sum(self._speed(mode, folder, mode.batch) for folder in folders)
+        return self._speed(mode, folders[0], mode.batch * mode.num_hosts)
 
     def _speed(self, mode: Mode, folder: Path, batch: int) -> float:
         times = [line["time"] for line in _lines(folder) if "loss" in line]
@@ -126,7 +128,7 @@ class Runs:
         """Give the folders of the hosts' ranks."""
         number = next(self._numbers)
         hosts = list(self.lab.lab.hosts.values())[: mode.num_hosts]
-        batch = BATCH * (mode.num_hosts if mode.together else 1)
+        batch = mode.batch * (mode.num_hosts if mode.together else 1)
         started, logs = [], []
         for place, host in enumerate(hosts):
             rank, first = (place, hosts[0]) if mode.together else (0, host)
@@ -201,7 +203,7 @@ def main() -> int:
     }
     num_bytes = 4 * sum(each.numel() for each in load_task("text").model().parameters())
     accuracies: dict[str, list[float]] = {name: [] for name in chosen}
-    with bench(2, _prepare) as lab:
+    with bench(2, prepare) as lab:
         runs = Runs(lab)
         first, *_ = lab.lab.hosts
         speed = max(runs.speed(chosen[ALONE]) for _ in range(2))
@@ -232,7 +234,7 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def _prepare(shared: Path) -> None:
+def prepare(shared: Path) -> None:
     """The code, where the hosts see it."""
     here = Path(__file__).parent
     shutil.copyfile(here / "slow_network_job.py", shared / "slow_network_job.py")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import cluster, forecast, model_size, netbench, netbench_report
+from nodekit.deploy import cluster, forecast, model_size, netbench, netbench_report, sync
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.forecast import Curve, Forecast, Job
 from nodekit.deploy.netbench import Measured, Progress, Reduced
@@ -141,13 +141,14 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
             pair_s=options.pair_s,
             reduce_s=options.time_limit_s,
             max_bytes=max_bytes,
+            kit_digest=sync.package().digest if options.model == JOB else "",
             progress=progress,
         )
         job = None
         if options.model == JOB:
             from nodekit.deploy import pacing  # it reads the job's code
 
-            job = pacing.on_first(inventory, links, measured.nodes[0], progress)
+            job = pacing.on_first(inventory, links, measured.nodes, progress)
     return measured, job and _as_asked(job, options)
 
 
@@ -212,8 +213,8 @@ def rate_bytes(text: str) -> float:
     found = _RATE.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise KitError(f"--link {text}: wanted a rate, as 1Gb, 100Mbit/s or 1.2GB/s")
-    bits = float(found[1]) * 1000 ** _POWERS[found[2]]
-    return bits if found[3] in ("B", "bytes") else bits / 8
+    number: float = float(found[1]) * 1000 ** _POWERS[found[2]]
+    return number if found[3] in ("B", "bytes") else number / 8
 
 
 def time_s(text: str) -> float:
@@ -221,7 +222,8 @@ def time_s(text: str) -> float:
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise KitError(f"--latency {text}: wanted the time of a round trip, as 0.2ms or 50us")
-    return float(found[1]) * {"s": 1.0, "ms": 1e-3}.get(found[2], 1e-6)
+    seconds: float = float(found[1]) * {"s": 1.0, "ms": 1e-3}.get(found[2], 1e-6)
+    return seconds
 
 
 def size_bytes(text: str) -> int:

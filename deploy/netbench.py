@@ -115,6 +115,7 @@ def measure(
     pair_s: float = PAIR_S,
     reduce_s: float = REDUCE_S,
     max_bytes: int = LARGEST_BYTES,
+    kit_digest: str = "",
     progress: Progress = lambda _what, _done, _of: None,
 ) -> Measured:
     """Measure every ordered pair of hosts, and then the all-reduce over all of them.
@@ -126,14 +127,21 @@ def measure(
         pair_s: seconds for each pair.
         reduce_s: seconds for all sizes of the all-reduce, by each backend; 0: none.
         max_bytes: the largest of those sizes.
+        kit_digest: of kit's package, for who goes on to run it on the nodes.
         progress: is told how far it is.
 
     Raises:
         KitError: a host has no single interface to measure over, or has gone.
     """
-    facts = check.gather(links, inventory, kit_digest="", peers=peers)
+    facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
     nodes = plan.build(
-        inventory, facts, run_id="bench", peers=peers, master_port=0, kit_digest="", command=("true",)
+        inventory,
+        facts,
+        run_id="bench",
+        peers=peers,
+        master_port=0,
+        kit_digest=kit_digest,
+        command=("true",),
     ).nodes
     pairs = _measure_pairs(nodes, links, facts, pair_s, progress)
     broken = [f"{pair.name}: {pair.problem}" for pair in pairs if pair.problem]

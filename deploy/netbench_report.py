@@ -212,7 +212,7 @@ def write_png(measured: Measured, path: Path) -> bool:
     plots = figure_.subplots(1, 1 + has_curve, squeeze=False, width_ratios=[side, 4.5][: 1 + has_curve])[0]
     plot = plots[0]
     image = plot.imshow(matrix, cmap="viridis", vmin=0)
-    image.cmap.set_bad("#DDDDDD")
+    plot.set_facecolor("#DDDDDD")  # where there is no rate
     figure_.colorbar(image, ax=plot, label=unit_name, shrink=0.8)
     plot.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     plot.set_yticks(range(len(names)), names, fontsize=8)

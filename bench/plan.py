@@ -1,0 +1,161 @@
+"""Whether `kit bench --plan` is right: step times that it forecasts on slow links, and those that are measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import slow_network
+from rounds import Bench, BenchError, bench, interleave, machine, median, note, table
+from slow_network import EACH_ALONE, Mode, Runs
+
+from nodekit.training.tasks import load_task
+
+RATIOS = (6.0, 1.0)
+"""Seconds that the gradients take through the wire to those that a step's computing does: two links."""
+BATCH = 64
+"""Samples per host and step: as much computing as leaves this machine's cores time for the wire, which is a program."""
+ACCUMULATE = 4
+APART = 8
+GOAL = 0.15
+KIT_TIMEOUT_S = 300
+DESCRIPTION = f"""\
+Two hosts of a lab on this machine (network namespaces), each pinned to one core, train the small BERT of the task
+text, over links of two speeds: one on which its gradients take {RATIOS[0]:g} times as long as a step's computing, and
+one on which they take {RATIOS[1]:g} times as long. On each, `kit bench --plan` measures the all-reduce and forecasts the
+time of a step by ddp, --compress bf16, --accumulate {ACCUMULATE} and --local-sgd {APART}; then each is trained and timed.
+One node's step is timed with both hosts at work, each alone: here they share memory and caches, which two machines
+do not.
+"""
+EPILOG = """\
+examples:
+  bench/plan                   3 rounds: some 8 minutes
+  bench/plan --rounds 1
+
+It needs root (for the lab). Exit status: 0 unless something broke; a forecast that is wrong is no error.
+"""
+
+
+def modes() -> dict[str, Mode]:
+    """Those that are trained, by the names that `kit bench` gives them."""
+    plain = Mode(batch=BATCH, num_steps=28, from_step=8)
+    apart = Mode(
+        ["--local-sgd", str(APART)],
+        batch=BATCH,
+        period=APART,
+        num_steps=7 * APART // 2 + APART + 1,
+        from_step=APART // 2,
+    )
+    return {
+        "ddp": plain,
+        "--compress bf16": dataclasses.replace(plain, options=["--compress", "bf16"]),
+        f"--accumulate {ACCUMULATE}": dataclasses.replace(
+            plain,
+            options=["--accumulate", str(ACCUMULATE)],
+            batch=BATCH * ACCUMULATE,
+            num_steps=14,
+            from_step=4,
+        ),
+        f"--local-sgd {APART}": apart,
+    }
+
+
+def main() -> int:
+    """Run and print."""
+    args = _arguments()
+    if os.geteuid() != 0:
+        sys.exit("bench/plan: the lab needs root")
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("bench/plan: wants two cores, one for each host")
+    num_parameters = sum(each.numel() for each in load_task("text").model().parameters())
+    rows, worst, broken = [], 0.0, {}
+    with bench(2, slow_network.prepare) as lab:
+        runs = Runs(lab)
+        first, *_ = lab.lab.hosts
+        alone = Mode(together=False, batch=BATCH, num_steps=28, from_step=8)
+        step_s = median([_step_s(runs, alone) for _ in range(args.rounds)])
+        note(f"a step of each host alone: {step_s * 1e3:.1f} ms")
+        for ratio in RATIOS:
+            rate_mbit = num_parameters * 4 * 8 / 1e6 / (ratio * step_s)
+            lab.lab.slow(first, rate_mbit=rate_mbit)
+            ways: dict[str, Callable[[int], float]] = {
+                name: lambda _number, mode=mode: _step_s(runs, mode)  # type: ignore[misc]
+                for name, mode in modes().items()
+            }
+            ways[EACH_ALONE] = lambda _number: _step_s(runs, alone)
+            found, problems = interleave(
+                ways, rounds=args.rounds, shown=lambda seconds: f"{seconds * 1e3:7.1f} ms"
+            )
+            broken.update(problems)
+            told = _forecast(lab, num_parameters, median(found[EACH_ALONE]))
+            note(told["recommendation"])
+            lab.lab.mend(first)
+            for name in modes():
+                if name not in found:
+                    continue
+                predicted, measured = _predicted(told, name), median(found[name])
+                worst = max(worst, abs(predicted / measured - 1))
+                rows.append(
+                    [
+                        f"{rate_mbit:.0f} Mb/s, {name}",
+                        f"{predicted * 1e3:.1f} ms",
+                        f"{measured * 1e3:.1f} ms",
+                        f"{min(found[name]) * 1e3:.1f}–{max(found[name]) * 1e3:.1f}",
+                        f"{predicted / measured:.2f}",
+                    ]
+                )
+    print(
+        f"Two hosts of one core each, {num_parameters * 4 / 1e6:.2f} MB of gradients, {step_s * 1e3:.0f} ms to "
+        f"compute a step of {BATCH} samples; {args.rounds} rounds, interleaved; {machine()}.\n"
+    )
+    print(table(["link, way", "forecast", "measured", "range", "ratio"], rows))
+    met = "met" if worst <= GOAL else "MISSED"
+    print(f"\nfurthest off by {worst:.0%}, goal ≤ {GOAL:.0%}: {met}")
+    for name, why in broken.items():
+        note(f"\n{name} broke: {why}")
+    return 1 if broken else 0
+
+
+def _step_s(runs: Runs, mode: Mode) -> float:
+    """Of one update."""
+    return mode.batch * 2 / runs.speed(mode)
+
+
+def _forecast(lab: Bench, num_parameters: int, step_s: float) -> Mapping[str, object]:
+    """What kit says of this model on the lab's network as it is now."""
+    argv = [sys.executable, "-m", "nodekit.deploy.cli", "bench", str(lab.lab.inventory), "--json"]
+    argv += ["--max-size", "4MiB", "--time-limit", "60", "--plan", str(num_parameters)]
+    argv += ["--step-time", str(step_s), "--accumulate", str(ACCUMULATE), "--apart", str(APART)]
+    done = subprocess.run(argv, env=lab.env(), capture_output=True, text=True, timeout=KIT_TIMEOUT_S)
+    if done.returncode:
+        raise BenchError(done.stderr)
+    told: Mapping[str, object] = json.loads(done.stdout)["plan"]
+    return told
+
+
+def _predicted(told: Mapping[str, object], name: str) -> float:
+    """Of two nodes. Local SGD sends what DiLoCo does."""
+    name = name.replace("--local-sgd", "--diloco")
+    forecasts = told["forecasts"]
+    assert isinstance(forecasts, Sequence)
+    return next(float(each["step_s"]) for each in forecasts if each["way"] == name and each["num_nodes"] == 2)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench/plan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each (3)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
