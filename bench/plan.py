@@ -4,51 +4,61 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import slow_network
-from rounds import Bench, BenchError, bench, interleave, machine, median, note, table
+from rounds import Bench, BenchError, bench, machine, median, note, table
 from slow_network import EACH_ALONE, Mode, Runs
 
 from nodekit.training.tasks import load_task
 
-RATIOS = (6.0, 1.0)
+RATIOS = (4.0, 1.0)
 """Seconds that the gradients take through the wire to those that a step's computing does: two links."""
-BATCH = 64
-"""Samples per host and step: as much computing as leaves this machine's cores time for the wire, which is a program."""
+BATCHES = {"waiting": 4, "text": 32}
+"""Samples per host and step."""
+TASKS = {"waiting": "plan_job.py:Waiting", "text": "slow_network_job.py:Text"}
 ACCUMULATE = 4
 APART = 8
+NUM_STEPS = 18
+FROM_STEP = 6
+"""Where counting begins."""
 GOAL = 0.15
 KIT_TIMEOUT_S = 300
 DESCRIPTION = f"""\
-Two hosts of a lab on this machine (network namespaces), each pinned to one core, train the small BERT of the task
-text, over links of two speeds: one on which its gradients take {RATIOS[0]:g} times as long as a step's computing, and
-one on which they take {RATIOS[1]:g} times as long. On each, `kit bench --plan` measures the all-reduce and forecasts the
-time of a step by ddp, --compress bf16, --accumulate {ACCUMULATE} and --local-sgd {APART}; then each is trained and timed.
-One node's step is timed with both hosts at work, each alone: here they share memory and caches, which two machines
-do not.
+Two hosts of a lab on this machine (network namespaces), each pinned to one core, train over links of two speeds: on
+one the model's gradients take {RATIOS[0]:g} times as long as a step's computing, on the other {RATIOS[1]:g} times. On
+each, `kit bench --plan` measures the all-reduce and forecasts the time of a step by ddp, --compress bf16,
+--accumulate {ACCUMULATE} and --local-sgd {APART}; then each of them is trained and timed.
+
+The model's computing is waiting, layer by layer, forward and backward: as that of a GPU it takes no time of the cores
+that are the network here. With --task text it is the small BERT of the task text, on the same two cores as the wire,
+so the machine must have nothing else to do; there a node's step is timed with both hosts at work, each alone, since
+they share memory and caches, which two machines do not.
 """
 EPILOG = """\
 examples:
-  bench/plan                   3 rounds: some 8 minutes
-  bench/plan --rounds 1
+  bench/plan                   3 rounds: some 6 minutes
+  bench/plan --rounds 1 --task text
 
 It needs root (for the lab). Exit status: 0 unless something broke; a forecast that is wrong is no error.
 """
 
 
-def modes() -> dict[str, Mode]:
+def modes(batch: int) -> dict[str, Mode]:
     """Those that are trained, by the names that `kit bench` gives them."""
-    plain = Mode(batch=BATCH, num_steps=28, from_step=8)
+    plain = Mode(batch=batch, num_steps=NUM_STEPS, from_step=FROM_STEP)
     apart = Mode(
         ["--local-sgd", str(APART)],
-        batch=BATCH,
+        batch=batch,
         period=APART,
-        num_steps=7 * APART // 2 + APART + 1,
+        # From the middle of a period on, so that no exchange is at the edge.
+        num_steps=APART // 2 + 3 * APART + 1,
         from_step=APART // 2,
     )
     return {
@@ -57,9 +67,9 @@ def modes() -> dict[str, Mode]:
         f"--accumulate {ACCUMULATE}": dataclasses.replace(
             plain,
             options=["--accumulate", str(ACCUMULATE)],
-            batch=BATCH * ACCUMULATE,
-            num_steps=14,
-            from_step=4,
+            batch=batch * ACCUMULATE,
+            num_steps=NUM_STEPS // 2,
+            from_step=FROM_STEP // 2,
         ),
         f"--local-sgd {APART}": apart,
     }
@@ -72,32 +82,29 @@ def main() -> int:
         sys.exit("bench/plan: the lab needs root")
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("bench/plan: wants two cores, one for each host")
-    num_parameters = sum(each.numel() for each in load_task("text").model().parameters())
-    rows, worst, broken = [], 0.0, {}
+    where = str(Path(__file__).with_name(TASKS[args.task]))
+    num_parameters = sum(each.numel() for each in load_task(where).model().parameters())
+    batch = BATCHES[args.task]
+    rows: list[list[str]] = []
+    worst = 0.0
     with bench(2, slow_network.prepare) as lab:
-        runs = Runs(lab)
+        runs = Runs(lab, TASKS[args.task])
         first, *_ = lab.lab.hosts
-        alone = Mode(together=False, batch=BATCH, num_steps=28, from_step=8)
+        alone = Mode(together=False, batch=batch, num_steps=NUM_STEPS, from_step=FROM_STEP)
         step_s = median([_step_s(runs, alone) for _ in range(args.rounds)])
+        timed = {**modes(batch), EACH_ALONE: alone}
         note(f"a step of each host alone: {step_s * 1e3:.1f} ms")
         for ratio in RATIOS:
             rate_mbit = num_parameters * 4 * 8 / 1e6 / (ratio * step_s)
             lab.lab.slow(first, rate_mbit=rate_mbit)
-            ways: dict[str, Callable[[int], float]] = {
-                name: lambda _number, mode=mode: _step_s(runs, mode)  # type: ignore[misc]
-                for name, mode in modes().items()
-            }
-            ways[EACH_ALONE] = lambda _number: _step_s(runs, alone)
-            found, problems = interleave(
-                ways, rounds=args.rounds, shown=lambda seconds: f"{seconds * 1e3:7.1f} ms"
-            )
-            broken.update(problems)
+            found: dict[str, list[float]] = {}
+            for number, (name, mode) in itertools.product(range(args.rounds), timed.items()):
+                found.setdefault(name, []).append(_step_s(runs, mode))
+                note(f"{rate_mbit:.0f} Mb/s  round {number + 1}  {name:<28} {found[name][-1] * 1e3:7.1f} ms")
             told = _forecast(lab, num_parameters, median(found[EACH_ALONE]))
             note(told["recommendation"])
             lab.lab.mend(first)
-            for name in modes():
-                if name not in found:
-                    continue
+            for name in modes(batch):
                 predicted, measured = _predicted(told, name), median(found[name])
                 worst = max(worst, abs(predicted / measured - 1))
                 rows.append(
@@ -111,14 +118,12 @@ def main() -> int:
                 )
     print(
         f"Two hosts of one core each, {num_parameters * 4 / 1e6:.2f} MB of gradients, {step_s * 1e3:.0f} ms to "
-        f"compute a step of {BATCH} samples; {args.rounds} rounds, interleaved; {machine()}.\n"
+        f"compute a step of {batch} samples; {args.rounds} rounds, interleaved; {machine()}.\n"
     )
     print(table(["link, way", "forecast", "measured", "range", "ratio"], rows))
     met = "met" if worst <= GOAL else "MISSED"
     print(f"\nfurthest off by {worst:.0%}, goal ≤ {GOAL:.0%}: {met}")
-    for name, why in broken.items():
-        note(f"\n{name} broke: {why}")
-    return 1 if broken else 0
+    return 0
 
 
 def _step_s(runs: Runs, mode: Mode) -> float:
@@ -154,6 +159,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each (3)")
+    parser.add_argument("--task", choices=list(TASKS), default="waiting", help="what to train (%(default)s)")
     return parser.parse_args()
 
 

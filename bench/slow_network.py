@@ -100,8 +100,9 @@ def modes() -> dict[str, Mode]:
 class Runs:
     """Start a mode on the hosts."""
 
-    def __init__(self, lab: Bench) -> None:
+    def __init__(self, lab: Bench, task: str = "slow_network_job.py:Text") -> None:
         self.lab = lab
+        self.task = task
         self.cores = sorted(os.sched_getaffinity(0))
         self._numbers = itertools.count()
 
@@ -148,7 +149,7 @@ class Runs:
                 "TOKENIZERS_PARALLELISM": "false",
             }
             argv = ["taskset", "--cpu-list", str(self.cores[place % len(self.cores)]), sys.executable]
-            argv += ["-m", "nodekit.training", "--task", str(self.lab.shared / "slow_network_job.py:Text")]
+            argv += ["-m", "nodekit.training", "--task", str(self.lab.shared / self.task)]
             argv += [
                 "--epochs",
                 "1",
@@ -236,8 +237,8 @@ def main() -> int:
 
 def prepare(shared: Path) -> None:
     """The code, where the hosts see it."""
-    here = Path(__file__).parent
-    shutil.copyfile(here / "slow_network_job.py", shared / "slow_network_job.py")
+    for job in ("slow_network_job.py", "plan_job.py"):
+        shutil.copyfile(Path(__file__).with_name(job), shared / job)
     (training,) = nodekit.training.__path__
     shutil.copytree(Path(training).resolve(), shared / "nodekit" / "training")
 

@@ -348,3 +348,73 @@ def test_ctrl_c_leaves_nothing_on_the_hosts(kit: Kit, lab: Lab, phase: str) -> N
     assert kit.started[-1].wait(20) == 130
     wait_until(lambda: all(processes(lab, host) <= own for host, own in before.items()), what="nothing left")
     assert not kit.leftovers()
+
+
+OWN_TASK = """
+import torch
+
+class Task:
+    def model(self):
+        return torch.nn.Linear(30, 10)
+    def train_data(self):
+        return [torch.randn(30) for _ in range(64)]
+    test_data = train_data
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+    def measure(self, model, batch):
+        return {"loss": 0.0}
+"""
+
+
+@pytest.mark.lab
+def test_the_jobs_own_model_is_counted_and_its_step_timed(kit: Kit, lab: Lab) -> None:
+    (kit.folder / "own.py").write_text(OWN_TASK)
+    command = ["-m", "nodekit.training", "--task", "own.py:Task", "--batch-size", "32"]
+    inventory = kit.inventory(job={"command": command})
+    asked = ["--json", "--seconds", "0.1", "--max-size", "4KiB", "--plan", "job"]
+    done = kit.run("bench", str(inventory), *asked)
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)["plan"]
+    assert planned["num_parameters"] == 310
+    assert 0 < planned["step_s"] < 1
+    (one,) = {each["samples_per_s"] for each in planned["forecasts"] if each["num_nodes"] == 1}
+    assert one == pytest.approx(11 / planned["step_s"])  # a third of the batch, on each of three nodes
+    assert "bench-" not in on(lab, "node1", "ls", "/root/nodekit")
+
+
+@pytest.mark.slow
+def test_without_hosts_the_step_is_timed_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nodekit.deploy import cli
+
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    command = ["-m", "nodekit.training", "--task", "own.py:Task", "--accumulate", "4"]
+    hosts = {name: {"connection": "local"} for name in ("a", "b")}
+    inventory = {"name": "x", "hosts": hosts, "job": {"command": command, "code": str(tmp_path)}}
+    (tmp_path / "x.yaml").write_text(json.dumps(inventory))
+    asked = ["bench", str(tmp_path / "x.yaml"), "--plan", "job", "--link", "1Gb", "--json"]
+    assert cli.main(asked) == 0
+    planned = json.loads(capsys.readouterr().out)["plan"]
+    assert planned["num_parameters"] == 310
+    powersgd = next(
+        each for each in planned["forecasts"] if "powersgd" in each["way"] and each["num_nodes"] == 2
+    )
+    # 40 numbers of the matrix and 10 of the bias, of 4 bytes; three messages, each of two stations
+    assert powersgd["exchange_s"] == pytest.approx(3 * 2e-4 + 200 / 125e6, rel=1e-3)
+    (tmp_path / "own.py").write_text("import no_such_module")
+    assert cli.main(asked) == 1
+    assert "this machine: the job's steps could not be tried: " in capsys.readouterr().err
+
+
+def test_a_job_that_only_its_script_knows_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nodekit.deploy import cli
+
+    inventory = {
+        "name": "x",
+        "hosts": {"a": {"connection": "local"}},
+        "job": {"command": ["train.py"], "code": str(tmp_path)},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(inventory))
+    assert cli.main(["bench", str(tmp_path / "x.yaml"), "--plan", "job", "--link", "1Gb"]) == 1
+    assert "only that knows its model; give the number of parameters" in capsys.readouterr().err
