@@ -108,13 +108,13 @@ class Runs:
 
     def speed(self, mode: Mode) -> float:
         """Samples per second, over all hosts."""
-        folders = self._train(mode, num_steps=mode.num_steps, seed=0)
+        folders = self.train(mode, num_steps=mode.num_steps, seed=0)
         if not mode.together:
             return sum(self._speed(mode, folder, mode.batch) for folder in folders)
         return self._speed(mode, folders[0], mode.batch * mode.num_hosts)
 
     def _speed(self, mode: Mode, folder: Path, batch: int) -> float:
-        times = [line["time"] for line in _lines(folder) if "loss" in line]
+        times = [line["time"] for line in lines(folder) if "loss" in line]
         assert len(times) == mode.num_steps
         first = mode.from_step
         num_steps = (len(times) - 1 - first) // mode.period * mode.period
@@ -122,10 +122,10 @@ class Runs:
 
     def accuracy(self, mode: Mode, seed: int) -> float:
         """At the end, after as many samples in every mode."""
-        folder, *_ = self._train(mode, num_steps=NUM_STEPS * 2 // mode.num_hosts, seed=seed)
+        folder, *_ = self.train(mode, num_steps=NUM_STEPS * 2 // mode.num_hosts, seed=seed)
         return float(json.loads((folder / "result.json").read_text())["accuracy"])
 
-    def _train(self, mode: Mode, *, num_steps: int, seed: int) -> list[Path]:
+    def train(self, mode: Mode, *, num_steps: int, seed: int) -> list[Path]:
         """Give the folders of the hosts' ranks."""
         number = next(self._numbers)
         hosts = list(self.lab.lab.hosts.values())[: mode.num_hosts]
@@ -247,7 +247,8 @@ def _speed(runs: Runs, mode: Mode) -> Callable[[int], float]:
     return lambda _number: runs.speed(mode)
 
 
-def _lines(folder: Path) -> list[dict[str, float]]:
+def lines(folder: Path) -> list[dict[str, float]]:
+    """What a run has told, step by step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

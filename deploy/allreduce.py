@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -17,12 +18,14 @@ from typing import Any
 
 MEET_S = 60.0
 """For the ranks to import torch and to find each other."""
-_BLOCK_S = 0.25
+_ENOUGH_S = 0.4
 _MOST_TIMES = 20
+_LEAST_TIMES = 3
+_BLOCKS = 5
 _COPIES = 4
 """Of the message in memory: itself, what gloo or nccl keeps, and room."""
 _MOST_SHARE = 0.4
-"""A size is left out that would take, once, more than this share of the time left; it is sent twice at least."""
+"""A size is left out that would take, once, more than this share of the time left: it is sent twice at least."""
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -30,7 +33,6 @@ def main(settings: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    started = time.monotonic()
     device = torch.device("cpu")
     if settings["backend"] == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -38,7 +40,7 @@ def main(settings: dict[str, Any]) -> None:
     dist.init_process_group(settings["backend"], timeout=timedelta(seconds=max(MEET_S, settings["seconds"])))
     num_ranks = dist.get_world_size()
 
-    def timed(tensor: torch.Tensor, times: int) -> float:
+    def block_s(tensor: torch.Tensor, times: int) -> float:
         """Seconds of each, the mean over ranks as nccl-tests has it."""
         dist.barrier()
         begin = time.monotonic()
@@ -50,13 +52,19 @@ def main(settings: dict[str, Any]) -> None:
         dist.all_reduce(seconds)
         return float(seconds.item()) / num_ranks
 
+    def told(number: int) -> int:
+        """Rank 0's, on all ranks: their clocks differ."""
+        answer = torch.tensor([number], device=device)
+        dist.broadcast(answer, src=0)
+        return int(answer.item())
+
     free = _free_bytes() * settings["share"]
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info()[0])
     least = torch.tensor([free], dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     most_bytes = float(least.item()) / _COPIES
-    timed(torch.zeros(1, device=device), 3)  # connections are made
+    block_s(torch.zeros(1, device=device), 3)  # connections are made
     begun = time.monotonic()
     points: list[tuple[int, float]] = []
     stopped = ""
@@ -66,36 +74,24 @@ def main(settings: dict[str, Any]) -> None:
         expected_s = last[1] * size_bytes / last[0]
         if size_bytes > most_bytes:
             stopped = "memory"
-        elif not agreed(expected_s < _MOST_SHARE * left_s, device):
+        elif not told(expected_s < _MOST_SHARE * left_s):
             stopped = "time"
         if stopped:
             break
         tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
-        once_s = timed(tensor, 1)  # the same number on all ranks: so is what follows from it
-        times = max(1, min(_MOST_TIMES, int(_BLOCK_S / max(once_s, 1e-6))))
-        last = (size_bytes, timed(tensor, times))
+        once_s = block_s(tensor, 1)
+        left_s = settings["seconds"] - (time.monotonic() - begun)
+        fewest = _LEAST_TIMES if _LEAST_TIMES * once_s < _MOST_SHARE * left_s / 2 else 1
+        times = told(max(fewest, min(_MOST_TIMES, int(_ENOUGH_S / max(once_s, 1e-6)))))
+        # The median of some blocks: a moment's disturbance is not the network's.
+        blocks = min(times, _BLOCKS)
+        last = (size_bytes, statistics.median(block_s(tensor, times // blocks) for _ in range(blocks)))
         points.append(last)
         del tensor
     if dist.get_rank() == 0:
-        started_s = begun - started
-        print(
-            json.dumps(
-                {"num_ranks": num_ranks, "points": points, "stopped": stopped, "started_s": started_s}
-            ),
-            flush=True,
-        )
+        print(json.dumps({"num_ranks": num_ranks, "points": points, "stopped": stopped}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def agreed(own: bool, device: Any) -> bool:
-    """Rank 0's answer, on all ranks: their clocks differ."""
-    import torch
-    import torch.distributed as dist
-
-    answer = torch.tensor([int(own)], device=device)
-    dist.broadcast(answer, src=0)
-    return bool(answer.item())
 
 
 def _free_bytes() -> float:

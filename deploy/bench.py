@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,18 +72,22 @@ def bench(options: Options) -> int:
         job = job or own
     elif options.model == JOB:
         job = _job_here(options)
-    planned = _plan(options, job, measured) if job else None
+    problems = list(measured.problems) if measured else []
+    planned = None
+    if job and measured and not measured.reduced:
+        problems.append("no forecast, since it is made from the all-reduce of two nodes or more")
+    elif job:
+        planned = _plan(options, job, measured)
     if options.json:
-        told: dict[str, Any] = netbench_report.to_json(measured) if measured else {}
+        told: dict[str, Any] = netbench_report.to_json(measured) | {"problems": problems} if measured else {}
         if planned:
             told["plan"] = plan_json(planned)
         print(json.dumps(told, ensure_ascii=False, indent=2))
     else:
-        _show(measured, planned)
+        _show(measured, planned, problems)
     if measured:
         _write(options, measured)
-        return 1 if measured.problems else 0
-    return 0
+    return 1 if problems else 0
 
 
 def _refuse(options: Options) -> None:
@@ -174,12 +178,6 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
         inventory = load_inventory(options.inventory) if options.inventory else None
         most = options.num_nodes or (inventory and len(inventory.hosts)) or NUM_NODES
     else:
-        if not measured.reduced:
-            raise KitError(
-                "\n".join(["no forecast without an all-reduce:", *measured.problems, *measured.notes])
-                if measured.problems or measured.notes
-                else "no forecast without an all-reduce: it wants two nodes, and --time-limit above 0"
-            )
         curve = curve_of(measured.reduced, len(measured.nodes))
         text = netbench.rate_text(statistics.median(pair.bytes_per_s or 0.0 for pair in measured.pairs))
         most = options.num_nodes or len(measured.nodes)
@@ -275,7 +273,7 @@ def showing() -> Iterator[Progress]:
         yield bar
 
 
-def _show(measured: Measured | None, planned: forecast.Plan | None) -> None:
+def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Sequence[str]) -> None:
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
@@ -289,7 +287,7 @@ def _show(measured: Measured | None, planned: forecast.Plan | None) -> None:
             console.print(netbench_report.reduced_table(points))
         said = [("", text) for text in measured.notes]
         said += [("yellow", f"slow: {slow.text}") for slow in netbench.slow_links(measured.pairs)]
-        said += [("bold red", text) for text in measured.problems]
+        said += [("bold red", text) for text in problems]
         if said:
             console.print()
         for style, text in said:
@@ -304,7 +302,10 @@ def _show(measured: Measured | None, planned: forecast.Plan | None) -> None:
         )
         console.print(plan_table(planned))
         rates = "" if job.batch is None else ", samples per second"
-        console.print(f"each: seconds from update to update, efficiency{rates}", style="dim")
+        console.print(
+            f"each: time from update to update, efficiency{rates}; powersgd without the time it computes",
+            style="dim",
+        )
         console.print(f"\n{planned.sentence}", markup=False, soft_wrap=not is_terminal)
 
 

@@ -327,12 +327,13 @@ def test_a_pair_without_a_connection_is_named(kit: Kit, lab: Lab) -> None:
     address = lab.hosts["node1"].address
     on(lab, "node3", "nft", FIREWALL.format(f"ip daddr {address} tcp flags & (syn|ack) == syn drop"))
     try:
-        done = kit.run("bench", str(kit.inventory()), "--seconds", "0.2")
+        done = kit.run("bench", str(kit.inventory()), "--seconds", "0.2", "--plan", "1M", "--step-time", "1")
     finally:
         on(lab, "node3", "nft", "delete", "table", "inet", "t")
     assert done.returncode == 1
     assert f"node3 → node1: no connection to {address}:" in done.stdout
     assert "no all-reduce" in done.stdout
+    assert "no forecast" in done.stdout
     assert "Traceback" not in done.stderr
 
 
