@@ -25,8 +25,8 @@ BATCHES = {"waiting": 4, "text": 32}
 TASKS = {"waiting": "plan_job.py:Waiting", "text": "slow_network_job.py:Text"}
 ACCUMULATE = 4
 APART = 8
-NUM_STEPS = 18
-FROM_STEP = 6
+NUM_STEPS = 12
+FROM_STEP = 4
 """Where counting begins."""
 GOAL = 0.15
 KIT_TIMEOUT_S = 300
@@ -59,7 +59,7 @@ def modes(batch: int) -> dict[str, Mode]:
         batch=batch,
         period=APART,
         # From the middle of a period on, so that no exchange is at the edge.
-        num_steps=APART // 2 + 3 * APART + 1,
+        num_steps=APART // 2 + 2 * APART + 1,
         from_step=APART // 2,
     )
     return {

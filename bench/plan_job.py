@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-LAYERS = 8
-WIDTH = 256
-STEP_S = 0.12
+LAYERS = 4
+WIDTH = 512
+STEP_S = 0.4
 """Of a batch, a third of it forward."""
 SAMPLE = 4
 """Numbers in a sample."""
@@ -41,7 +41,7 @@ class Waiting:
     """Layers of equal size and time; as many samples as ``BENCH_SAMPLES`` says."""
 
     def model(self) -> nn.Module:
-        """2 MB of weights."""
+        """4 MB of weights."""
         return nn.Sequential(nn.Linear(SAMPLE, WIDTH), *(_Layer() for _ in range(LAYERS)))
 
     def train_data(self) -> list[torch.Tensor]:
