@@ -130,7 +130,8 @@ def main() -> int:
 def _step_s(runs: Runs, mode: Mode) -> float:
     """Of one update: the median over updates, or over whole periods of those that are apart."""
     slowest = 0.0
-    for folder in runs.train(mode, num_steps=mode.num_steps, seed=0):
+    folders = runs.train(mode, num_steps=mode.num_steps, seed=0)
+    for folder in folders[:1] if mode.together else folders:
         times = [line["time"] for line in lines(folder) if "loss" in line][mode.from_step :: mode.period]
         slowest = max(slowest, median([after - before for before, after in pairwise(times)]) / mode.period)
     return slowest
