@@ -132,6 +132,10 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
         raise KitError(
             f"{options.inventory} has no hosts but Slurm's: kit bench measures hosts that it reaches by SSH"
         )
+    if options.model == JOB:
+        from nodekit.deploy import pacing  # it reads the job's code
+
+        pacing.refuse(inventory)
     peers = cluster.peer_addresses(inventory.hosts)
     with (
         sigterm_interrupts(),
@@ -150,9 +154,11 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
         )
         job = None
         if options.model == JOB:
-            from nodekit.deploy import pacing  # it reads the job's code
-
-            job = pacing.on_first(inventory, links, measured.nodes, progress)
+            try:
+                job = pacing.on_first(inventory, links, measured.nodes, progress)
+            except KitError as error:  # what was measured is shown all the same
+                problems = (*measured.problems, str(error))
+                measured = dataclasses.replace(measured, problems=problems)
     return measured, job and _as_asked(job, options)
 
 

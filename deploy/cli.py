@@ -115,7 +115,10 @@ bandwidth and round trip of every pair, each way, and the all-reduce over all
 nodes by the hosts' own torch. Names the link or the node that is slow.
 
 With --plan: what that network leaves of a model's speed on 1 to N nodes, and
-what to do about it, before the money is spent. Nothing stays on the hosts.
+what to do about it, before the money is spent.
+
+Nothing is left running on the hosts, and nothing written; but --plan job leaves
+kit's package and its copy of the code on the first one, as `kit up` would.
 """
 
 BENCH_EPILOG = """\

@@ -74,6 +74,15 @@ def on_first(
         link.call("execute", timeout_s=_TIMEOUT_S, argv=["rm", "-rf", "--", folder], limit_s=_TIMEOUT_S)
 
 
+def refuse(inventory: Inventory) -> None:
+    """A job whose model cannot be asked for.
+
+    Raises:
+        KitError: it is not the shared training module's.
+    """
+    _asked(inventory, max(1, len(inventory.hosts)), 1)
+
+
 def here(inventory: Inventory, progress: Progress) -> Job:
     """The same on this machine, where no host is asked."""
     per_node = inventory.job.nproc_per_node or 1

@@ -381,6 +381,13 @@ def test_the_jobs_own_model_is_counted_and_its_step_timed(kit: Kit, lab: Lab) ->
     (one,) = {each["samples_per_s"] for each in planned["forecasts"] if each["num_nodes"] == 1}
     assert one == pytest.approx(11 / planned["step_s"])  # a third of the batch, on each of three nodes
     assert "bench-" not in on(lab, "node1", "ls", "/root/nodekit")
+    (kit.folder / "own.py").write_text("import no_such_module")
+    done = kit.run("bench", str(inventory), *asked, "--time-limit", "0")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert len(told["pairs"]) == 6
+    assert "node1: the job's steps could not be tried" in told["problems"][0]
+    assert "bench-" not in on(lab, "node1", "ls", "/root/nodekit")
 
 
 @pytest.mark.slow
