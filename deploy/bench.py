@@ -184,8 +184,9 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
         inventory = load_inventory(options.inventory) if options.inventory else None
         most = options.num_nodes or (inventory and len(inventory.hosts)) or NUM_NODES
     else:
-        curve = curve_of(measured.reduced, len(measured.nodes))
-        text = netbench.rate_text(statistics.median(pair.bytes_per_s or 0.0 for pair in measured.pairs))
+        link = statistics.median(pair.bytes_per_s or 0.0 for pair in measured.pairs)
+        curve = curve_of(measured.reduced, len(measured.nodes), link)
+        text = netbench.rate_text(link)
         most = options.num_nodes or len(measured.nodes)
     return forecast.plan(
         job,
@@ -197,11 +198,15 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
     )
 
 
-def curve_of(points: list[Reduced] | tuple[Reduced, ...], num_nodes: int) -> Curve:
-    """What was measured, by nccl where there is that."""
+def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float) -> Curve:
+    """What was measured, by nccl where there is that (and perhaps by RDMA, which passes what TCP does)."""
     by_backend = netbench_report.by_backend(points)
     own = by_backend.get("nccl") or by_backend["gloo"]
-    return Curve(num_nodes, tuple((float(point.size_bytes), point.seconds) for point in own))
+    return Curve.measured(
+        [(float(point.size_bytes), point.seconds) for point in own],
+        num_nodes=num_nodes,
+        link_bytes_per_s=None if "nccl" in by_backend else link_bytes_per_s,
+    )
 
 
 def nums_nodes(most: int) -> list[int]:
@@ -307,9 +312,9 @@ def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Se
             f"{forecast.seconds_of(job.step_s)} a step on one node, the same batch on each of more"
         )
         console.print(plan_table(planned))
-        rates = "" if job.batch is None else ", samples per second"
+        rates = "" if job.batch is None else ", samples/s"
         console.print(
-            f"each: time from update to update, efficiency{rates}; powersgd without the time it computes",
+            f"each: time from update to update, efficiency{rates} (powersgd: without its own computing)",
             style="dim",
         )
         console.print(f"\n{planned.sentence}", markup=False, soft_wrap=not is_terminal)

@@ -43,7 +43,30 @@ class Curve:
 
     num_nodes: int
     points: tuple[tuple[float, float], ...]
-    """(bytes, seconds), sizes growing."""
+    """(bytes, seconds), sizes growing, and times not falling."""
+    least_s_per_byte: float = 0.0
+    """Beyond the last size a byte takes no less, whatever the last two say of it."""
+
+    @classmethod
+    def measured(
+        cls, points: Sequence[tuple[float, float]], *, num_nodes: int, link_bytes_per_s: float | None = None
+    ) -> Curve:
+        """That of measured times, which noise may have out of order: those are taken together, at their mean.
+
+        Args:
+            points: (bytes, seconds), sizes growing.
+            num_nodes: between which they were measured.
+            link_bytes_per_s: of the links, if all goes through them as it does through a TCP connection.
+        """
+        groups: list[list[float]] = []
+        for _, seconds in points:
+            groups.append([seconds])
+            while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
+                groups[-2] += groups.pop()
+        smooth = [_mean(group) for group in groups for _ in group]
+        least = 2 * (num_nodes - 1) / num_nodes / link_bytes_per_s if link_bytes_per_s else 0.0
+        sizes = [size for size, _ in points]
+        return cls(num_nodes, tuple(zip(sizes, smooth, strict=True)), least)
 
     @classmethod
     def of_link(cls, *, bytes_per_s: float, rtt_s: float, num_nodes: int = 2) -> Curve:
@@ -68,12 +91,19 @@ class Curve:
         if size_bytes <= self.points[0][0]:
             return self.points[0][1]
         stretches = list(zip(self.points, self.points[1:], strict=False))
-        if not stretches:
-            return self.points[0][1] * size_bytes / self.points[0][0]
+        last_size, last_seconds = self.points[-1]
+        if size_bytes > last_size or not stretches:
+            (size, seconds) = self.points[-2] if stretches else (0.0, 0.0)
+            slope = max((last_seconds - seconds) / (last_size - size), self.least_s_per_byte)
+            return last_seconds + slope * (size_bytes - last_size)
         (size, seconds), (other_size, other_seconds) = next(
-            (pair for pair in stretches if size_bytes <= pair[1][0]), stretches[-1]
+            pair for pair in stretches if size_bytes <= pair[1][0]
         )
         return seconds + (other_seconds - seconds) * (size_bytes - size) / (other_size - size)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,16 @@ def test_between_and_beyond_what_was_measured_time_goes_on_straight_lines() -> N
     assert found == pytest.approx([1.0, 1.0, 1.5, 3.0, 4.0, 8.0])
 
 
+def test_noise_makes_no_larger_message_faster() -> None:
+    curve = Curve.measured(
+        [(1e3, 3.0), (2e3, 1.0), (3e3, 5.0), (4e3, 4.0)], num_nodes=2, link_bytes_per_s=1e3
+    )
+    assert [seconds for _, seconds in curve.points] == [2.0, 2.0, 4.5, 4.5]
+    # The last two say that more bytes cost nothing; a link of 1000 bytes/s says that each costs a millisecond.
+    assert curve.seconds(6e3) == pytest.approx(4.5 + 2.0)
+    assert Curve.measured([(1e3, 2.0)], num_nodes=2).seconds(3e3) == pytest.approx(6.0)
+
+
 def test_gradients_are_cut_as_ddp_does() -> None:
     assert buckets(0.5 * MIB) == [0.5 * MIB]
     assert buckets(60 * MIB) == [FIRST_BUCKET_BYTES, BUCKET_BYTES, BUCKET_BYTES, 9 * MIB]
