@@ -62,7 +62,8 @@ class Curve:
         for _, seconds in points:
             groups.append([seconds])
             while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
-                groups[-2] += groups.pop()
+                last = groups.pop()
+                groups[-1] += last
         smooth = [_mean(group) for group in groups for _ in group]
         least = 2 * (num_nodes - 1) / num_nodes / link_bytes_per_s if link_bytes_per_s else 0.0
         sizes = [size for size, _ in points]
