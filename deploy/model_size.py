@@ -16,7 +16,7 @@ from typing import Any
 from nodekit.inventory.errors import KitError
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_NUMBER = re.compile(r"(\d+(?:[._]\d+)*(?:e\+?\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "ernie")
 _GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite", "smollm3")
 
@@ -46,8 +46,11 @@ def num_parameters(model: str) -> int:
     if not isinstance(config, dict):
         raise KitError(f"{path}: found {type(config).__name__}, wanted an object, as transformers writes it")
     try:
-        return of_config(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        number = of_config(config)
+        if number < 1:
+            raise ValueError(f"found {number} parameters")
+        return number
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise KitError(
             f"{path}: {what}; give the number of parameters in its place, as --plan 110e6"

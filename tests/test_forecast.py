@@ -258,12 +258,17 @@ def test_a_model_that_cannot_be_counted_is_told_with_a_cure(tmp_path: Path) -> N
         ('{"model_type": "mamba"}', "no formula for the model_type 'mamba'"),
         ('{"model_type": "bert"}', "no 'hidden_size'; give the number"),
         ('{"model_type": "llama", "hidden_size": "x", "intermediate_size": 1}', "give the number"),
+        (json.dumps({**LLAMA, "vocab_size": -(10**9)}), "found -"),
+        (json.dumps({**LLAMA, "vocab_size": 1e999}), "give the number"),
     ]:
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(KitError, match=said):
             model_size.num_parameters(str(tmp_path))
     with pytest.raises(KitError, match="no parameters"):
         model_size.num_parameters("0")
+    for odd in ("1.2.3", "1e", "-7B", "7BB"):
+        with pytest.raises(KitError, match="No such file"):
+            model_size.num_parameters(odd)
 
 
 # --- units --------------------------------------------------------------------------------------------------
