@@ -35,3 +35,4 @@ bench:
 	@bench/slurm
 	@bench/methods
 	@bench/slow_network
+	@bench/plan

@@ -70,6 +70,8 @@ class Mode:
     num_hosts: int = 2
     together: bool = True
     """Whether they train one model."""
+    batch: int = BATCH
+    """Samples per step and host."""
     period: int = 1
     """Steps from one exchange to the next."""
     num_steps: int = 96
@@ -98,20 +100,21 @@ def modes() -> dict[str, Mode]:
 class Runs:
     """Start a mode on the hosts."""
 
-    def __init__(self, lab: Bench) -> None:
+    def __init__(self, lab: Bench, task: str = "slow_network_job.py:Text") -> None:
         self.lab = lab
+        self.task = task
         self.cores = sorted(os.sched_getaffinity(0))
         self._numbers = itertools.count()
 
     def speed(self, mode: Mode) -> float:
         """Samples per second, over all hosts."""
-        folders = self._train(mode, num_steps=mode.num_steps, seed=0)
+        folders = self.train(mode, num_steps=mode.num_steps, seed=0)
         if not mode.together:
-            return sum(self._speed(mode, folder, BATCH) for folder in folders)
-        return self._speed(mode, folders[0], BATCH * mode.num_hosts)
+            return sum(self._speed(mode, folder, mode.batch) for folder in folders)
+        return self._speed(mode, folders[0], mode.batch * mode.num_hosts)
 
     def _speed(self, mode: Mode, folder: Path, batch: int) -> float:
-        times = [line["time"] for line in _lines(folder) if "loss" in line]
+        times = [line["time"] for line in lines(folder) if "loss" in line]
         assert len(times) == mode.num_steps
         first = mode.from_step
         num_steps = (len(times) - 1 - first) // mode.period * mode.period
@@ -119,14 +122,14 @@ class Runs:
 
     def accuracy(self, mode: Mode, seed: int) -> float:
         """At the end, after as many samples in every mode."""
-        folder, *_ = self._train(mode, num_steps=NUM_STEPS * 2 // mode.num_hosts, seed=seed)
+        folder, *_ = self.train(mode, num_steps=NUM_STEPS * 2 // mode.num_hosts, seed=seed)
         return float(json.loads((folder / "result.json").read_text())["accuracy"])
 
-    def _train(self, mode: Mode, *, num_steps: int, seed: int) -> list[Path]:
+    def train(self, mode: Mode, *, num_steps: int, seed: int) -> list[Path]:
         """Give the folders of the hosts' ranks."""
         number = next(self._numbers)
         hosts = list(self.lab.lab.hosts.values())[: mode.num_hosts]
-        batch = BATCH * (mode.num_hosts if mode.together else 1)
+        batch = mode.batch * (mode.num_hosts if mode.together else 1)
         started, logs = [], []
         for place, host in enumerate(hosts):
             rank, first = (place, hosts[0]) if mode.together else (0, host)
@@ -146,7 +149,7 @@ class Runs:
                 "TOKENIZERS_PARALLELISM": "false",
             }
             argv = ["taskset", "--cpu-list", str(self.cores[place % len(self.cores)]), sys.executable]
-            argv += ["-m", "nodekit.training", "--task", str(self.lab.shared / "slow_network_job.py:Text")]
+            argv += ["-m", "nodekit.training", "--task", str(self.lab.shared / self.task)]
             argv += [
                 "--epochs",
                 "1",
@@ -201,7 +204,7 @@ def main() -> int:
     }
     num_bytes = 4 * sum(each.numel() for each in load_task("text").model().parameters())
     accuracies: dict[str, list[float]] = {name: [] for name in chosen}
-    with bench(2, _prepare) as lab:
+    with bench(2, prepare) as lab:
         runs = Runs(lab)
         first, *_ = lab.lab.hosts
         speed = max(runs.speed(chosen[ALONE]) for _ in range(2))
@@ -232,10 +235,10 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def _prepare(shared: Path) -> None:
+def prepare(shared: Path) -> None:
     """The code, where the hosts see it."""
-    here = Path(__file__).parent
-    shutil.copyfile(here / "slow_network_job.py", shared / "slow_network_job.py")
+    for job in ("slow_network_job.py", "plan_job.py"):
+        shutil.copyfile(Path(__file__).with_name(job), shared / job)
     (training,) = nodekit.training.__path__
     shutil.copytree(Path(training).resolve(), shared / "nodekit" / "training")
 
@@ -244,7 +247,8 @@ def _speed(runs: Runs, mode: Mode) -> Callable[[int], float]:
     return lambda _number: runs.speed(mode)
 
 
-def _lines(folder: Path) -> list[dict[str, float]]:
+def lines(folder: Path) -> list[dict[str, float]]:
+    """What a run has told, step by step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,0 +1,110 @@
+"""One rank of a measured all-reduce; a program of its own that a host's python reads from its stdin.
+
+Its argument is JSON: ``backend``, ``sizes`` (bytes, growing), ``seconds`` for all of them, ``share`` of this machine's
+free memory. Who it is stands in RANK and its kin. Rank 0 prints one line of JSON: ``num_ranks``, ``points`` (bytes,
+seconds), and ``stopped``, why the sizes after those were left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MEET_S = 60.0
+"""For the ranks to import torch and to find each other."""
+_ENOUGH_S = 0.4
+_MOST_TIMES = 20
+_LEAST_TIMES = 3
+_BLOCKS = 5
+_COPIES = 4
+"""Of the message in memory: itself, what gloo or nccl keeps, and room."""
+_MOST_SHARE = 0.4
+"""A size is left out that would take, once, more than this share of the time left: it is sent twice at least."""
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measure size after size until one would be too large or take too long."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if settings["backend"] == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(settings["backend"], timeout=timedelta(seconds=max(MEET_S, settings["seconds"])))
+    num_ranks = dist.get_world_size()
+
+    def block_s(tensor: torch.Tensor, times: int) -> float:
+        """Seconds of each, the mean over ranks as nccl-tests has it."""
+        dist.barrier()
+        begin = time.monotonic()
+        for _ in range(times):
+            dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = torch.tensor([(time.monotonic() - begin) / times], dtype=torch.float64, device=device)
+        dist.all_reduce(seconds)
+        return float(seconds.item()) / num_ranks
+
+    def told(number: int) -> int:
+        """Rank 0's, on all ranks: their clocks differ."""
+        answer = torch.tensor([number], device=device)
+        dist.broadcast(answer, src=0)
+        return int(answer.item())
+
+    free = _free_bytes() * settings["share"]
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info()[0])
+    least = torch.tensor([free], dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    most_bytes = float(least.item()) / _COPIES
+    block_s(torch.zeros(1, device=device), 3)  # connections are made
+    begun = time.monotonic()
+    points: list[tuple[int, float]] = []
+    stopped = ""
+    last = (settings["sizes"][0], 0.0)
+    for size_bytes in settings["sizes"]:
+        left_s = settings["seconds"] - (time.monotonic() - begun)
+        expected_s = last[1] * size_bytes / last[0]
+        if size_bytes > most_bytes:
+            stopped = "memory"
+        elif not told(expected_s < _MOST_SHARE * left_s):
+            stopped = "time"
+        if stopped:
+            break
+        tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
+        once_s = block_s(tensor, 1)
+        left_s = settings["seconds"] - (time.monotonic() - begun)
+        fewest = _LEAST_TIMES if _LEAST_TIMES * once_s < _MOST_SHARE * left_s / 2 else 1
+        times = told(max(fewest, min(_MOST_TIMES, int(_ENOUGH_S / max(once_s, 1e-6)))))
+        # The median of some blocks: a moment's disturbance is not the network's.
+        blocks = min(times, _BLOCKS)
+        last = (size_bytes, statistics.median(block_s(tensor, times // blocks) for _ in range(blocks)))
+        points.append(last)
+        del tensor
+    if dist.get_rank() == 0:
+        print(json.dumps({"num_ranks": num_ranks, "points": points, "stopped": stopped}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_bytes() -> float:
+    """Of this machine's memory, or of what a container leaves of it."""
+    free = float("inf")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = float(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, float(text) - float(used.read_text()))
+    return free
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

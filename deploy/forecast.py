@@ -1,0 +1,332 @@
+"""How fast several nodes will train, by the size of the model, one node's step and the network between them; pure.
+
+What is assumed, and tried by ``bench/plan``:
+
+- An all-reduce takes what was measured for its size; between two sizes time goes on a straight line, so each stretch
+  has a latency and a rate of its own (an alpha and a beta), and beyond the last its rate holds. With k nodes in place
+  of the n measured, latency goes with the k - 1 stations of a ring, the rest with 2 (k - 1) / k.
+- Of a step's computing the last two thirds are the backward pass (a multiplication forward is two backward), in which
+  gradients become ready evenly, last layers first. DDP sends them in buckets, of 1 MiB first and then 25 MiB, one
+  after the other, each as soon as it is ready. Nothing else hides communication.
+- The batch per node stays the same: more nodes make a step of more samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BACKWARD = 2 / 3
+"""Of a step's computing."""
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+"""DistributedDataParallel's defaults."""
+SMALL_BYTES = 64
+"""Losses and flags that the ranks tell each other each step."""
+TALK_S = 2.0
+"""Ranks that train apart do that about so often, and where they meet."""
+MATRIX = 1024
+"""Rows and columns of the matrices of a model of which only the number of parameters is known, for PowerSGD."""
+GOOD = 0.9
+"""Of so many nodes' speed should be left at least."""
+WORTH = 1.2
+"""Times one node's speed are worth a second node."""
+HS = (8, 16, 32, 50, 100, 128, 200, 256, 500)
+"""Steps apart to choose from. Local SGD and DiLoCo were shown to learn as well with up to some 500."""
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How long an all-reduce takes, by its size, over the nodes it was measured on."""
+
+    num_nodes: int
+    points: tuple[tuple[float, float], ...]
+    """(bytes, seconds), sizes growing, and times not falling."""
+    least_s_per_byte: float = 0.0
+    """Beyond the last size a byte takes no less, whatever the last two say of it."""
+
+    @classmethod
+    def measured(
+        cls, points: Sequence[tuple[float, float]], *, num_nodes: int, link_bytes_per_s: float | None = None
+    ) -> Curve:
+        """That of measured times, which noise may have out of order: those are taken together, at their mean.
+
+        Args:
+            points: (bytes, seconds), sizes growing.
+            num_nodes: between which they were measured.
+            link_bytes_per_s: of the links, if all goes through them as it does through a TCP connection.
+        """
+        groups: list[list[float]] = []
+        for _, seconds in points:
+            groups.append([seconds])
+            while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
+                last = groups.pop()
+                groups[-1] += last
+        smooth = [_mean(group) for group in groups for _ in group]
+        least = 2 * (num_nodes - 1) / num_nodes / link_bytes_per_s if link_bytes_per_s else 0.0
+        sizes = [size for size, _ in points]
+        return cls(num_nodes, tuple(zip(sizes, smooth, strict=True)), least)
+
+    @classmethod
+    def of_link(cls, *, bytes_per_s: float, rtt_s: float, num_nodes: int = 2) -> Curve:
+        """That of a ring over equal links: 2 (n - 1) stations, each with 1/n of the bytes."""
+        latency_s = 2 * (num_nodes - 1) * rtt_s / 2
+        share = 2 * (num_nodes - 1) / num_nodes / bytes_per_s
+        return cls(num_nodes, tuple((size, latency_s + size * share) for size in (1.0, 2.0**30)))
+
+    def seconds(self, size_bytes: float, num_nodes: int | None = None) -> float:
+        """For so many bytes, over so many nodes (those it was measured on)."""
+        if num_nodes == 1:
+            return 0.0
+        found = self._seconds(size_bytes)
+        if num_nodes in (None, self.num_nodes):
+            return found
+        assert num_nodes is not None
+        latency_s = min(found, self.points[0][1])
+        rate = (num_nodes - 1) / num_nodes / ((self.num_nodes - 1) / self.num_nodes)
+        return latency_s * (num_nodes - 1) / (self.num_nodes - 1) + (found - latency_s) * rate
+
+    def _seconds(self, size_bytes: float) -> float:
+        if size_bytes <= self.points[0][0]:
+            return self.points[0][1]
+        stretches = list(zip(self.points, self.points[1:], strict=False))
+        last_size, last_seconds = self.points[-1]
+        if size_bytes > last_size or not stretches:
+            (size, seconds) = self.points[-2] if stretches else (0.0, 0.0)
+            slope = max((last_seconds - seconds) / (last_size - size), self.least_s_per_byte)
+            return last_seconds + slope * (size_bytes - last_size)
+        (size, seconds), (other_size, other_seconds) = next(
+            pair for pair in stretches if size_bytes <= pair[1][0]
+        )
+        return seconds + (other_seconds - seconds) * (size_bytes - size) / (other_size - size)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained."""
+
+    num_parameters: int
+    step_s: float
+    """Of one node, alone."""
+    batch: int | None = None
+    """Samples in that step; None: not known."""
+    gradient_bytes: int = 4
+    """Of one number."""
+    powersgd_numbers: int | None = None
+    """What a gradient comes down to in matrices of rank 1; None: as if all were in matrices of `MATRIX` squared."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all gradients."""
+        return self.num_parameters * self.gradient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to train on several nodes, by options of `nodekit.training`."""
+
+    name: str
+    compress: str = "off"
+    accumulate: int = 1
+    """Micro-batches, each of one node's batch, to one exchange."""
+    steps_apart: int = 0
+    """0: the gradients are exchanged in each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a way gives on so many nodes."""
+
+    way: Way
+    num_nodes: int
+    step_s: float
+    """From one update to the next; of those apart the mean."""
+    exchange_s: float
+    """What one exchange takes by itself, hidden or not."""
+    efficiency: float
+    """Of so many times one node's samples per second."""
+    samples_per_s: float | None
+
+    @property
+    def speedup(self) -> float:
+        """Times one node's speed."""
+        return self.efficiency * self.num_nodes
+
+
+def ways(*, accumulate: int = 4, steps_apart: int | None = None, diloco: bool = True) -> list[Way]:
+    """Those to compare."""
+    found = [
+        Way(name="ddp"),
+        Way(name="--compress bf16", compress="bf16"),
+        Way(name="--compress powersgd", compress="powersgd"),
+        Way(name=f"--accumulate {accumulate}", accumulate=accumulate),
+    ]
+    if steps_apart:
+        option = "--diloco" if diloco else "--local-sgd"
+        found.append(Way(name=f"{option} {steps_apart}", steps_apart=steps_apart))
+    return found
+
+
+def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
+    """What a way gives, and how long its exchange takes."""
+    talk_s = curve.seconds(SMALL_BYTES, num_nodes)
+    computing_s = job.step_s * way.accumulate
+    if num_nodes == 1:
+        step_s = computing_s
+        exchange_s = 0.0
+    elif way.steps_apart:
+        exchange_s = sum(curve.seconds(size, num_nodes) for size in buckets(job.size_bytes, first=False))
+        talks = 1 + int(way.steps_apart * job.step_s / TALK_S)
+        step_s = computing_s + (exchange_s + talks * talk_s) / way.steps_apart
+    else:
+        times = [seconds for _, seconds in _messages(way, job, curve, num_nodes)]
+        exchange_s = sum(times)
+        shares = [share for share, _ in _messages(way, job, curve, num_nodes)]
+        step_s = computing_s - job.step_s + _overlapped(job.step_s, shares, times) + talk_s
+    efficiency = computing_s / step_s
+    rate = None if job.batch is None else num_nodes * job.batch * way.accumulate / step_s
+    return Forecast(
+        way=way,
+        num_nodes=num_nodes,
+        step_s=step_s,
+        exchange_s=exchange_s,
+        efficiency=efficiency,
+        samples_per_s=rate,
+    )
+
+
+def buckets(size_bytes: float, *, first: bool = True) -> list[float]:
+    """How so many bytes are cut up for sending; DDP makes the first bucket a small one, to begin early."""
+    found = [min(size_bytes, FIRST_BUCKET_BYTES)] if first else []
+    left = size_bytes - sum(found)
+    while left > 0:
+        found.append(min(left, BUCKET_BYTES))
+        left -= found[-1]
+    return found
+
+
+def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[float, float]]:
+    """Of each bucket: its share of the gradients, and how long it takes to send."""
+    found = []
+    for size in buckets(job.size_bytes):
+        share = size / job.size_bytes
+        if way.compress == "powersgd":
+            whole = job.num_parameters * 2 / MATRIX if job.powersgd_numbers is None else job.powersgd_numbers
+            # Two products of thin matrices, one after the other, and what is no matrix.
+            seconds = 3 * curve.seconds(whole * 4 * share / 3, num_nodes)
+        else:
+            sent = size if way.compress == "off" else share * job.num_parameters * 2
+            seconds = curve.seconds(sent, num_nodes)
+        found.append((share, seconds))
+    return found
+
+
+def _overlapped(step_s: float, shares: Sequence[float], times: Sequence[float]) -> float:
+    """A step of DDP: each bucket goes when it is ready and the one before it has gone."""
+    free_at = 0.0
+    ready_share = 0.0
+    for share, seconds in zip(shares, times, strict=True):
+        ready_share += share
+        ready_at = step_s * (1 - BACKWARD) + step_s * BACKWARD * ready_share
+        free_at = max(ready_at, free_at) + seconds
+    return max(step_s, free_at)
+
+
+# --- which way ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The ways on all numbers of nodes, and which of them to take."""
+
+    job: Job
+    rows: tuple[tuple[Forecast, ...], ...]
+    """A row for each way, in it a forecast for each number of nodes."""
+    sentence: str
+
+
+def plan(
+    job: Job,
+    curve: Curve,
+    *,
+    nums_nodes: Sequence[int],
+    accumulate: int = 4,
+    steps_apart: int | None = None,
+    link_text: str,
+) -> Plan:
+    """Compare all ways, and say in a sentence what to do with the most nodes.
+
+    Args:
+        job: what is to be trained.
+        curve: of the network between the nodes.
+        nums_nodes: how many there may be, growing.
+        accumulate: how many micro-batches to try.
+        steps_apart: the H of local SGD; None: the least of `HS` that is good.
+        link_text: the network in words.
+    """
+    most = nums_nodes[-1]
+    chosen = steps_apart or enough_apart(job, curve, most)
+    rows = tuple(
+        tuple(forecast(way, job, curve, number) for number in nums_nodes)
+        for way in ways(accumulate=accumulate, steps_apart=chosen)
+    )
+    return Plan(job=job, rows=rows, sentence=advise(job, [row[-1] for row in rows], link_text))
+
+
+def enough_apart(job: Job, curve: Curve, num_nodes: int) -> int:
+    """The fewest steps apart, of `HS`, that leave `GOOD` of the nodes' speed; else the most."""
+    for number in HS:
+        way = Way(name="", steps_apart=number)
+        if forecast(way, job, curve, num_nodes).efficiency >= GOOD:
+            return number
+    return HS[-1]
+
+
+def advise(job: Job, found: Sequence[Forecast], link_text: str) -> str:
+    """What to do, in a sentence: by the forecasts of all ways, DDP first, for one number of nodes."""
+    ddp, *others = found
+    model = f"{parameters_text(job.num_parameters)} parameters"
+    costs = f"{seconds_of(ddp.exchange_s)} of communication for {seconds_of(job.step_s)} of compute"
+    begin = f"with {link_text} between nodes, {model}: {costs}; "
+    if ddp.num_nodes == 1:
+        return f"{model}: with one node there is nothing to send"
+    nodes = f"{ddp.num_nodes} nodes"
+    if ddp.efficiency >= GOOD:
+        return f"{begin}use ddp on {nodes}: {_share(ddp)}"
+    # What changes least of the training comes first: half the bits, a larger batch, steps apart. How much
+    # PowerSGD computes is not in the forecast, so it is no advice.
+    offers = [each for each in others if each.way.compress != "powersgd"]
+    good = next((each for each in offers if each.efficiency >= GOOD), None)
+    best = good or max(offers, key=lambda each: each.efficiency)
+    larger = f" (a batch {best.way.accumulate} times as large)" if best.way.accumulate > 1 else ""
+    use = f"use {best.way.name}{larger}: {_share(best)}"
+    if best.speedup < WORTH:
+        return f"{begin}stay on one node: the best of {nodes} would be {_share(best)}, by {best.way.name}"
+    if ddp.speedup < WORTH:
+        return f"{begin}stay on one node, or {use}"
+    return f"{begin}{nodes} by ddp give {ddp.speedup:.1f} times one node's speed ({_share(ddp)}); {use}"
+
+
+def _share(found: Forecast) -> str:
+    return f"{found.efficiency:.2f}"
+
+
+def parameters_text(number: int) -> str:
+    """``110 M``, ``6.7 G``: as many digits as tell."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:,.0f} {unit}"
+    return str(number)
+
+
+def seconds_of(seconds: float) -> str:
+    """``3.6 s``, ``12 ms``."""
+    if seconds >= 0.0995:
+        return f"{seconds:,.2g} s" if seconds < 99.5 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.2g} ms" if seconds >= 9.95e-5 else f"{math.ceil(seconds * 1e6)} µs"
