@@ -29,6 +29,7 @@ check:
 bench:
 	@.ci/setup dev
 	@bench/launch --install-peers
+	@bench/check
 	@bench/sync
 	@bench/recovery --install-peers --cap 45
 	@bench/snapshot
