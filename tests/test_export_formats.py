@@ -661,6 +661,7 @@ def test_one_file_goes_to_stdout_and_several_one_after_the_other(
         "ansible_connection": "local",
         "ansible_python_interpreter": sys.executable,
     }
+    (site / "other.py").write_text("")
     assert main(["export", "local.yaml", "--to", "hostfile", "--", "other.py"]) == 0
     out = capsys.readouterr().out
     assert out.endswith("\nlocalhost slots=2\n"), "no GPU here; the hosts were asked"
