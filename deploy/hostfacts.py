@@ -5,8 +5,6 @@ Standard library only, and Python 3.8 syntax, so that an old interpreter can sti
 
 from __future__ import annotations
 
-import array
-import fcntl
 import importlib.util
 import os
 import platform
@@ -14,17 +12,14 @@ import pwd
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
 from importlib import metadata
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-_SIOCGIFCONF = 0x8912
-_SIOCGIFFLAGS = 0x8913
-_IFREQ_BYTES = 40
-_MAX_INTERFACES = 128
+from nodekit.deploy import nics
+
 SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 
@@ -128,41 +123,15 @@ def module_version(name: str) -> Optional[str]:
 
 
 def interfaces() -> List[Dict[str, Any]]:
-    """Each interface with its addresses: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
-    names = [name for _, name in socket.if_nameindex()]
-    addresses: Dict[str, List[str]] = {name: [] for name in names}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        size = _IFREQ_BYTES * _MAX_INTERFACES
-        request = array.array("B", bytes(size))
-        got = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", size, request.buffer_info()[0]))
-        used = struct.unpack("iL", got)[0]
-        data = request.tobytes()[:used]
-        for start in range(0, used, _IFREQ_BYTES):
-            name = data[start : start + 16].split(b"\0", 1)[0].decode()
-            name = name.split(":", 1)[0]  # eth0:1 is an alias of eth0
-            addresses.setdefault(name, []).append(socket.inet_ntoa(data[start + 20 : start + 24]))
-    try:
-        with open("/proc/net/if_inet6") as file:
-            for line in file:
-                packed, _, _, scope, _, name = line.split()
-                if scope != "20":  # link-local addresses need a zone and will not do as a MASTER_ADDR
-                    addresses.setdefault(name, []).append(
-                        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))
-                    )
-    except OSError:
-        pass
+    """Each interface with its addresses without prefix: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
     return [
-        {"name": name, "up": _is_up(name), "addresses": found} for name, found in sorted(addresses.items())
+        {
+            "name": each["name"],
+            "up": each["up"],
+            "addresses": [address.partition("/")[0] for address in each["addresses"]],
+        }
+        for each in nics.nics()
     ]
-
-
-def _is_up(name: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()))
-        except OSError:
-            return False
-    return bool(struct.unpack("H", answer[16:18])[0] & 1)
 
 
 def source_address(peer: str) -> Optional[str]:

@@ -28,7 +28,7 @@ SILENCE_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
 )
 
-OFFERED = ("hostfacts", "hostshell", "linkspeed", "nics", "netprobe", "probes", "survey", "tree")
+OFFERED = ("nics", "hostfacts", "hostshell", "linkspeed", "netprobe", "probes", "survey", "tree")
 """The modules whose functions a host can be asked to call."""
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
