@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy import nvidia_smi, plan
@@ -57,9 +57,10 @@ def findings(
             names = collections.Counter(_short(gpu.name) for gpu in own)
             kinds[host] = ", ".join(f"{number} × {name}" for name, number in names.items())
             joined[host] = _joined(told, used[host])
-            found += _host(host, smi, own, told, _own_pids(probes[host])) or [
-                Finding(check="gpus", host=host, level="ok", found=kinds[host])
-            ]
+            found += [
+                *_other_models(inventory, host, own),
+                *_host(host, smi, own, told, _own_pids(probes[host])),
+            ] or [Finding(check="gpus", host=host, level="ok", found=kinds[host])]
     return [*found, *_unequal(kinds, joined)]
 
 
@@ -69,6 +70,26 @@ def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:
     if wanted is None:
         return "warning" if num_cards else "ok"
     return "failure" if wanted else "ok"
+
+
+def _other_models(inventory: Inventory, host: str, own: Sequence[Gpu]) -> list[Finding]:
+    """Those that are not what the inventory says."""
+    wanted = next(each.gpu_model for each in inventory.hosts if each.name == host)
+    if wanted is None:
+        return []
+    others = [gpu for gpu in own if wanted.casefold() not in gpu.name.casefold()]
+    if not others:
+        return []
+    return [
+        Finding(
+            check="gpus",
+            host=host,
+            level="failure",
+            found=", ".join(f"GPU {gpu.index} is: {gpu.name}" for gpu in others),
+            wanted=f"`gpu_model: {wanted}`",
+            cure="name those to use as `gpus: [0, 1]`, or mend `gpu_model:` in the inventory",
+        )
+    ]
 
 
 def _short(name: str) -> str:

@@ -194,7 +194,8 @@ def _valid_keys(path: Path) -> str:
         )
         if key in model.model_fields
     ]
-    longer = [name for name in valid if name.startswith(f"{key}_")]
+    longer = [name for name in valid if name == f"{key}s" or name.startswith(f"{key}_")]
+    longer.sort(key=len)
     near = longer or elsewhere or difflib.get_close_matches(str(key).lower(), valid, n=1)
     listed = ", ".join(valid)
     return f"{near[0]} (valid here: {listed})" if near else f"one of {listed}"

@@ -14,6 +14,7 @@ from nodekit.inventory.source import Problem
 _INSTEAD_UNDER_SLURM = {
     "nodes": "slurm.nodes",
     "gpus": "slurm.gpus_per_node",
+    "gpu_model": "slurm.constraint",
     "workdir": "slurm.shared_dir",
     "connection": "none: Slurm reaches its nodes itself",
 }

@@ -109,6 +109,8 @@ class HostSettings(_Model):
     """Where kit keeps code, logs and snapshots on the host. Default: ~/nodekit."""
     gpus: Gpus | None = None
     """How many GPUs to use, as 4, or which, as [0, 1]. 0 trains on the CPU. Default: all that are found."""
+    gpu_model: Text | None = None
+    """What nvidia-smi calls the GPUs, or a part of it, as A100: with another one nothing starts. Default: any."""
     interface: Interface | None = None
     """The network interface to train over, as eth0. Default: the one with an address in network, else the one that routes to the other hosts."""  # noqa: E501
     env: _Env = Field(default_factory=dict, json_schema_extra=_CLOSED)

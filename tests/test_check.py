@@ -181,6 +181,15 @@ def test_a_healthy_gpu_is_told_by_its_name(tmp_path: Path) -> None:
     assert [each.found for each in found if each.check == "gpus"] == ["1 × A100-SXM4-80GB"]
 
 
+def test_another_model_than_the_inventorys_is_named(tmp_path: Path) -> None:
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    assert on_gpus(tmp_path, "hosts: {gpu1: {gpu_model: a100-sxm4}}\n", smi=smi) == []
+    assert on_gpus(tmp_path, "gpu_model: H100\nhosts: {gpu1: }\n", smi=smi) == [
+        ("failure", "GPU 0 is: NVIDIA A100-SXM4-80GB, wanted: `gpu_model: H100`; name those to use as "
+         "`gpus: [0, 1]`, or mend `gpu_model:` in the inventory"),
+    ]  # fmt: skip
+
+
 def test_anothers_process_is_named_with_its_owner_and_memory_and_a_desktops_is_not(tmp_path: Path) -> None:
     found = on_gpus(tmp_path, smi=recorded(ADA), owners={"4937": "alice", "34626": ""})
     assert found == [

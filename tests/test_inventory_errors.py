@@ -15,12 +15,10 @@ from nodekit.inventory.errors import InventoryError
 from nodekit.inventory.load import dump, example_path, load_inventory, restore
 
 TOP_KEYS = (
-    "connection, env, environment, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, "
+    "connection, env, environment, gpu_model, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, "
     "port, python, slurm, snapshots, timings, user, workdir"
 )
-HOST_KEYS = (
-    "address, connection, env, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
-)
+HOST_KEYS = "address, connection, env, gpu_model, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
 JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets, start"
 SLURM_KEYS = (
     "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, max_requeues, mem_gb, nodes, partition, "
