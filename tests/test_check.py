@@ -551,9 +551,9 @@ def test_three_healthy_hosts_are_ready(kit: Kit) -> None:
 def test_another_torch_on_one_node_is_named(kit: Kit) -> None:
     import torch
 
-    put(kit, "node2", "/root/other/torch/__init__.py", "")
-    put(kit, "node2", "/root/other/torch/version.py", "__version__ = '2.12.0'\n")
-    kit.inventory(hosts=hosts_of(kit, node2={"python": other_python(kit, "node2", "/root/other")}))
+    put(kit, "node2", "/root/nodekit/other/torch/__init__.py", "")
+    put(kit, "node2", "/root/nodekit/other/torch/version.py", "__version__ = '2.12.0'\n")
+    kit.inventory(hosts=hosts_of(kit, node2={"python": other_python(kit, "node2", "/root/nodekit/other")}))
     (found,) = check(kit)
     assert (found.host, found.check, found.level) == ("node2", "software", "failure")
     assert found.found == f"torch 2.12.0, but 2 of the hosts have {torch.__version__}"
@@ -564,24 +564,24 @@ def test_another_torch_on_one_node_is_named(kit: Kit) -> None:
 
 @pytest.mark.lab
 def test_a_full_disk_is_named(kit: Kit) -> None:
-    kit.on_host("node3", "mkdir", "-p", "/root/full")
-    kit.on_host("node3", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/root/full")
+    kit.on_host("node3", "mkdir", "-p", "/root/nodekit/full")
+    kit.on_host("node3", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/root/nodekit/full")
     try:
-        put(kit, "node3", "/root/full/data", "x" * 60_000)
-        kit.inventory(hosts=hosts_of(kit, node3={"workdir": "/root/full/kit"}))
+        put(kit, "node3", "/root/nodekit/full/data", "x" * 60_000)
+        kit.inventory(hosts=hosts_of(kit, node3={"workdir": "/root/nodekit/full/kit"}))
         found = check(kit)
     finally:
-        kit.on_host("node3", "umount", "/root/full")
+        kit.on_host("node3", "umount", "/root/nodekit/full")
     assert {(each.host, each.check, each.level) for each in found} == {("node3", "workdir", "failure")}
     assert any("No space left on device" in each.found for each in found)
-    assert all("`du -xhd2 /root/full`" in each.cure for each in found)
+    assert all("`du -xhd2 /root/nodekit/full`" in each.cure for each in found)
 
 
 @pytest.mark.lab
 def test_a_wrong_clock_is_named(kit: Kit) -> None:
     late = "import time\n_real = time.time\ntime.time = lambda: _real() - 7\n"
-    put(kit, "node1", "/root/late/sitecustomize.py", late)  # as kit's own python there sees it
-    kit.inventory(hosts=hosts_of(kit, node1={"python": other_python(kit, "node1", "/root/late")}))
+    put(kit, "node1", "/root/nodekit/late/sitecustomize.py", late)  # as kit's own python there sees it
+    kit.inventory(hosts=hosts_of(kit, node1={"python": other_python(kit, "node1", "/root/nodekit/late")}))
     (found,) = check(kit, rc=0)
     assert (found.host, found.check, found.level) == ("node1", "clock", "warning")
     assert found.found.startswith("its clock is -7.0 s")
