@@ -471,7 +471,7 @@ def test_a_hang_is_named_and_ended(story: Callable[..., Story], unbroken: dict[i
 
 
 def test_a_command_that_cannot_start_is_not_started_over_and_over(kit: Kit) -> None:
-    (kit.folder / "job.py").write_text("import no_such_module\n")
+    (kit.folder / "job.py").write_text("__import__('no_such_module')  # which no check can see\n")
     kit.inventory()
     done = kit.run("up", "lab.yaml", "--", "job.py")
     assert done.returncode == 3, done.stdout
