@@ -1,6 +1,6 @@
 # Each target does its own set-up, from a fresh clone on a machine with python3, git and make.
 
-.PHONY: help up test quick check bench
+.PHONY: help up test quick check bench docs
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
@@ -8,6 +8,7 @@ help:
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
 	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about an hour)"
 	@echo "make check  ruff and mypy alone"
+	@echo "make docs   the documentation as a site, in site/"
 
 up:
 	@.ci/setup
@@ -15,10 +16,11 @@ up:
 
 test: check
 	@.ci/setup test
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not lab and not slow"
+	@.venv/bin/python -m pytest -m "lab or slow"
 
 quick: check
-	@.venv/bin/python -m pytest -m "not lab and not slow"
+	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not lab and not slow"
 
 check:
 	@.ci/setup dev
@@ -37,3 +39,9 @@ bench:
 	@bench/methods
 	@bench/slow_network
 	@bench/plan
+	@bench/overhead
+
+docs:
+	@.ci/setup dev
+	@.venv/bin/mkdocs build --strict --clean --quiet
+	@echo "the documentation: $(CURDIR)/site/index.html (with search: python3 -m http.server -d site)"

@@ -30,7 +30,7 @@ machine (network namespaces with real sshd), one worker each: the same small DDP
   torchrunx     from a program of its user's; the code there already
 
 They take turns, round by round, after a warm-up round. A start counts when every rank has made the same step.
-The tables are for the README.
+The tables are for docs/numbers.md.
 """
 EPILOG = """\
 examples:

@@ -54,7 +54,7 @@ disk), of 2 to 3 nodes, under
 
 They take turns, round by round. Counted is to the first step that all ranks of a newly met world have made, if it goes
 on. What a contestant (other than kit) does not recover from is not tried again in later rounds.
-The tables are for the README.
+The tables are for the README and docs/recovery.md.
 """
 EPILOG = """\
 examples:

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: interleaved rounds, a lab of its own, tables that paste into the README."""
+"""What every benchmark here shares: interleaved rounds, a lab of its own, tables that paste into the documentation."""
 
 from __future__ import annotations
 

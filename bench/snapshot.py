@@ -36,7 +36,7 @@ What a snapshot costs the training of a transformer with Adam (model and optimiz
 
 All train the same model, real steps in between, and take turns, round by round, after a warm-up round. Stall: how
 long the call holds the loop up. Steps meanwhile: how much longer the steps took while it was being written than
-steps without (it takes cores and memory from them, on a CPU more than beside a GPU). The table is for the README.
+steps without (it takes cores and memory from them, on a CPU more than beside a GPU). The table is for docs/numbers.md.
 """
 EPILOG = """\
 examples:

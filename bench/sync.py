@@ -41,7 +41,7 @@ and each in these states:
 
 Both clocks include connecting: rsync starts an ssh for each host, kit opens its links, which `kit up` needs
 anyway; a second line has kit without that. They take turns, round by round, after a warm-up round. After each
-cold start the hosts' files are counted. The table is for the README.
+cold start the hosts' files are counted. The table is for docs/numbers.md.
 """
 EPILOG = """\
 examples:

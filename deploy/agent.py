@@ -17,6 +17,7 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -32,11 +33,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from nodekit.deploy import remote
+from nodekit.deploy import kernel, remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
-from nodekit.deploy.failures import is_echo, last_traceback
+from nodekit.deploy.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.forkserver import ForkServer
 from nodekit.deploy.inquiry import Inquiry
+from nodekit.deploy.logbook import Logbook
 from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
@@ -64,6 +66,7 @@ ORPHANED_OFTEN_S = 600.0
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
+_LOOK_S = 0.2  # while ranks train: each look takes its share of a core from them
 
 
 class Superseded(Exception):
@@ -106,7 +109,9 @@ class Agent:
         self._workers = Workers(server)
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
+        self._spec_path = f"{spec.node_dir}/spec.json"
         self._inquiry = Inquiry(spec.hang, record)
+        self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self._replicas = (
             Replicas(
                 name=spec.name,
@@ -126,6 +131,7 @@ class Agent:
         self._attempt = ""
         self._world_size = 0
         self._failed_as = ""
+        self._is_on = False  # whether an attempt has begun whose end is not told
         self._rendezvous: Rendezvous | None = None
         self._is_meeting = self._is_orphan = False
         self._spec_changed = 0
@@ -190,7 +196,7 @@ class Agent:
                 return self._end("failed", self._failed_as)
 
     def _take_new_spec(self) -> None:
-        self._end_workers(DYING_S)
+        self._end_workers(DYING_S, "another generation")
         self._leave()
         spec, old = AgentSpec.load(self._folder), self._spec
         if spec.is_host and spec.generation == old.generation:
@@ -210,7 +216,7 @@ class Agent:
 
     def _wait_fenced(self) -> None:
         """This generation is over: until the supervisor calls into the next one; Superseded then."""
-        self._end_workers(0)
+        self._end_workers(0, "fenced")
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()
         deadline = time.monotonic() + self._spec.wait_s
@@ -222,7 +228,7 @@ class Agent:
 
     def _wait_orphaned(self, why: str) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
-        self._end_workers(DYING_S)
+        self._end_workers(DYING_S, "the rendezvous host is lost")
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
@@ -257,11 +263,11 @@ class Agent:
     def _check_spec(self) -> None:
         """Superseded if there is a spec of a later generation."""
         with contextlib.suppress(OSError, ValueError):
-            path = self._folder / "spec.json"
-            changed = path.stat().st_mtime_ns
+            path = self._spec_path
+            changed = os.stat(path).st_mtime_ns  # noqa: PTH116  # five times a second
             if changed != self._spec_changed:
                 self._spec_changed = changed
-                spec = json.loads(path.read_text(encoding="utf-8"))
+                spec = json.loads(Path(path).read_text(encoding="utf-8"))
                 if (spec["generation"], spec["call"]) > (self._spec.generation, self._spec.call):
                     raise Superseded
 
@@ -325,7 +331,7 @@ class Agent:
     def _start(self, formed: Formed) -> None:
         spec = self._spec
         self._attempt = f"{spec.generation}.{formed.round}"
-        self._record.forget_progress()
+        self._record.begin(self._attempt, group_rank=formed.group_rank)
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
         world_size = self._world_size = formed.world_size
         self._ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
@@ -337,7 +343,9 @@ class Agent:
             members=formed.names,
             master=f"{formed.master_addr}:{formed.master_port}",
         )
+        self._logbook.begin([self._log_of(rank) for rank in self._ranks.values()])
         self._pause()  # fenced meanwhile, it must not start any
+        self._kills = kernel.oom_kills()
         pids = self._workers.start(
             [
                 WorkerStart(
@@ -351,6 +359,7 @@ class Agent:
             ]
         )
         self._started = time.monotonic()
+        self._ended: dict[int, float] = {}
         workers = [
             {"local_rank": key, "rank": self._ranks[key], "pid": pid, "start_time": remote.start_time(pid)}
             for key, pid in pids.items()
@@ -364,7 +373,8 @@ class Agent:
             members=formed.names,
             blocked="",
         )
-        self._record.event("workers-started", attempt=self._attempt, workers=workers)
+        self._record.event("workers-started", attempt=self._attempt, world_size=world_size, workers=workers)
+        self._is_on = True
 
     def _environment(self, formed: Formed, local_rank: int, rank: int, world_size: int) -> dict[str, str]:
         """A worker's whole environment: torchrun's variables, and ours."""
@@ -392,7 +402,13 @@ class Agent:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "NODEKIT_GENERATION": str(spec.generation),
             "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
+            "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
         }
+
+    def _say_of_logs(self, kind: str, **fields: Any) -> None:
+        self._record.event(kind, **fields)
+        if kind == "logs-not-bounded":
+            self._record.update(notice=f"{self._spec.name}: its logs cannot be kept small: {fields['why']}")
 
     def _log_of(self, rank: int) -> str:
         return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
@@ -402,34 +418,38 @@ class Agent:
         pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
         self._inquiry.begin(formed, pids, {rank: Path(self._log_of(rank)) for rank in pids})
         while True:
-            time.sleep(_POLL_S)
+            self._workers.wait(_LOOK_S)
             self._pause()
-            exits = self._workers.poll()
+            exits = self._poll()
             if any(exits.values()):
                 return self._after_failure()
             if len(exits) == len(self._ranks):
                 self._record.update(workers=[])
+                self._tell_end("done")
                 return "done"
             if waiting := rendezvous.num_nodes_waiting():
                 lost = rendezvous.num_lost
-                self._record.event("membership", lost=lost, waiting=waiting - lost)
+                gone = sorted(set(formed.names) - rendezvous.here) if lost else []
+                self._record.event("membership", lost=lost, waiting=waiting - lost, names=gone)
                 # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
-                self._end_attempt(DYING_S if lost else self._spec.grace_s)
+                self._end_attempt(
+                    DYING_S if lost else self._spec.grace_s, "a node is lost" if lost else "a node comes in"
+                )
                 return self._or_give_up("again")
             if self._inquiry.finds_a_hang(self._pause):
-                self._end_attempt(0)
+                self._end_attempt(0, "a hang")
                 return self._or_give_up("again")
 
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
         deadline = time.monotonic() + DYING_S
-        while time.monotonic() < deadline and len(self._workers.poll()) < len(self._ranks):
+        while time.monotonic() < deadline and len(self._poll()) < len(self._ranks):
             time.sleep(_POLL_S)
-        exits = self._workers.poll()
+        exits = self._poll()
         failures = [self._failure(key, code) for key, code in exits.items() if code]
         own = [each for each in failures if not is_echo(each["error"], each["exitcode"])]
         own = [each for each in own if each["exitcode"] not in (EXIT_STOPPED, EXIT_FENCED)]
-        self._end_attempt(0)
+        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(
             [each for each in failures if each["exitcode"] not in (EXIT_STOPPED, EXIT_FENCED)]
         )
@@ -438,41 +458,71 @@ class Agent:
             return "failed"
         return self._or_give_up("again")
 
+    def _poll(self) -> dict[int, int]:
+        """Local rank → exit code of those that have ended; when they were found to have is remembered."""
+        exits = self._workers.poll()
+        for local_rank in exits:
+            self._ended.setdefault(local_rank, time.time())
+        return exits
+
     def _or_give_up(self, why: Why) -> Why:
         if self._budget.is_fruitless:
             self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
             return "failed"
         return why
 
-    def _end_attempt(self, grace_s: float) -> None:
-        self._end_workers(grace_s)
-        self._record.read_progress()
+    def _end_attempt(self, grace_s: float, why: str) -> None:
+        self._end_workers(grace_s, why)
         self._budget.took_steps(self._record.step, seconds=time.monotonic() - self._started)
 
-    def _end_workers(self, grace_s: float) -> None:
+    def _end_workers(self, grace_s: float, why: str) -> None:
         self._workers.stop(grace_s)
+        self._tell_end(why)
+
+    def _tell_end(self, why: str) -> None:
+        """The ranks have ended: what they told last is what counts."""
+        self._logbook.look()
+        self._record.read_progress()
+        if self._is_on:
+            self._is_on = False
+            self._record.note(is_last=True)
+            seconds = round(time.monotonic() - self._started, 3)
+            self._record.event(
+                "attempt-ended", attempt=self._attempt, step=self._record.step, seconds=seconds, why=why
+            )
 
     def _failure(self, local_rank: int, exitcode: int) -> dict[str, Any]:
         rank = self._ranks[local_rank]
         log = self._log_of(rank)
-        text, when = "", time.time()
+        text, written = "", 0.0
         with contextlib.suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
             stat = os.fstat(file.fileno())
             if stat.st_size:
-                # The last words come before the sockets close, so their order is that of cause and effect.
-                when = stat.st_mtime
+                written = stat.st_mtime
                 file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
+        error = last_words(text, exitcode)
+        # The last words come before the sockets close, so their order is that of cause and effect. What has died
+        # without any wrote its last line at some other time.
+        has_said = written > 0 and (is_echo(error, exitcode) or tells_its_end(error))
         return {
             "attempt": self._attempt,
             "rank": rank,
             "local_rank": local_rank,
             "world_size": self._world_size,
             "exitcode": exitcode,
-            "when": when,
+            "when": written if has_said else self._ended.get(local_rank, time.time()),
             "log": log,
-            "error": last_traceback(text),
+            "error": error,
+            "kernel": self._kernel(local_rank, error, exitcode),
         }
+
+    def _kernel(self, local_rank: int, error: str, exitcode: int) -> list[str]:
+        """What the kernel says of a rank that it may have ended, or whose GPU or DataLoader worker it may have."""
+        if is_echo(error, exitcode) or not may_be_the_kernels(error, exitcode):
+            return []
+        pids = [self._workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
+        return kernel.said(pids, age_s=time.monotonic() - self._started, kills_before=self._kills)
 
     # --- the end ---
 
@@ -491,7 +541,7 @@ class Agent:
                     time.sleep(_POLL_S)
 
     def _end(self, state: str, message: str) -> int:
-        self._end_workers(0)
+        self._end_workers(0, message or state)
         fruitless = self._budget.was_restarted or self._budget.is_fruitless
         changes = {"message": message} if message and message != "crashed" else {}
         self._record.end(state, workers=[], no_progress=state == "failed" and fruitless, **changes)
@@ -501,7 +551,7 @@ class Agent:
 
     def shut_down(self) -> None:
         """End the workers, with time for a snapshot."""
-        self._end_workers(self._spec.grace_s)
+        self._end_workers(self._spec.grace_s, "stopped")
 
     def _leave(self) -> None:
         if self._rendezvous is not None:

@@ -17,6 +17,7 @@ from nodekit.deploy.link import Link, on_all
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engines import LIBRARIES
+from nodekit.training.trackers import TRACKERS
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)
@@ -90,7 +91,7 @@ def gather(
             workdir=hosts[link.host].workdir,
             kit_digest=kit_digest,
             peers=peers[link.host],
-            modules=LIBRARIES,
+            modules=(*LIBRARIES, *TRACKERS),
         )
         return facts_of(link, found)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from nodekit.deploy import check, cluster, gpus, leftovers, plan, script, software, sync
+from nodekit.deploy import check, cluster, gpus, leftovers, notify, plan, script, software, sync
 from nodekit.deploy.check import Facts
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
@@ -23,6 +23,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training.engines import LIBRARIES
+from nodekit.training.trackers import TRACKERS
 
 T = TypeVar("T")
 
@@ -164,7 +165,7 @@ def _look(
         workdir=host.workdir,
         kit_digest=kit_digest,
         peers=peers,
-        modules=LIBRARIES,
+        modules=(*LIBRARIES, *TRACKERS),
         imports=own.imports,
         source=own.source,
         path=[each for each in paths.split(os.pathsep) if each],
@@ -197,6 +198,11 @@ def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Fin
     if absent := [name for name in inventory.job.secrets if name not in os.environ]:
         text = f"job.secrets names {', '.join(absent)}, not set in this environment"
         found.append(failure(text, "their values", f"export {absent[0]}=…"))
+    try:
+        notify.secrets_of(inventory)
+    except KitError as error:
+        text, cure = split(str(error))
+        found.append(failure(text, "their values", cure))
     return found, own
 
 

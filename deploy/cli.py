@@ -10,246 +10,18 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
+from nodekit.deploy import arguments, helptext
 from nodekit.inventory.errors import KitError
-
-EXIT_CODES = """\
-exit codes:
-  0    trained to the end (up), or done (the other commands)
-  1    bad input, or a host that cannot be reached or used
-  2    wrong usage of the command line
-  3    the job was started and failed
-  4    the job was restarted again and again, and made no progress
-  130  stopped by Ctrl-C
-"""
-
-UP = """\
-Bring up the job of an inventory and watch it: check the hosts, sync the code, start an agent on each
-node, stream every rank's output, and tell how it ended.
-
-Safe to run again: on a running job it attaches, after `kit down` or a failure it goes on from the
-newest snapshot. Ctrl-C stops the job on every node; a second Ctrl-C kills it at once.
-
-Where the inventory has `slurm:` in place of `hosts:`, it submits the job and follows it through the queue
-to its end; Ctrl-C cancels it.
-"""
-
-UP_EXAMPLES = """\
-examples:
-  kit up                                 two nodes on this machine train the shared module
-  kit up inventory/lab.yaml              the job the inventory names
-  kit up lab.yaml -- train.py --lr 0.1   this script, as torchrun would run it
-  kit up lab.yaml --dry-run              print what each node would run, and run nothing
-  kit up slurm.yaml --sweep lr=1e-3,3e-4 --sweep seed=0,1     four runs, as a Slurm array
-
-"""
-
-EXPORT = """\
-Write the job of an inventory for another tool: what `kit up` would run, as that
-tool wants it. No secret is in it: its first lines say how to set them, and how
-all of it is used.
-
-  hostfile    a file    the hosts and their slots, for mpirun and deepspeed
-  ansible     a file    the hosts as an Ansible inventory
-  accelerate  a folder  for each host a configuration of accelerate launch
-  deepspeed   a folder  hostfile, .deepspeed_env and the command
-  shell       a folder  for each host a bash script, by plain torchrun
-  compose     a file    the job on one machine, each host a container
-  sbatch      a file    what kit up would submit to Slurm
-
-accelerate, deepspeed and shell need what only the hosts know, as interfaces: they
-are asked and checked as by kit up --dry-run, and nothing runs there. hostfile asks
-them where the inventory does not say how many GPUs they have. For sbatch all is
-checked as by kit up, and the run's folder with the code is put in its place in
-slurm.shared_dir now; nothing is queued. What was started from an export, kit
-status does not know.
-"""
-
-EXPORT_EPILOG = """\
-examples:
-  kit export lab.yaml --to shell -o scripts -- train.py --lr 0.1
-  kit export lab.yaml --to ansible > hosts.yaml
-  kit export slurm.yaml --to sbatch -o job.sh
-"""
-
-SHELL = """\
-Run a command on the hosts of an inventory, all at once. Each line of its output
-stands behind its host's name, as it comes and never torn; how it ended on each
-host is told at the end. A host that cannot be reached does not keep the others
-from their work.
-
-The command is given to each host's kernel as it stands after the `--`: no shell
-reads it, so use `sh -c '…'` for pipes and variables. It runs in the home folder,
-with nothing on its stdin; `python` is the interpreter that the inventory names.
-Ctrl-C ends it on every host, with all that it started.
-
-Without a command it opens a shell on the one host that is named.
-"""
-
-SHELL_EPILOG = """\
-examples:
-  kit shell lab.yaml -- nvidia-smi -L
-  kit shell lab.yaml 'gpu[1-3]' -- sh -c 'df -h ~ | tail -1'
-  kit shell lab.yaml -- python -c 'import torch; print(torch.__version__)'
-  kit shell lab.yaml --timeout 10 -- sudo -n true
-  kit shell lab.yaml gpu2                  a shell on gpu2
-
-exit codes:
-  0    exit status 0 on all hosts
-  1    not so on some, or one could not be reached
-  2    wrong usage of the command line
-  130  stopped by Ctrl-C
-"""
-
-TEST = """\
-Print precision, recall and F1 of each class, and which were taken for which, of
-a run's weights on its task's test data. Computed by the run's own code on the
-first of its nodes that has the newest weights; nothing is written there.
-"""
-
-PREDICT = """\
-Print the label that a run's weights give to each text, and its probability.
-Computed by the run's own code on a node that has the weights.
-"""
-
-DRILL = """\
-Run the job once as it is, and then once per fault, with that fault in the
-middle. For each: when it was detected, when training went on, how many steps
-had to be done again, and whether the loss curve is still the unbroken run's:
-bit for bit, or to rounding where the world size changed meanwhile.
-
-Without a command the job is half a minute of kit's own training module. A job
-of your own (the inventory's, or after --) should be short, too. Nothing is left
-running or broken, and the inventory's own runs are left alone.
-"""
-
-DRILL_EPILOG = """\
-examples:
-  kit drill lab.yaml                      all that lab.yaml's hosts allow
-  kit drill lab.yaml worker node          these two
-  kit drill lab.yaml -- train.py --small  your own job
-
-exit codes:
-  0    every fault was survived
-  1    one was not, or could not be tried though asked for, or the job fails as it is
-  2    wrong usage, or a fault that is not possible there
-  130  stopped by Ctrl-C
-"""
-
-INIT = """\
-Write an inventory by looking. The hosts are those named, or those of a file; kit
-logs in to each, as ssh would, and notes its GPUs, cores, interfaces and the
-interpreters that have torch. What has one answer becomes a key; what has several
-becomes a comment that begins with CHOOSE. A host that cannot be reached stays in
-the file, with the reason.
-
-Nothing is changed on any host. The file is checked before it is written, and an
-existing one is not written over.
-"""
-
-INIT_EXAMPLES = """\
-examples:
-  kit init gpu1 gpu2 user@10.0.0.13          these; any name that ssh knows
-  kit init gpu[01-16] -o lab.yaml            a hostlist, into lab.yaml
-  kit init --ssh-config 'gpu*'               the hosts of ~/.ssh/config, or some of them
-  kit init --hostfile hosts                  of MPI, DeepSpeed or Horovod: gpu1 slots=8, gpu1:8
-  kit init --ansible hosts.ini --group gpu   an Ansible inventory: INI, YAML, or ansible-inventory --list
-  kit init --slurm -o slurm.yaml             the cluster whose login node this is
-
-exit codes:
-  0    written
-  1    not written, or written with no host that could be reached
-  2    wrong usage
-"""
-
-CHECK = """\
-Look at all hosts of an inventory at once, in ten seconds at most: can they be logged in to, is there room
-to write, do Python, torch, CUDA, NCCL and what the script imports agree, are the GPUs well and free, do the
-clocks agree, does the network carry the job, and has an earlier run left anything behind. A table of hosts
-and checks, and for each cell that is not well: what was found, what was wanted, and what mends it.
-
-Nothing is changed on the hosts. kit up runs the same checks, but for the network, before it starts anything.
-"""
-
-CHECK_EXAMPLES = """\
-examples:
-  kit check lab.yaml                     the hosts, and the job that the inventory names
-  kit check lab.yaml -- train.py         would this script start there?
-  kit check lab.yaml --deep              and then a real rendezvous and an all-reduce over all of them
-  kit check lab.yaml --json | jq '.findings[] | select(.level != "ok")'
-
-exit codes:
-  0    a job could start; warnings are told apart
-  1    something would keep it from that, or bad input
-  2    wrong usage of the command line
-"""
-
-CLEAN = """\
-End what earlier runs have left on the hosts: processes whose agent is gone, their shared memory, and agents
-of runs that are over. Each is known by what the run has recorded of it (pid, start time and boot), and by
-nothing else: what only looks like it is left alone, and so is a run that is running.
-
-What has said something in the last two minutes may still train: that is ended only if you say so.
-"""
-
-COMPARE = """\
-Train the same task with the same data, seed and batch by every engine on this
-machine, one after the other, and measure: how long the whole run took, samples
-per second in training, the greatest memory of any rank, the accuracy, and how
-many times the throughput of one process it was (single).
-
-A table, the same as CSV, a bar chart, and each run's log, result and metrics.
-An engine that cannot run here is a row with the reason. single and dp are one
-process, and run once. A batch is shared by all ranks, whatever their number.
-"""
-
-COMPARE_EXAMPLES = """\
-examples:
-  kit compare                                     the digits by all engines
-  kit compare --task text -- --epochs 2           the sentences; after the --, options of the shared module
-  kit compare --engines single,ddp,deepspeed:3 --nproc 1,2,4
-  kit compare --engines single,ddp,ddp:bf16,ddp:spawn:bf16
-
-after an engine, if wanted: :0 to :3 (deepspeed's stage), :bf16, :fp16, :spawn (its ranks without torchrun)
-
-"""
-
-
-BENCH = """\
-Measure the network between the hosts, over the interfaces that a job would take:
-bandwidth and round trip of every pair, each way, and the all-reduce over all
-nodes by the hosts' own torch. Names the link or the node that is slow.
-
-With --plan: what that network leaves of a model's speed on 1 to N nodes, and
-what to do about it, before the money is spent.
-
-Nothing is left running on the hosts, and nothing written; but --plan job leaves
-kit's package and its copy of the code on the first one, as `kit up` would.
-"""
-
-BENCH_EPILOG = """\
-MODEL is a number of parameters (110e6, 7B), a transformers config.json or its folder, or `job`: the model of
-the inventory's own job, whose step is then measured, too, on the first node.
-
-examples:
-  kit bench lab.yaml                                  pairs and all-reduce
-  kit bench lab.yaml --png network.png                likewise, and a picture
-  kit bench lab.yaml --plan 7B --step-time 2.1        what 7 G parameters would cost
-  kit bench lab.yaml --plan job                       what this very job would
-  kit bench --plan 110e6 --step-time 0.4 --link 1Gb   without hosts
-
-exit codes:
-  0    measured, slow links or not
-  1    bad input, a host that cannot be used, or a pair or all-reduce that could not be measured
-  2    wrong usage of the command line
-  130  stopped by Ctrl-C
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    if "_ARGCOMPLETE" in os.environ:
+        from nodekit.deploy import completion
+
+        completion.answer(_parser())
     argv = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if (
@@ -273,36 +45,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Version(argparse.Action):
+    """What argparse has for this wants the version at once, and finding it takes longer than all else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        print(f"kit {metadata.version('nodekit')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kit",
         description="Multi-node PyTorch training from one inventory file.",
-        epilog=f"{EXIT_CODES}\nstart with: kit up",
+        epilog=f"{helptext.EXIT_CODES}\nstart with: kit up",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kit {metadata.version('nodekit')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show kit's version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_init(commands)
     _add_up(commands)
     _add_check(commands)
     for name, function, help_text in (
         ("status", _status, "what each node of a run is doing"),
-        ("logs", _logs, "the output of a run's ranks"),
         ("down", _down, "stop a run on every node"),
     ):
-        command = _add(commands, name, function, help_text)
+        command = arguments.add(commands, name, function, help_text)
         command.add_argument(
             "run_id",
             metavar="RUN",
             nargs="?",
             help="a run's id or its beginning, or a sweep's (the latest run)",
         )
-        _add_ssh(command)
-        if name == "logs":
-            command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-            command.add_argument("--node", metavar="N", help="this node only")
-            command.add_argument("--rank", metavar="R", type=int, help="this rank only")
+        arguments.add_ssh(command)
         if name == "down":
             command.add_argument(
                 "--force", action="store_true", help="kill at once, with no time for a snapshot"
@@ -312,58 +89,60 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="nodes that cannot be reached are off, you know it: kit up may go on without them",
             )
+            command.add_argument(
+                "--fetch", action="store_true", help="copy its logs to this machine (kit logs)"
+            )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for programs")
-    command = _add(
+    from nodekit.deploy import board, completion, lab, notify, report, rm, runs_table, showlogs, why
+
+    _add_watch(commands)
+    showlogs.add_command(commands)
+    why.add_command(commands)
+    report.add_commands(commands)
+    board.add_command(commands)
+    command = arguments.add(
         commands, "supervise", _supervise, "what `kit up -d` leaves running: act for a run, unwatched"
     )
     command.add_argument("run_id")
-    _add_ssh(command)
-    listing = _add(commands, "runs", _runs, "the runs on record, oldest first")
-    listing.add_argument("--json", action="store_true", help="for programs")
+    _add_metrics(command)
+    arguments.add_ssh(command)
+    runs_table.add_command(commands)
+    rm.add_command(commands)
     _add_apply(commands)
     _add_export(commands)
     _add_shell(commands)
     _add_drill(commands)
     _add_compare(commands)
     _add_bench(commands)
-    _add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
-    from nodekit.deploy import lab
-
+    arguments.add(commands, "schema", _schema, "the JSON Schema of an inventory, for editors")
+    notify.add_command(commands)
+    completion.add_command(commands)
     lab.add_commands(commands)
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    function: object,
-    help_text: str,
-    description: str | None = None,
-    epilog: str | None = None,
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name,
-        help=help_text,
-        description=description or help_text[0].upper() + help_text[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=function)
-    return command
-
-
-def _add_ssh(command: argparse.ArgumentParser) -> None:
+def _add_metrics(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--accept-new-host-keys",
-        action="store_true",
-        help="add the key of a host that is not in known_hosts yet (a changed key is refused all the same)",
+        "--metrics-port", metavar="PORT", type=int, help="serve nodekit_* metrics for Prometheus there"
+    )
+    command.add_argument(
+        "--metrics-address",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="with --metrics-port: on this address of this machine, 0.0.0.0 for all (%(default)s)",
     )
 
 
 def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(commands, "init", _init, "write an inventory by looking at the hosts", INIT, INIT_EXAMPLES)
+    command = arguments.add(
+        commands,
+        "init",
+        _init,
+        "write an inventory by looking at the hosts",
+        helptext.INIT,
+        helptext.INIT_EXAMPLES,
+    )
     command.usage = "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm] [options]"
     command.add_argument(
         "hosts", metavar="HOST", nargs="*", help="the hosts; beside a file: only these of it, * and ? allowed"
@@ -385,12 +164,17 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="what to write, - for stdout (%(default)s)",
     )
     command.add_argument("--force", action="store_true", help="write over FILE if it is there")
-    _add_ssh(command)
+    arguments.add_ssh(command)
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
-        commands, "up", _up, "bring up the job of an inventory and watch it", UP, UP_EXAMPLES + EXIT_CODES
+    command = arguments.add(
+        commands,
+        "up",
+        _up,
+        "bring up the job of an inventory and watch it",
+        helptext.UP,
+        helptext.UP_EXAMPLES + helptext.EXIT_CODES,
     )
     command.usage = "kit up [INVENTORY] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument(
@@ -414,6 +198,9 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
     command.add_argument(
+        "--plain", action="store_true", help="lines in place of the live view that a terminal gets"
+    )
+    command.add_argument(
         "--sweep",
         metavar="OPTION=V,V…",
         action="append",
@@ -421,12 +208,35 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="under Slurm: a run for each value, with `--OPTION V` after the command, in one array; given again, "
         "every value with every other",
     )
-    _add_ssh(command)
+    _add_metrics(command)
+    arguments.add_ssh(command)
+
+
+def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = arguments.add(commands, "watch", _watch, "a live view of a run", helptext.WATCH)
+    command.add_argument(
+        "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
+    )
+    command.add_argument(
+        "--plain", action="store_true", help="lines in place of the live view, in a terminal too"
+    )
+    arguments.add_ssh(command)
+    command = arguments.add(
+        commands, "drain", _drain, "take a node out of a job that goes on", helptext.DRAIN
+    )
+    command.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
+    command.add_argument("node", metavar="NODE", help="the node's name in the inventory")
+    command.add_argument("--undo", action="store_true", help="let it come back into the job")
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
-        commands, "check", _check, "would a job run on the hosts of an inventory?", CHECK, CHECK_EXAMPLES
+    command = arguments.add(
+        commands,
+        "check",
+        _check,
+        "would a job run on the hosts of an inventory?",
+        helptext.CHECK,
+        helptext.CHECK_EXAMPLES,
     )
     command.usage = "kit check INVENTORY [options] [-- SCRIPT.py ARGS…]"
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
@@ -439,17 +249,23 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="most seconds, without --deep's (%(default)g)",
     )
     command.add_argument("--json", action="store_true", help="for programs")
-    _add_ssh(command)
-    clean = _add(commands, "clean", _clean, "end what earlier runs have left on the hosts", CLEAN)
+    arguments.add_ssh(command)
+    clean = arguments.add(
+        commands, "clean", _clean, "end what earlier runs have left on the hosts", helptext.CLEAN
+    )
     clean.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
     clean.add_argument("--yes", action="store_true", help="end also what may still train")
     clean.add_argument("--dry-run", action="store_true", help="say what would be ended, and end nothing")
-    _add_ssh(clean)
+    arguments.add_ssh(clean)
 
 
 def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    test = _add(commands, "test", _test, "how good a run's weights are on the task's test data", TEST)
-    predict = _add(commands, "predict", _predict, "the labels that a run's weights give to texts", PREDICT)
+    test = arguments.add(
+        commands, "test", _test, "how good a run's weights are on the task's test data", helptext.TEST
+    )
+    predict = arguments.add(
+        commands, "predict", _predict, "the labels that a run's weights give to texts", helptext.PREDICT
+    )
     test.add_argument("run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)")
     predict.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
     predict.add_argument("texts", metavar="TEXT", nargs="*", help="what to label")
@@ -465,12 +281,17 @@ def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "--timeout", metavar="S", type=float, default=600.0, help="seconds to wait (%(default)g)"
         )
         command.add_argument("--json", action="store_true", help="for programs")
-        _add_ssh(command)
+        arguments.add_ssh(command)
 
 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
-        commands, "export", _export, "write the job of an inventory for another tool", EXPORT, EXPORT_EPILOG
+    command = arguments.add(
+        commands,
+        "export",
+        _export,
+        "write the job of an inventory for another tool",
+        helptext.EXPORT,
+        helptext.EXPORT_EPILOG,
     )
     command.usage = "kit export INVENTORY [--to FORMAT] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
@@ -491,17 +312,17 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=29500,
         help="where the nodes meet on the first host (%(default)s)",
     )
-    _add_ssh(command)
+    arguments.add_ssh(command)
 
 
 def _add_shell(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
+    command = arguments.add(
         commands,
         "shell",
         _shell,
         "run a command on the hosts of an inventory, or log in",
-        SHELL,
-        SHELL_EPILOG,
+        helptext.SHELL,
+        helptext.SHELL_EPILOG,
     )
     command.usage = "kit shell INVENTORY [HOSTS] [options] [-- COMMAND ARG…]"
     command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
@@ -510,14 +331,16 @@ def _add_shell(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--timeout", metavar="S", type=float, help="end it on a host where it takes longer than S seconds"
     )
-    _add_ssh(command)
+    arguments.add_ssh(command)
 
 
 def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from nodekit.deploy.faults import help_text
 
-    epilog = f"{help_text()}\n{DRILL_EPILOG}"
-    command = _add(commands, "drill", _drill, "break a job, and see that it survives", DRILL, epilog)
+    epilog = f"{help_text()}\n{helptext.DRILL_EPILOG}"
+    command = arguments.add(
+        commands, "drill", _drill, "break a job, and see that it survives", helptext.DRILL, epilog
+    )
     command.usage = "kit drill [INVENTORY] [FAULT…] [options] [-- SCRIPT.py ARGS…]"
     command.add_argument(
         "inventory",
@@ -530,17 +353,17 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--list", action="store_true", help="which faults the inventory allows, and run nothing"
     )
     command.add_argument("--json", action="store_true", help="the results for programs, on stdout")
-    _add_ssh(command)
+    arguments.add_ssh(command)
 
 
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
+    command = arguments.add(
         commands,
         "compare",
         _compare,
         "train by every engine on this machine, and measure",
-        COMPARE,
-        COMPARE_EXAMPLES + EXIT_CODES,
+        helptext.COMPARE,
+        helptext.COMPARE_EXAMPLES + helptext.EXIT_CODES,
     )
     command.usage = "kit compare [options] [-- OPTIONS OF python -m nodekit.training…]"
     command.add_argument("--engines", metavar="NAME,NAME…", help="which (all)")
@@ -559,8 +382,13 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _add(
-        commands, "bench", _bench, "measure the network, and forecast what it costs", BENCH, BENCH_EPILOG
+    command = arguments.add(
+        commands,
+        "bench",
+        _bench,
+        "measure the network, and forecast what it costs",
+        helptext.BENCH,
+        helptext.BENCH_EPILOG,
     )
     command.usage = "kit bench [INVENTORY] [--plan MODEL --step-time S] [options]"
     command.add_argument("inventory", metavar="INVENTORY", nargs="?", help="the inventory file")
@@ -599,15 +427,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument(
         "--latency", metavar="T", default="0.2ms", help="with --link: of a round trip (%(default)s)"
     )
-    _add_ssh(command)
+    arguments.add_ssh(command)
 
 
-def _ssh_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
-    from nodekit.deploy.cluster import SshOptions
+def _metrics(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
+    if args.metrics_port is None:
+        return None
+    from nodekit.deploy.metrics_port import Place
 
-    return SshOptions(
-        accept_new_host_keys=args.accept_new_host_keys, notice=lambda text: print(text, file=sys.stderr)
-    )
+    return Place(args.metrics_port, args.metrics_address)
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -622,7 +450,7 @@ def _init(args: argparse.Namespace) -> int:
         slurm=args.slurm,
         output=args.output,
         force=args.force,
-        ssh=_ssh_options(args),
+        ssh=arguments.ssh_options(args),
     )
     is_file = str(args.output) != "-"
     talk = sys.stdout if is_file else sys.stderr
@@ -654,11 +482,25 @@ def _up(args: argparse.Namespace) -> int:
             detach=args.detach,
             new=args.new,
             quiet=args.quiet,
+            plain=args.plain,
             sweep=tuple(args.sweep),
             skip_check=args.skip_check,
-            ssh=_ssh_options(args),
+            metrics=_metrics(args),
+            ssh=arguments.ssh_options(args),
         )
     )
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from nodekit.deploy import watch
+
+    return watch.run_watch(args)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from nodekit.deploy import drain
+
+    return drain.run_drain(args)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -672,7 +514,7 @@ def _check(args: argparse.Namespace) -> int:
             command=tuple(args.command) or None,
             deep=args.deep,
             timeout_s=args.timeout,
-            ssh=_ssh_options(args),
+            ssh=arguments.ssh_options(args),
         )
     )
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
@@ -685,7 +527,7 @@ def _clean(args: argparse.Namespace) -> int:
     from nodekit.inventory.load import load_inventory
 
     inventory = load_inventory(_inventory(args))
-    with cluster.links(inventory.hosts, _ssh_options(args), some=True) as links:
+    with cluster.links(inventory.hosts, arguments.ssh_options(args), some=True) as links:
         found = leftovers.look(links, inventory)
         failed = [str(each) for each in found.values() if isinstance(each, Exception)]
         here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
@@ -733,7 +575,7 @@ def _drill(args: argparse.Namespace) -> int:
         faults=tuple(args.faults),
         command=tuple(args.command),
         json=args.json,
-        ssh=_ssh_options(args),
+        ssh=arguments.ssh_options(args),
     )
     return list_faults(options.inventory) if args.list else drill(options)
 
@@ -763,7 +605,7 @@ def _bench(args: argparse.Namespace) -> int:
     return bench(
         Options(
             inventory=_inventory(args) if args.inventory else None,
-            ssh=_ssh_options(args),
+            ssh=arguments.ssh_options(args),
             max_size=args.max_size,
             time_limit_s=args.time_limit,
             pair_s=args.seconds,
@@ -787,7 +629,9 @@ def _export(args: argparse.Namespace) -> int:
     from nodekit.deploy import export
     from nodekit.deploy.start import Options
 
-    options = Options(inventory=_inventory(args), command=tuple(args.command) or None, ssh=_ssh_options(args))
+    options = Options(
+        inventory=_inventory(args), command=tuple(args.command) or None, ssh=arguments.ssh_options(args)
+    )
     if args.to == "sbatch":
         from nodekit.slurm import export as sbatch
 
@@ -831,7 +675,9 @@ def _shell(args: argparse.Namespace) -> int:
     is_terminal = {name: stream.isatty() for name, stream in streams.items()}
     colour = {name: is_one and "NO_COLOR" not in os.environ for name, is_one in is_terminal.items()}
     ended: dict[str, shell.Ended] = {}
-    with shell.Commands(hosts, args.command, timeout_s=args.timeout, ssh=_ssh_options(args)) as commands:
+    with shell.Commands(
+        hosts, args.command, timeout_s=args.timeout, ssh=arguments.ssh_options(args)
+    ) as commands:
         for event in commands.events():
             if isinstance(event, shell.Ended):
                 ended[event.host] = event
@@ -867,7 +713,9 @@ def _predict(args: argparse.Namespace) -> int:
 def _apply_options(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its import is slow
     from nodekit.deploy.apply import Options
 
-    return Options(weights=args.weights, timeout_s=args.timeout, json=args.json, ssh=_ssh_options(args))
+    return Options(
+        weights=args.weights, timeout_s=args.timeout, json=args.json, ssh=arguments.ssh_options(args)
+    )
 
 
 def _supervise(args: argparse.Namespace) -> int:
@@ -876,7 +724,13 @@ def _supervise(args: argparse.Namespace) -> int:
     from nodekit.deploy.up import supervise
 
     run = runs.find(args.run_id)
-    return supervise(run, Options(inventory=Path(run.inventory_path), quiet=True, ssh=_ssh_options(args)))
+    options = Options(
+        inventory=Path(run.inventory_path),
+        quiet=True,
+        metrics=_metrics(args),
+        ssh=arguments.ssh_options(args),
+    )
+    return supervise(run, options)
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -886,13 +740,13 @@ def _status(args: argparse.Namespace) -> int:
     if members := runs.sweep(args.run_id):
         from nodekit.slurm import sweep
 
-        return sweep.status(members, _ssh_options(args), as_json=args.json)
+        return sweep.status(members, arguments.ssh_options(args), as_json=args.json)
     run = runs.find(args.run_id)
     if run.slurm:
         from nodekit.slurm import show
 
-        return show.status(run, _ssh_options(args), as_json=args.json)
-    with cluster.links(up.inventory_of(run).hosts, _ssh_options(args), some=True) as links:
+        return show.status(run, arguments.ssh_options(args), as_json=args.json)
+    with cluster.links(up.inventory_of(run).hosts, arguments.ssh_options(args), some=True) as links:
         found = up.statuses(run, links)
     alive = any(status["alive"] for status in found.values())
     state = run.state if run.state in runs.ENDED or alive else "ended while nobody watched; kit up goes on"
@@ -910,24 +764,9 @@ def _status(args: argparse.Namespace) -> int:
                 status["state"] = "gone"
             line = status_line(status, now=time.time())
         print(f"  {name.ljust(width)}  {line}")
+    if run.state == "failed":
+        print(f"why: kit why {run.run_id}")
     return 0
-
-
-def _logs(args: argparse.Namespace) -> int:
-    from nodekit.deploy import cluster, runs, up
-    from nodekit.deploy.showlogs import show
-
-    run = runs.find(args.run_id)
-    if run.slurm:
-        from nodekit.slurm import show as slurm_show
-
-        return slurm_show.logs(run, _ssh_options(args), node=args.node, rank=args.rank, follow=args.follow)
-    hosts = [host for host in up.inventory_of(run).hosts if args.node in (None, host.name)]
-    if not hosts:
-        raise KitError(f"{run.run_id} has no node '{args.node}'; it has {', '.join(run.nodes)}")
-    with cluster.links(hosts, _ssh_options(args), some=True) as links:
-        show(run, links, rank=args.rank, follow=args.follow)
-        return 0 if len(links) == len(hosts) else 1
 
 
 def _down(args: argparse.Namespace) -> int:
@@ -936,35 +775,13 @@ def _down(args: argparse.Namespace) -> int:
     if members := runs.sweep(args.run_id):
         from nodekit.slurm import sweep
 
-        return sweep.down(members, _ssh_options(args))
+        return sweep.down(members, arguments.ssh_options(args), fetch=args.fetch)
     run = runs.find(args.run_id)
     if run.slurm:
         from nodekit.slurm import backend
 
-        return backend.down(run, _ssh_options(args))
-    return up.down(run, _ssh_options(args), force=args.force, lost=args.lost)
-
-
-def _runs(args: argparse.Namespace) -> int:
-    from nodekit.deploy import runs
-
-    found = runs.all_runs()
-    if args.json:
-        print(json.dumps([runs.public(run) for run in found], indent=2))
-        return 0
-    if not found:
-        print(f"no run on record in {runs.folder()}; start one: kit up INVENTORY")
-    width = max((len(run.run_id) for run in found), default=0)
-    for run in found:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created))
-        # Which nodes a run has that is in Slurm's queue, Slurm knows.
-        num_nodes = str(run.inventory["slurm"]["nodes"] if run.slurm else len(run.nodes))
-        nodes = f"{num_nodes} node" + ("" if num_nodes == "1" else "s")
-        values = f"{run.slurm['values']}  " if "values" in run.slurm else ""
-        print(
-            f"{run.run_id.ljust(width)}  {started}  {nodes:<9} {run.state:<10} {values}{run.verdict}".rstrip()
-        )
-    return 0
+        return backend.down(run, arguments.ssh_options(args), fetch=args.fetch)
+    return up.down(run, arguments.ssh_options(args), force=args.force, lost=args.lost, fetch=args.fetch)
 
 
 def _schema(args: argparse.Namespace) -> int:  # noqa: ARG001  # every command has this signature

@@ -83,12 +83,13 @@ class Job:
 
 
 def copied(path: Path, *, name: str) -> str:
-    """An inventory file under another name, to lie in another folder."""
+    """An inventory file under another name, to lie in another folder, and without `notify:`."""
     from nodekit.inventory.source import parse
 
     data = parse(path.read_text(encoding="utf-8")).data
     assert isinstance(data, dict), "it was loaded before"
     data["name"] = name
+    data.pop("notify", None)  # nobody is to be called for a fault that is meant
     hosts = data.get("hosts")
     blocks = list(hosts.values()) if isinstance(hosts, dict) else []
     for block in [data, *(each for each in blocks if isinstance(each, dict))]:

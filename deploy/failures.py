@@ -9,20 +9,58 @@ from dataclasses import dataclass
 
 # What a rank prints when another one went away. A rank that says this did not start it.
 _BYSTANDER = re.compile(
-    r"Connection (?:reset|closed|refused) by peer|Connection closed by (?:remote )?peer|Broken pipe"
+    r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
     r"|ncclRemoteError|remote process exited|Socket Timeout|Timed out waiting \d+ms for (?:recv|send)"
     r"|Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
-    r"|failed to connect to all peers|recvValue failed|sendBytes failed|Failed to recv"
+    r"|failed to connect to all peers|recvValue failed|sendBytes failed|Failed to recv|Connection was likely closed"
     r"|store.*(?:connection was likely closed|has been destroyed)|NCCL communicator was aborted"
-    r"|\[.*gloo/transport/.*\].*(?:Read error|Write error|Read timeout|Connection)",
+    r"|\[.*gloo/transport/.*\].*(?:Read error|Write error|Read timeout|Socket closed)"
+    r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
+_IN_VAIN = re.compile(
+    r"failed to pass monitoredBarrier|reached monitoredBarrier, but|wait timeout after \d+ms, keys"
+)
+# In these words it is named who was waited for.
+_AWAITED = re.compile(
+    r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier"
+    r"|wait timeout after \d+ms, keys: \S*//(?:cpu|cuda)//\S*/(?P<rank>\d+)\s*$",
+    re.MULTILINE,
+)
+# Words of the network, where what another rank did cannot be told from a fault of this one.
+_NETWORK = re.compile(
+    r"\bNCCL\b|nccl[A-Z]\w+Error|\bgloo\b|c10d|Dist(?:Backend|Network|Store)Error|TCPStore|client socket has",
+    re.IGNORECASE,
+)
+# ... and in these it can: nobody else did that.
+_OWN = re.compile(
+    r"address already in use|EADDRINUSE|Duplicate GPU|no socket interface|neither AF_INET|out of memory"
+    r"|No space left|Unable to find (?:address|interface)|Unable to resolve|invalid usage|unhandled cuda error",
+    re.IGNORECASE,
+)
+_LOCAL = re.compile(r"/multiprocessing/|/concurrent/futures/|/subprocess\.py$")
 _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
 )
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# The stack of a C++ exception: a dozen lines that push the message out of sight.
+_FRAME = re.compile(r"frame #\d+:|#\d+ .* from |C\+\+ CapturedTraceback:|Exception raised from ")
 _HEADER = "Traceback (most recent call last):"
+_FATAL = "Fatal Python error: "
+_LINES_BEFORE_FATAL, _FATAL_FRAMES = 6, 8
 _MAX_ERROR_LINES = 60
+_MAX_MESSAGE_LINES = 30
+_LAST_LINES = 10
+_TELLING_LINES = 12
+_KERNELS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+_NODES_FAULT = re.compile(
+    r"killed by signal|exited unexpectedly|ConnectionResetError|BrokenPipeError|EOFError|CUDA|NCCL|MemoryError"
+    r"|Cannot allocate|Input/output error|Read-only file"
+)
+_UNHEARD = (signal.SIGKILL, signal.SIGSTOP)
+CLOSE_S = 5.0
+"""Two failures this close to each other are told apart by what they say, not by when."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +79,36 @@ class Failure:
     log: str
     error: str
     """Its last traceback, or the last lines it wrote."""
+    kernel: tuple[str, ...] = ()
+    """What the kernel of its node said of it."""
+
+
+def last_words(text: str, exitcode: int) -> str:
+    """What of a log tells why its process ended so.
+
+    SIGKILL leaves no time for words: what is there is of before, and only shown as its last lines.
+    """
+    return _last_lines(_lines_of(text)) if -exitcode in _UNHEARD else last_traceback(text)
+
+
+def _lines_of(text: str) -> list[str]:
+    lines = _RANK_PREFIX.sub("", _COLOUR.sub("", text).replace("\r", "\n")).splitlines()
+    return [line for line in lines if not _FRAME.match(line.lstrip())]
+
+
+def _last_lines(lines: Sequence[str]) -> str:
+    return "\n".join([line for line in lines if line.strip()][-_LAST_LINES:])
 
 
 def last_traceback(text: str) -> str:
     """The last Python traceback in a log, without torch's ``[rankN]:`` prefixes; else the last lines."""
-    lines = _RANK_PREFIX.sub("", text.replace("\r", "\n")).splitlines()
+    lines = _lines_of(text)
     starts = [number for number, line in enumerate(lines) if line.startswith(_HEADER)]
+    fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    if fatal and not (starts and _only_ends(lines[starts[-1] : fatal[-1]])):
+        return _fatal(lines, fatal[-1])
     if not starts:
-        return "\n".join([line for line in lines if line.strip()][-10:])
+        return _last_lines(lines)
     end = starts[-1] + 1
     while end < len(lines) and lines[end].startswith((" ", "\t")):
         end += 1
@@ -57,8 +117,8 @@ def last_traceback(text: str) -> str:
     message = end + 1
     while (
         message < len(lines)
-        and message - end < 8
-        and re.match(r"(?!terminate called)[^\s\[]", lines[message])
+        and message - end < _MAX_MESSAGE_LINES
+        and re.match(r"(?!terminate called|\s*\[(?!/)|\s*$)", lines[message])
     ):
         message += 1
     found = lines[starts[-1] : message]
@@ -67,17 +127,75 @@ def last_traceback(text: str) -> str:
     return "\n".join(found)
 
 
+def _fatal(lines: Sequence[str], begin: int) -> str:
+    """What python shows when a signal ends it: what was said before, and the user's frames, the last call first."""
+    before = [line for line in lines[:begin] if line.strip()][-_LINES_BEFORE_FATAL:]
+    threads = [number for number in range(begin, len(lines)) if lines[number].startswith("Current thread ")]
+    frames: list[str] = []
+    for line in lines[threads[-1] + 1 :] if threads else ():
+        if not line.startswith("  File ") or "/deploy/forkserver.py" in line or len(frames) == _FATAL_FRAMES:
+            break
+        frames.append(line)
+    return "\n".join([*before, lines[begin], *frames])
+
+
+def _only_ends(lines: Sequence[str]) -> bool:
+    """Whether from this traceback on nothing but the end of the interpreter is told: its threads abort it."""
+    last = last_traceback("\n".join(lines)).splitlines()[-1]
+    rest = lines[max(number for number, line in enumerate(lines) if line == last) + 1 :]
+    return not any(re.match(r"(?!terminate called|\[(?!/)|\s*$)", line) for line in rest)
+
+
+def message_of(error: str) -> str:
+    """Of a traceback what comes after its frames: the lines of code in it are no message. Else all of it."""
+    lines = error.splitlines()
+    if not lines or not lines[0].startswith(_HEADER):
+        return error
+    rest = [number for number, line in enumerate(lines) if number and not line.startswith((" ", "\t"))]
+    return "\n".join(lines[rest[0] :]) if rest else ""
+
+
+def _telling(error: str) -> str:
+    """The few lines that say what happened: the user's own output above them may speak of anything."""
+    message = message_of(error)
+    lines = [line for line in message.strip().splitlines() if not line.startswith('  File "')]
+    return "\n".join(lines[-_TELLING_LINES:] if message == error else lines[:_TELLING_LINES])
+
+
+def _raised_in(error: str) -> str:
+    """The file whose line raised."""
+    files = re.findall(r'^  File "([^"]+)", line', error, re.MULTILINE)
+    return files[-1] if files and error.startswith(_HEADER) else ""
+
+
 def is_echo(error: str, exitcode: int) -> bool:
     """Whether a worker that ended so only followed another one: a lost peer, or our own SIGTERM after it."""
     if exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return True
-    last = error.strip().splitlines()[-12:]
-    return bool(_BYSTANDER.search("\n".join(last)))
+    if -exitcode in _UNHEARD:
+        return False  # its last words are of before
+    if _LOCAL.search(_raised_in(error)):
+        return False  # a peer was lost, but one that it had started itself
+    return bool(_BYSTANDER.search(_telling(error)))
 
 
 def is_bystander(failure: Failure) -> bool:
-    """Whether a failure is only the echo of another one."""
-    return is_echo(failure.error, failure.exitcode)
+    """Whether a failure is only the echo of another one, or names another rank that did not come.
+
+    Who waited in vain is charged for it all the same (`is_echo`): the next attempt would wait as long.
+    """
+    return is_echo(failure.error, failure.exitcode) or bool(_IN_VAIN.search(_telling(failure.error)))
+
+
+def tells_its_end(error: str) -> bool:
+    """Whether these last words are of the end itself, and not the last of what was printed before."""
+    return error.startswith(_HEADER) or _FATAL in error
+
+
+def may_be_the_kernels(error: str, exitcode: int) -> bool:
+    """Whether the kernel of its node may have something to say of it."""
+    number = -exitcode if exitcode < 0 else exitcode - 128
+    return number in _KERNELS or bool(_NODES_FAULT.search(message_of(error)))
 
 
 def never_starts(error: str, exitcode: int) -> bool:
@@ -88,24 +206,51 @@ def never_starts(error: str, exitcode: int) -> bool:
     return bool(_NEVER_STARTS.match(last_line))
 
 
+def awaited(failures: Sequence[Failure]) -> tuple[int, ...]:
+    """The ranks that those who gave up waiting name as the ones that did not come."""
+    found = [match for each in failures for match in _AWAITED.finditer(_telling(each.error))]
+    ranks = {int(rank) for match in found for rank in re.findall(r"\d+", match["ranks"] or match["rank"])}
+    return tuple(sorted(ranks - {each.rank for each in failures}))
+
+
+def was_told(failure: Failure) -> bool:
+    """Whether SIGTERM ended it."""
+    return failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def is_network(failure: Failure) -> bool:
+    """Whether it speaks of the network between the ranks: then it may be another rank's doing."""
+    said = _telling(failure.error)
+    return bool(_NETWORK.search(said)) and not _OWN.search(said)
+
+
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The failure that began it; None without failures.
 
-    The earliest one that is nobody's echo; when all are echoes (a node died), the earliest of these.
+    The earliest one that is nobody's echo. One that speaks of the network gives way to another that does not, close
+    to it. Else one that was told to end, for kit's own agent tells none before it has looked. When all are echoes
+    (a node died), the earliest of these.
     """
     if not failures:
         return None
-    causes = [failure for failure in failures if not is_bystander(failure)] or list(failures)
-    return min(causes, key=lambda failure: failure.when)
+    causes = [failure for failure in failures if not is_bystander(failure)]
+    if not causes:
+        causes = [failure for failure in failures if was_told(failure)] or list(failures)
+    if all(is_bystander(failure) and not was_told(failure) for failure in causes):
+        # One that names who was waited for says most.
+        causes = [failure for failure in causes if _AWAITED.search(_telling(failure.error))] or causes
+    first = min(causes, key=lambda failure: failure.when)
+    own = [each for each in causes if not is_network(each) and each.when < first.when + CLOSE_S]
+    return min(own, key=lambda failure: failure.when) if own and is_network(first) else first
 
 
 def how_it_ended(exitcode: int) -> str:
     """``exit status 1`` or ``killed by SIGKILL``."""
-    if exitcode >= 0:
+    number = -exitcode if exitcode < 0 else exitcode - 128
+    if exitcode >= 0 and number not in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         return f"exit status {exitcode}"
     try:
-        name = signal.Signals(-exitcode).name
+        name = signal.Signals(number).name
     except ValueError:
-        name = f"signal {-exitcode}"
-    hint = " (the kernel's out-of-memory killer?)" if -exitcode == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+        name = f"signal {number}"
+    return f"killed by {name}" + (f", exit status {exitcode}" if exitcode >= 0 else "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy import check, cluster, plan, sync
+from nodekit.deploy.events import Gatherer
 from nodekit.deploy.judge import State
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import NodePlan
@@ -19,6 +20,7 @@ from nodekit.inventory.schema import Inventory
 
 GRACE_S = 30.0
 CALL_TIMEOUT_S = 30.0
+EVENTS_TIMEOUT_S = 5.0  # they are for people to read, and worth no long wait
 SYNC_TIMEOUT_S = 3600.0
 STOP_MARGIN_S = 10.0
 
@@ -128,20 +130,38 @@ class Hands:
         """Have a node write down another electorate."""
         self._call(name, "grant", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
 
-    def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False) -> Any:
-        """Stop a node's agent; what was found there."""
+    def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
+        """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
         return self.links[name].call(
             "stop",
             timeout_s=grace_s + STOP_MARGIN_S + 5,
             node_dir=self.node(name).node_dir,
             grace_s=grace_s + STOP_MARGIN_S,
             force=force,
+            for_good=for_good,
         )
 
     def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
         """Stop the run on every node that there is a link to: host → what was found there, or the exception."""
         there = {name: link for name, link in self.links.items() if name in self.run.nodes}
         return on_all(there, lambda link: self.stop(link.host, grace_s=grace_s, force=force))
+
+    def gather_events(self, gatherer: Gatherer) -> None:
+        """Add to the run's events what its nodes have written since, where they can be reached."""
+
+        def gather(link: Link) -> None:
+            at = gatherer.at(link.host)
+            while found := link.call(
+                "events",
+                timeout_s=EVENTS_TIMEOUT_S,
+                node_dir=self.node(link.host).node_dir,
+                file=at[0],
+                offset=at[1],
+            ):
+                gatherer.take(link.host, found, clock_offset=self.run.clock_offsets.get(link.host, 0.0))
+                at = gatherer.at(link.host)
+
+        on_all({name: link for name, link in self.links.items() if name in self.run.nodes}, gather)
 
     def status(self, name: str) -> dict[str, Any]:
         """A node's status."""

@@ -12,6 +12,7 @@ repeat: it is asked for again when its effect has not been seen after a while. T
 - When nodes are lost for a while and the others train on, the electorate is shrunk to them (`Grant`), and grown
   again when they are back, so that the next loss is measured against who is there.
 - What cannot be seen from here is left alone: a node out of sight whose peers train with it is fine.
+- A node that the user wants out has its agent ended (`Drain`), which saves with the others, and gets no other one.
 
 A supervisor may die at any moment and another go on from `State.to_dict`. So whoever calls `decide` must have
 `to_dict` on disk, when it differs from what is there, *before* it carries out the actions that came with it.
@@ -55,6 +56,8 @@ class Rules:
     max_nodes: int
     wait_s: float = 1800.0
     """How long the job may wait for enough nodes."""
+    drained: frozenset[str] = frozenset()
+    """Those that the user wants out of the job (`kit drain`); not of the inventory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +242,13 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """End the agent on a node while the job goes on without it."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Say:
     """Tell the user."""
 
@@ -253,7 +263,7 @@ class Finish:
     text: str = ""
 
 
-NodeAction = Start | Join | Fence | Grant | Stop
+NodeAction = Start | Join | Fence | Grant | Stop | Drain
 Action = NodeAction | Say | Finish
 
 
@@ -283,6 +293,7 @@ def decide(
         if turn.state.next_generation is None:
             _adjust_electorate(turn)
             _fill(turn)
+            _drain(turn)
         _wait(turn)
     return dataclasses.replace(turn.state, known=turn.known, said=turn.said), tuple(turn.actions)
 
@@ -328,7 +339,8 @@ class _Turn:
         return known.asked in ("start", "join") and self.now - known.asked_at < START_AGAIN_S
 
     def is_paused(self, name: str) -> bool:
-        return self.known[name].paused_until > self.now
+        """Whether it is to be left out now: it was lost too often, or the user wants it out."""
+        return name in self.rules.drained or self.known[name].paused_until > self.now
 
     def tell(self, text: str) -> None:
         """Say what happens this once."""
@@ -388,6 +400,8 @@ def _take_note(turn: _Turn) -> None:
 
 
 def _count_failure(turn: _Turn, name: str) -> None:
+    if name in turn.rules.drained:
+        return
     old = turn.known[name]
     is_forgiven = bool(old.failures) and turn.now - max(old.failures[-1], old.paused_until) > FORGIVEN_S
     failures = (*(() if is_forgiven else old.failures[-20:]), turn.now)
@@ -613,7 +627,7 @@ def _adjust_electorate(turn: _Turn) -> None:
             elif granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor]):
                 turn.change(electorate=granted, granted=None, stable_since=None)
                 return
-        for name in (name for name in turn.own if name not in written):
+        for name in (name for name in turn.own if name not in written and name not in turn.rules.drained):
             turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
         return
     members = next(iter(turn.rounds)) if len(turn.rounds) == 1 else frozenset[str]()
@@ -640,7 +654,7 @@ def _fill(turn: _Turn) -> None:
     wiped, has_host = _wiped(turn), state.host in turn.own
     if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
-    orphans = [name for name in turn.own if seen[name].state == "orphaned"]
+    orphans = [name for name in turn.own if seen[name].state == "orphaned" and name not in turn.rules.drained]
     for name in (
         orphans if has_host else ()
     ):  # what they were told of the host may be of an earlier process there
@@ -674,6 +688,25 @@ def _fill(turn: _Turn) -> None:
             turn.ask(name, "start", START_AGAIN_S, Start(name, is_new=each.fence < 0))
 
 
+def _drain(turn: _Turn) -> None:
+    """End the agents of nodes that the user wants out, where enough others are here or can come."""
+    drained, rules = turn.rules.drained, turn.rules
+    for name in (name for name in turn.in_sight if name in drained and turn.seen[name].alive):
+        others = [
+            each
+            for each in rules.nodes
+            if each not in drained
+            and (each in turn.here or (turn.seen[each].reachable and not turn.is_paused(each)))
+        ]
+        if len(others) >= rules.min_nodes:
+            turn.ask(name, "drain", ASK_AGAIN_S * 10, Drain(name))
+        else:
+            turn.say(
+                "drain",
+                f"{name} is not drained yet: {len(others)} of at least {rules.min_nodes} nodes are left",
+            )
+
+
 def _wait(turn: _Turn) -> None:
     """Say when the job waits for nodes, and give up after a long while."""
     state, rules = turn.state, turn.rules
@@ -693,10 +726,12 @@ def _wait(turn: _Turn) -> None:
     if turn.now - since > rules.wait_s:
         turn.actions.append(Finish("failed", f"waited {rules.wait_s:.0f} s for enough nodes"))
     elif turn.now - since > LAST_WORDS_S:
-        absent = [name for name in rules.nodes if name not in turn.here]
+        absent = [name for name in rules.nodes if name not in turn.here and name not in rules.drained]
+        out = [name for name in rules.nodes if name in rules.drained]
         turn.say(
             "wait",
             (f"{turn.lacks}; waiting up to {rules.wait_s:.0f} s" if turn.lacks else "")
             or f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
-            f"for {_names(absent)}",
+            f"for {_names(absent)}"
+            + (f" ({_names(out)}: drained; kit drain --undo)" if out else ""),
         )

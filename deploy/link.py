@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -28,7 +29,10 @@ SILENCE_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
 )
 
-OFFERED = ("nics", "hostfacts", "hostshell", "linkspeed", "netprobe", "probes", "survey", "tree")
+OFFERED = (
+    "board_host", "nics", "hostfacts", "hostshell", "linkspeed", "logbook", "logread", "netprobe", "points", "probes",
+    "removal", "survey", "tree",
+)  # fmt: skip
 """The modules whose functions a host can be asked to call."""
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
@@ -193,6 +197,11 @@ class Link:
         for waiter in list(self._waiting.values()):
             waiter.put({"lost": True})
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is gone."""
+        return self._lost is not None
+
     def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
         """Run `op` on the host and return its result.
 
@@ -288,27 +297,34 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
     return {name: results[name] for name in items}
 
 
+@functools.cache
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    served = f'{{name: sys.modules["nodekit.deploy." + name] for name in {OFFERED}}}'
-    return program((*OFFERED, "remote"), f"module.serve({served})")
+    return program((*OFFERED, "remote"), "module.serve(package)")
 
 
 def program(names: Sequence[str], last_line: str) -> bytes:
-    """Modules of `deploy` as one program in ASCII, each importing only those before it.
+    """Modules of `deploy` as one program in ASCII; in its last line, `module` is the last of them.
 
-    In its last line, `module` is the last of them.
+    The others are compiled when they are first asked for: most calls need few of them.
     """
     return f"""
-import sys, types
-for package in ("nodekit", "nodekit.deploy"):
-    sys.modules[package] = types.ModuleType(package)
-for name, text in {[(name, source(f"nodekit.deploy.{name}")) for name in names]!a}:
-    module = types.ModuleType("nodekit.deploy." + name)
-    sys.modules[module.__name__] = module
-    setattr(sys.modules["nodekit.deploy"], name, module)
-    exec(compile(text, name + ".py", "exec"), module.__dict__)
-del sys.modules["nodekit"]  # a host's own nodekit must be found, should anything look for it
+import sys, threading, types
+sources = { ({name: source(f"nodekit.deploy.{name}") for name in names})!a}
+package, lock = types.ModuleType("nodekit.deploy"), threading.RLock()
+def load(name):
+    if name not in sources:
+        raise AttributeError(name)
+    with lock:
+        if name not in vars(package):
+            module = types.ModuleType("nodekit.deploy." + name)
+            sys.modules[module.__name__] = module
+            exec(compile(sources[name], name + ".py", "exec"), module.__dict__)
+            setattr(package, name, module)
+        return vars(package)[name]
+package.__getattr__ = load
+sys.modules["nodekit.deploy"] = package  # and no "nodekit": a host's own must be found, should anything look for it
+module = load({names[-1]!a})
 {last_line}
 """.encode("ascii")
 

@@ -13,8 +13,9 @@ from nodekit.deploy.check import Facts, choose_interface
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.spec import AgentSpec
 from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Host, Inventory
-from nodekit.training import options
+from nodekit.training import options, trackers
 from nodekit.training.engines import EngineError, lacking
 from nodekit.training.engines.deepspeed_config import read_config
 from nodekit.training.tasks import TaskError
@@ -121,7 +122,7 @@ def refuse_options(
         code: the folder that is synced: rows of text in it are looked at, too.
         world_size: the number of ranks.
         env: what they would find in their environment.
-        modules: host → those of engines.LIBRARIES that are there.
+        modules: host → those of engines.LIBRARIES and trackers.TRACKERS that are there.
 
     Raises:
         KitError: it would refuse that.
@@ -129,7 +130,10 @@ def refuse_options(
     asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)})
     if asked is None:
         return
-    problems = {host: lacking(asked.engine, found) for host, found in modules.items()}
+    problems = {
+        host: lacking(asked.engine, found) or trackers.lacking(asked.track, found)
+        for host, found in modules.items()
+    }
     if without := [host for host, problem in problems.items() if problem]:
         raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
     own = asked.deepspeed_config
@@ -335,6 +339,7 @@ def spec_of(
         hang=timings.hang,
         skew_s=skew_s,
         copies=1 if inventory.snapshots.shared is not None else inventory.snapshots.copies,
+        keep_log_bytes=size_bytes(inventory.logs.keep),
         token=token,
         joins=joins,
     )

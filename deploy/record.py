@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy import hang, remote
+from nodekit.deploy.notes import Notes
 from nodekit.deploy.spec import AgentSpec
+from nodekit.deploy.usage import Usage
 
-STATUS_INTERVAL_S = 0.5
+STATUS_INTERVAL_S = 1.0
 RESERVE_BYTES = 256 * 1024
+MAX_RESULT_BYTES = 4096
 
 
 class Record:
@@ -26,6 +29,7 @@ class Record:
     def __init__(self, spec: AgentSpec) -> None:
         self._folder = Path(spec.node_dir)
         self.progress_dir = self._folder / "progress"
+        self.told_dir = self._folder / "told"
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._spec = spec
@@ -43,11 +47,29 @@ class Record:
         self._reserve = self._folder / "reserve"
         with contextlib.suppress(OSError):
             remote.write_private(str(self._reserve), bytes(RESERVE_BYTES))
-        for name in ("logs", "progress", "snapshots", "output"):
+        for name in ("logs", "progress", "told", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self.forget_progress()
+        remote.end_torn_line(str(self._folder / "events.jsonl"))
         self.event("agent-started", pid=os.getpid())
+        gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        usage = Usage(
+            spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
+        )
+        self._notes = Notes(
+            say=self.event,
+            told=self.told_dir,
+            snapshots=Path(spec.env.get("NODEKIT_SNAPSHOT_DIR") or self._folder / "snapshots"),
+            usage=usage.now,
+            num_nodes=len(spec.nodes),
+        )
         threading.Thread(target=self._watch_progress, daemon=True).start()
+
+    def begin(self, attempt: str, *, group_rank: int) -> None:
+        """An attempt begins: forget what ranks of an earlier one have told."""
+        self.forget_progress()
+        is_shared = self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+        self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not is_shared)
 
     def forget_progress(self) -> None:
         """Remove what ranks of an earlier attempt said of theirs."""
@@ -85,7 +107,10 @@ class Record:
         """The last status."""
         self._ended.set()
         self.read_progress()
-        self.event("agent-ended", state=state)
+        self.note(is_last=True)
+        result = self._result() if state == "succeeded" else None
+        told = {name: changes[name] for name in ("message", "no_progress") if changes.get(name)}
+        self.event("agent-ended", state=state, **told, **({"result": result} if result else {}))
         self.update(state=state, **changes)
 
     def read_progress(self) -> None:
@@ -94,6 +119,24 @@ class Record:
         if said:
             changed, text = min((each.mtime, each.text.strip()) for each in said)
             self.update(progress=text, progress_time=changed)
+
+    def note(self, *, is_last: bool = False) -> None:
+        """Note what the ranks have told and what the node uses, if it is time to."""
+        usage = self._notes.look(
+            str(self._status["progress"] or ""),
+            is_training=self._status["state"] == "running",
+            is_last=is_last,
+        )
+        if usage is not None:
+            self.update(usage=usage)
+
+    def _result(self) -> dict[str, Any]:
+        """The numbers and words of ``output/result.json``, which the training module writes at its end."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
+            found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
+            return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+        return {}
 
     @property
     def step(self) -> int | None:
@@ -113,3 +156,4 @@ class Record:
     def _watch_progress(self) -> None:
         while not self._ended.wait(STATUS_INTERVAL_S):
             self.read_progress()
+            self.note()

@@ -21,14 +21,14 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from nodekit.deploy import hostfacts
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 NO_WORKERS_GRACE_S = 3.0
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
-_POLL_S = 0.1
+_POLL_S = 0.2
 _BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
@@ -237,6 +237,18 @@ def append_private(path: str, data: bytes) -> None:
         os.close(handle)
 
 
+def end_torn_line(path: str) -> None:
+    """Give a last line that a crash has torn its end, so that the next one is not glued to it."""
+    try:
+        with open(path, "rb+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+    except OSError:
+        pass
+
+
 def start_time(pid: int) -> Optional[int]:
     """When the kernel started `pid`, in clock ticks since boot: with the pid, the name of one process."""
     try:
@@ -330,8 +342,10 @@ def tail(path: str, size: int = 4096) -> str:
         return ""
 
 
-def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
+def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = True) -> Dict[str, Any]:
     """End this node's agent and all it started: asked first, killed after `grace_s`, at once with `force`.
+
+    Not `for_good`, no word is left that the job is to end with it: the node leaves, and may come back.
 
     Returns what was found: ``{"was": "running" | "not running", "killed": bool}``.
     """
@@ -352,7 +366,8 @@ def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
         _settle_status(node_dir)
         return {"was": "not running", "killed": False}
     killed = False
-    _say_stop(node_dir)
+    if for_good:
+        _say_stop(node_dir)
     if not force:
         os.kill(record["pid"], signal.SIGTERM)
     start = time.monotonic()
@@ -367,7 +382,8 @@ def stop(node_dir: str, grace_s: float, force: bool = False) -> Dict[str, Any]:
             _kill(record["pid"], signal.SIGKILL)
         time.sleep(0.05)
     _kill_workers(node_dir)
-    _settle_status(node_dir)
+    if for_good:
+        _settle_status(node_dir)
     return {"was": "running", "killed": killed}
 
 
@@ -475,26 +491,57 @@ def logs(
     folder = os.path.join(os.path.expanduser(node_dir), "logs")
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.log"))):
         name = os.path.basename(path)
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = new.get(name)
-            if start is None:
-                start = max(0, size - tail_bytes) if tail_bytes is not None else 0
-            if size <= start:
-                new[name] = start
-                continue
-            file.seek(start)
-            data = file.read(LOG_CHUNK_BYTES)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                start = new.get(name)
+                if start is None:
+                    start = max(0, size - tail_bytes) if tail_bytes is not None else 0
+                if size <= start:
+                    new[name] = start
+                    continue
+                begin, data = read_data(file.fileno(), start, LOG_CHUNK_BYTES)
+        except FileNotFoundError:
+            continue  # of an earlier attempt, and removed for want of room
         whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if whole == 0 and len(data) == LOG_CHUNK_BYTES:
             whole = len(data)  # one endless line
-        if final and start + len(data) == size and whole < len(data):
-            whole, data = len(data), data + b"\n"
-        new[name] = start + whole
-        if whole:
-            text = data if final and start + whole == size else data[:whole]
-            found.append((name, text.decode("utf-8", "replace")))
+        new[name] = begin + whole
+        is_cut = len(data) < LOG_CHUNK_BYTES and begin + len(data) < size  # by a hole that begins there
+        if whole < len(data) and (is_cut or (final and begin + len(data) == size)):
+            new[name] = begin + len(data)
+            data += b"\n"
+            whole = len(data)
+        if whole or begin > start:
+            text = data[:whole].decode("utf-8", "replace")
+            if begin > start:
+                text = left_out(begin - start) + "\n" + text.partition("\n")[2]
+            found.append((name, text))
     return new, found
+
+
+def read_data(handle: int, start: int, limit: int) -> Tuple[int, bytes]:
+    """Where the next data of a file is, from `start` on, and at most `limit` bytes of it: holes are passed over.
+
+    Without data it is where the file ends.
+    """
+    while True:
+        try:
+            begin = os.lseek(handle, start, os.SEEK_DATA)
+            data = os.pread(handle, limit, begin)
+            # Asked again now that it is read: what has become a hole meanwhile was no data.
+            if os.lseek(handle, begin, os.SEEK_DATA) == begin:
+                return begin, data[: os.lseek(handle, begin, os.SEEK_HOLE) - begin]
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # there is none
+                raise
+            return max(start, os.fstat(handle).st_size), b""
+
+
+def left_out(num_bytes: int) -> str:
+    """What stands for so much of a log that is not kept."""
+    amount = "%.0f MB" % (num_bytes / 1e6) if num_bytes >= 1e7 else "%.1f MB" % (num_bytes / 1e6)
+    return "… %s left out …" % amount
 
 
 def follow(
@@ -502,24 +549,74 @@ def follow(
     part: Callable[[Any], None],
     offsets: Optional[Mapping[str, int]] = None,
     tail_bytes: Optional[int] = None,
+    events_at: Optional[Sequence[Any]] = None,
 ) -> Dict[str, Any]:
-    """Send status and new log lines as they come, at least one message every second, until the agent is gone."""
+    """Send status and new log lines as they come, at least one message every second, until the agent is gone.
+
+    And new events since `events_at`, where it is given.
+    """
     node_dir = os.path.expanduser(node_dir)
     last_status: Optional[Dict[str, Any]] = None
-    last_sent = 0.0
+    last_sent, last_looked, last_mark = 0.0, 0.0, None
     while True:
-        alive = status(node_dir)[
-            "alive"
-        ]  # asked before the logs are read: what was written last is not missed
+        # Asked before the logs are read: what was written last is not missed.
+        alive = agent_alive(node_dir) is not None
+        mark = _mark(node_dir) if alive else None
+        if mark is not None and mark == last_mark and time.monotonic() - last_looked < _BEAT_S:
+            time.sleep(_POLL_S)
+            continue
+        last_mark, last_looked = mark, time.monotonic()
         offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
+        found: List[List[Any]] = []
+        if events_at is not None:
+            found = events(node_dir, *events_at)
+            events_at = found[-1][:2] if found else events_at
         now = status(node_dir)
         now["alive"] = alive
-        if lines or now != last_status or time.monotonic() - last_sent > _BEAT_S:
-            part({"status": now, "logs": lines, "offsets": offsets, "time": time.time()})
+        if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
+            part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
             last_status, last_sent = now, time.monotonic()
-        if not alive and not lines:
+        if not alive and not lines and not found:
             return now
-        time.sleep(0 if lines else _POLL_S)
+        time.sleep(0 if lines or found else _POLL_S)
+
+
+def _mark(node_dir: str) -> List[Tuple[str, int, int]]:
+    """Changes when a file of the node's folder or of its logs does: looking at them all costs a core's share."""
+    found = []
+    for folder in (node_dir, os.path.join(node_dir, "logs")):
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    is_file = entry.is_file()
+                    stat = entry.stat() if is_file else None
+                    found.append((entry.name, stat.st_mtime_ns, stat.st_size) if stat else (entry.name, 0, 0))
+        except OSError:  # not there yet, or a file of it was just removed
+            found.append((folder, -1, time.monotonic_ns()))
+    return found
+
+
+def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
+    """A node's events since `offset` of its `file`, all where that is another: ``[[file, where it ends, line]]``.
+
+    A file is known by the time of its first event: a node whose disk is new begins another.
+    """
+    found: List[List[Any]] = []
+    try:
+        with open(os.path.join(os.path.expanduser(node_dir), "events.jsonl"), "rb") as events_file:
+            try:
+                name = repr(json.loads(events_file.readline())["time"])
+            except (ValueError, KeyError, TypeError):
+                name = "?"
+            place = offset if name == file else 0
+            events_file.seek(place)
+            data = events_file.read(LOG_CHUNK_BYTES)
+    except OSError:
+        return found
+    for line in data[: data.rfind(b"\n") + 1].splitlines(True):
+        place += len(line)
+        found.append([name, place, line.decode("utf-8", "replace")])
+    return found
 
 
 def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
@@ -621,6 +718,7 @@ OPS: Dict[str, Callable[..., Any]] = {
         inject,
         logs,
         follow,
+        events,
         read_file,
         tail,
         write_file,
@@ -630,8 +728,8 @@ OPS: Dict[str, Callable[..., Any]] = {
 }
 
 
-def serve(modules: Mapping[str, ModuleType]) -> None:
-    """Answer requests until stdin ends. `modules` are more modules whose public functions may be called."""
+def serve(modules: ModuleType) -> None:
+    """Answer requests until stdin ends. `modules` has more modules whose public functions may be called."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not break the protocol
     lock = threading.Lock()
@@ -652,7 +750,8 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
                 agent.stdin.close()
         for process in list(_attended):
             _end(process)
-        modules["hostshell"].close()
+        if "hostshell" in vars(modules):  # else nobody has asked for it
+            modules.hostshell.close()
         os._exit(0)
 
     def answer(request: Dict[str, Any]) -> None:
@@ -660,7 +759,7 @@ def serve(modules: Mapping[str, ModuleType]) -> None:
             name, args = request["op"], request["args"]
             if "." in name:
                 module, _, function = name.partition(".")
-                call = getattr(modules[module], function)
+                call = getattr(getattr(modules, module), function)
             else:
                 call = OPS[name]
             if "part" in call.__code__.co_varnames[: call.__code__.co_argcount]:

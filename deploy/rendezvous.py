@@ -243,6 +243,12 @@ class Rendezvous:
         return max(0, self._formed_size - len(self._state.state.participants))
 
     @property
+    def here(self) -> set[str]:
+        """Those of the round's members that are not gone, as of the last look."""
+        state: Any = self._state.state
+        return {self._spec.name_of(node.node_rank) for node in state.participants}
+
+    @property
     def present(self) -> list[int]:
         """The node_rank of each node that takes part or waits to, as of the last look."""
         state: Any = self._state.state

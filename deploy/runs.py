@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -78,6 +78,17 @@ class Run:
         elif self.folder.exists():
             write_private(str(path), by.encode())
 
+    @property
+    def drained(self) -> frozenset[str]:
+        """The nodes that the user wants out of the job (`kit drain`)."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return frozenset(json.loads((self.folder / "drained").read_text(encoding="utf-8")))
+        return frozenset()
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """Tell whoever supervises this run which nodes are to be out of it, and no others."""
+        write_private(str(self.folder / "drained"), json.dumps(sorted(nodes)).encode())
+
     def finish_stopped(self) -> None:
         """Record that it was stopped; all who see it end write down the same."""
         self.finish("stopped", f"stopped by {self.stopped_by}" if self.stopped_by else "stopped")
@@ -103,7 +114,8 @@ class Run:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
         line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
-        append_private(str(self.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
+        with contextlib.suppress(OSError):  # a full disk here must not end the run
+            append_private(str(self.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
 
 
 def folder() -> Path:
@@ -172,6 +184,24 @@ def sweep(run_id: str | None) -> list[Run]:
     return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
 
 
+def locked(path: Path) -> IO[str] | None:
+    """A file of ours (0600, made if it is not there), locked until it is closed; None while another has it."""
+    path.touch(mode=0o600)
+    file = path.open("r+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _sign(file: IO[str]) -> None:
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+
+
 class SupervisorLock:
     """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
 
@@ -183,17 +213,10 @@ class SupervisorLock:
         """Be the one; False while another is."""
         if self._file is not None:
             return True
-        self._path.touch(mode=0o600)
-        file = self._path.open("r+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
+        self._file = locked(self._path)
+        if self._file is None:
             return False
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        self._file = file
+        _sign(self._file)
         return True
 
     def owner(self) -> str:
@@ -209,6 +232,14 @@ class SupervisorLock:
             self._file = None
 
 
+def is_supervised(run: Run) -> bool:
+    """Whether somebody acts for a run."""
+    lock = SupervisorLock(run)
+    taken = lock.take()
+    lock.release()
+    return not taken
+
+
 @contextlib.contextmanager
 def starting(inventory_path: Path) -> Iterator[None]:
     """Held while a run of this inventory is being started: two `kit up` at once must not start two.
@@ -216,24 +247,29 @@ def starting(inventory_path: Path) -> Iterator[None]:
     Raises:
         KitError: another `kit up` holds it.
     """
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = _starting_path(str(inventory_path.resolve()))
+    file = locked(path)
+    if file is None:
+        raise KitError(
+            f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}; "
+            "wait for it, then kit up attaches to its run"
+        )
+    with file:
+        _sign(file)
+        yield
+
+
+def starting_lock(run: Run) -> Path:
+    """What a `kit up` holds that is just starting a run of the same inventory."""
+    return _starting_path(str(Path(run.inventory_path).resolve()))
+
+
+def _starting_path(inventory_path: str) -> Path:
     import hashlib
 
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = hashlib.sha256(str(inventory_path.resolve()).encode()).hexdigest()[:16]
-    path = folder().parent / f"starting-{name}.lock"
-    path.touch(mode=0o600)
-    with path.open("r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise KitError(
-                f"another kit up (pid {file.read().strip() or '?'}) is just starting {inventory_path}; "
-                "wait for it, then kit up attaches to its run"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    name = hashlib.sha256(inventory_path.encode()).hexdigest()[:16]
+    return folder().parent / f"starting-{name}.lock"
 
 
 def public(run: Run) -> Mapping[str, Any]:

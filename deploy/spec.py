@@ -56,6 +56,8 @@ class AgentSpec:
     """How far the nodes' clocks are apart."""
     copies: int = 2
     """On how many nodes a user's snapshot file is kept."""
+    keep_log_bytes: int = 10**9
+    """What the logs of this node may take."""
     token: str = field(default="", repr=False)
     """What the agents of a run know each other by."""
 

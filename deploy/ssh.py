@@ -217,6 +217,32 @@ class SshConnection:
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise HostError(self.target.name, f"{self._hops[-1].where} has no SFTP: {error}") from error
 
+    def to_port(self, port: int) -> paramiko.Channel:
+        """A connection to a port of the host's own loopback, for its `deploy/tunnel.py`.
+
+        Raises:
+            ConnectionRefusedError: nothing listens there.
+            HostError: it forwards nothing, or the connection is lost.
+        """
+        import paramiko
+
+        try:
+            channel: paramiko.Channel = self._connection.transport.open_channel(
+                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=10
+            )
+        except paramiko.ChannelException as error:
+            if error.code == 2:  # connect failed
+                raise ConnectionRefusedError(error.text) from error
+            raise HostError(
+                self.target.name,
+                f"{self._hops[-1].where} does not forward ({error.text}): its sshd needs AllowTcpForwarding yes",
+            ) from error
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise HostError(
+                self.target.name, f"{self._hops[-1].where} cannot be reached any more: {error}"
+            ) from error
+        return channel
+
     def rsync_rsh(self) -> list[str] | None:
         """The system's ssh client with what makes it reach this very host; any name does as its destination.
 

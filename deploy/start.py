@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import check, checkup, cluster, judge, plan, runs, script, sync
+from nodekit.deploy import check, checkup, cluster, judge, notify, plan, runs, script, sync
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
@@ -25,6 +25,9 @@ from nodekit.deploy.script import Script
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
+
+if TYPE_CHECKING:
+    from nodekit.deploy.metrics_port import Place
 
 STARTED_TIMEOUT_S = 120.0
 
@@ -40,10 +43,14 @@ class Options:
     detach: bool = False
     new: bool = False
     quiet: bool = False
+    plain: bool = False
+    """Lines in a terminal too, in place of the live view."""
     sweep: tuple[str, ...] = ()
     """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
     skip_check: bool = False
     """Look only for what no job can do without."""
+    metrics: Place | None = None
+    """Where metrics for Prometheus are served."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
@@ -52,7 +59,9 @@ class Phases:
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        self.done: list[tuple[str, float]] = []
+        self.began = time.time()
+        self.done: list[tuple[str, float, float]] = []
+        """Name, seconds, and when it was done."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
@@ -61,7 +70,7 @@ class Phases:
         start = time.monotonic()
         yield said
         seconds = time.monotonic() - start
-        self.done.append((name, seconds))
+        self.done.append((name, seconds, time.time()))
         self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
 
     def say(self, text: str) -> None:
@@ -180,6 +189,8 @@ def start(
     """
     phases = Phases(silent=options.quiet)
     secrets = secrets_of(inventory)
+    if not placed:  # else they were looked at where the job was submitted
+        notify.secrets_of(inventory)
     run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
     # The code is read while the hosts are reached: a run has what was there when it was asked for.
@@ -223,6 +234,17 @@ def start(
     for warning in grouped(warnings):
         phases.say(f"warning: {warning}")
     run = _record(inventory, resumed, planned, facts, options)
+    run.event(
+        "run-started",
+        time=phases.began,
+        generation=run.generation,
+        nodes=[node.name for node in planned.active],
+        command=list(first.argv),
+        goes_on=resumed is not None,
+    )
+    for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
+        versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
+        run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
     run.is_placed = bool(placed)
     hands = Hands(run, inventory, links)
     active = [node.name for node in planned.active]
@@ -270,8 +292,9 @@ def start(
         hands.stop_all(grace_s=5.0)
         run.finish("failed", "it did not start")
         raise
-    for name, seconds in phases.done:
-        run.event("phase", phase=name, seconds=round(seconds, 3))
+    finally:
+        for name, seconds, done in phases.done:
+            run.event("phase", time=done, phase=name, seconds=round(seconds, 3))
     return hands
 
 
@@ -356,6 +379,8 @@ def _record(
     run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
     run.save()
     run.say_stop("")
+    if run.drained:
+        run.drain(())
     return run
 
 

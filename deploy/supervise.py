@@ -2,108 +2,46 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from nodekit.deploy import judge
-from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander
+from nodekit.deploy.events import Event, Follower, Gatherer
+from nodekit.deploy.failures import Failure, how_it_ended
 from nodekit.deploy.hands import Hands
 from nodekit.deploy.hang import Progress
-from nodekit.deploy.judge import FINAL, Action, Finish, NodeAction, Outcome, Rules, Seen, State
+from nodekit.deploy.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
 from nodekit.deploy.link import Link, RemoteError
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.runs import SupervisorLock
+from nodekit.deploy.verdict import Told, Verdict, verdict
 from nodekit.deploy.view import View, status_line
 from nodekit.inventory.errors import HostError, KitError
 
 TICK_S = 0.1
 RETRY_S = 1.0
 SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
+MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 
 
-@dataclass(frozen=True)
-class Told:
-    """What one node has told, for the verdict."""
+class Observer(Protocol):
+    """Is told of a run while it goes on; whatever it raises does not hurt the run."""
 
-    state: str = ""
-    """Empty for a spare, which never had an agent."""
-    failures: tuple[Failure, ...] = ()
-    message: str = ""
-    no_progress: bool = False
-    """It was restarted, and that brought nothing."""
-    notice: str = ""
-    """What the user was told of already."""
+    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Each reachable node's status, as its agent wrote it; ten times a second at most."""
 
-    @property
-    def outcome(self) -> str:
-        """How the node ended, ``gone`` for an agent that ended without a word."""
-        return self.state if self.state in FINAL else "gone"
+    def event(self, event: Event) -> None:
+        """One event of the run (docs/events.md), in the order in which they come in."""
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a run ended, and why."""
-
-    outcome: Outcome
-    text: str
-    no_progress: bool = False
-    without: tuple[str, ...] = ()
-    """Nodes that were not there at the end."""
-
-
-def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> Verdict:
-    """How it ended, by what all nodes said; pure. `also` is the supervisor's own reason."""
-    outcomes = {name: told.outcome for name, told in nodes.items()}
-    gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
-    if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
-        without = [name for name, outcome in outcomes.items() if outcome != "succeeded"]
-        how = "trained to the end" + (f" without {', '.join(without)}" if without else "")
-        return Verdict("succeeded", how, without=tuple(without))
-    no_progress = any(told.no_progress for told in nodes.values())
-    failures = [failure for told in nodes.values() for failure in told.failures]
-    last = max((_order(failure.attempt) for failure in failures), default=(0, 0))
-    last_attempts = [failure for failure in failures if _order(failure.attempt) == last]
-    failure = first_cause(last_attempts)
-    said = [
-        f"{name}: {told.message}" for name, told in nodes.items() if told.message and told.outcome != "gone"
-    ]
-    if "failed" not in outcomes.values():
-        if also:
-            return Verdict("failed", "\n".join([also, *said]), no_progress)
-        if "stopped" in outcomes.values():
-            return Verdict("stopped", "stopped")
-    if gone and (failure is None or all(is_bystander(failure) for failure in last_attempts)):
-        words = "\n".join(f"  {nodes[name].message}" for name in gone if nodes[name].message)
-        return Verdict("failed", f"the agent on {', '.join(gone)} is gone without a word\n{words}".rstrip())
-    if failure is None:
-        return Verdict("failed", "\n".join(said) or "every node failed without a word", no_progress)
-    attempts = {each.attempt for each in failures}
-    text = [
-        f"rank {failure.rank} on {failure.node} failed first ({how_it_ended(failure.exitcode)})"
-        + (f", in the last of {len(attempts)} attempts" if len(attempts) > 1 else ""),
-        "",
-        *(f"    {line}" for line in (failure.error or "it wrote nothing").splitlines()),
-        "",
-    ]
-    if (num_others := failure.world_size - 1) > 0:
-        text.append(f"  {num_others} other rank{'s' * (num_others > 1)} ended because of it")
-    text.append(f"  full log: {failure.node}:{failure.log}")
-    if len(attempts) == 1 and max_restarts == 0:
-        text.append("  (job.max_restarts is 0: a failed rank ends the job)")
-    text += [f"  {line}" for line in dict.fromkeys(said) if "another node ended" not in line]
-    return Verdict("failed", "\n".join(text), no_progress)
-
-
-def _order(attempt: str) -> tuple[int, int]:
-    generation, _, number = attempt.partition(".")
-    return int(generation or 0), int(number or 0)
+    def close(self) -> None:
+        """The run is over, or this process has no more to do with it."""
 
 
 class Supervisor:
@@ -119,6 +57,7 @@ class Supervisor:
         reopen: Callable[[str], Link],
         tail_bytes: int | None = None,
         shown: Mapping[str, Mapping[str, int]] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Nothing happens before `watch`.
 
@@ -130,6 +69,7 @@ class Supervisor:
             reopen: a new link to a host; HostError where it cannot be reached.
             tail_bytes: of each log that is there already, show only this much.
             shown: node → log → how much of it has been shown.
+            observers: told of all that is seen and of all events from now on.
         """
         self._hands = hands
         self._run = hands.run
@@ -142,6 +82,11 @@ class Supervisor:
         self._reopen = reopen
         self._tail_bytes = tail_bytes
         self._shown = shown or {}
+        self._observers = list(observers)
+        self._gatherer = Gatherer(hands.run.folder)
+        self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
+        self._events = Follower(hands.run.folder)
+        self._statuses: dict[str, Mapping[str, Any]] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
@@ -152,7 +97,7 @@ class Supervisor:
         self._first_step = False
 
     def watch(self) -> Verdict:
-        """Follow every node to the end; KeyboardInterrupt passes through, with everything still running."""
+        """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running."""
         for name in self._rules.nodes:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
         while True:
@@ -161,18 +106,42 @@ class Supervisor:
                 while True:
                     self._take(*self._queue.get_nowait())
             self._view.status(self._lines)
+            self._tell_observers()
+            self._view.keys()
             if len(self._heard) < len(self._rules.nodes):
                 continue  # what has not been looked at yet must not be taken for gone
             if (finish := self._decide()) is not None:
                 self._closing.set()
                 return self._end(finish)
 
+    def _tell_observers(self) -> None:
+        """Hand on what is new: to the view and to all who asked."""
+        new = self._events.more()
+        for event in new:
+            self._view.event(event)
+        self._view.see(self._statuses)
+        for each in list(self._observers):
+            try:
+                for event in new:
+                    each.event(event)
+                each.see(self._statuses)
+            except Exception as error:
+                self._observers.remove(each)
+                self._view.say(
+                    f"{type(each).__name__} failed and is left out: {type(error).__name__}: {error}"
+                )
+
     def _decide(self) -> Finish | None:
         if not self._acts and self._lock.take():
             self._acts = True
+            self._gatherer = Gatherer(self._run.folder)
+            for name, found in self._ungathered.items():
+                self._gather(name, found)
             self._run.reload()
             self._state = State.from_dict(self._run.judgement, self._rules)
             self._view.say("supervising now: the one before is gone")
+        if (drained := self._run.drained) != self._rules.drained:
+            self._rules = dataclasses.replace(self._rules, drained=drained)
         state, actions = judge.decide(self._state, self._seen, time.monotonic(), self._rules)
         finish = next((action for action in actions if isinstance(action, Finish)), None)
         if not self._acts:
@@ -191,7 +160,7 @@ class Supervisor:
 
     def _do(self, action: Action, state: State) -> None:
         if isinstance(action, judge.Say):
-            self._view.say(action.text)
+            self._view.say(action.text, is_event=True)
             self._run.event("said", text=action.text)
         elif isinstance(action, judge.Start | judge.Join) and self._run.stopped_by:
             pass
@@ -212,6 +181,8 @@ class Supervisor:
                     self._hands.grant(name, electorate)
                 case judge.Stop(name):
                     self._hands.stop(name)
+                case judge.Drain(name):
+                    self._hands.stop(name, for_good=False)
         except KitError as error:
             problem = error.problem if isinstance(error, HostError) else str(error)
             kind = "problem" if isinstance(action, judge.Start) else "refused"
@@ -228,15 +199,27 @@ class Supervisor:
         running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
         if running and self._acts:
             self._hands.stop_all()
-        took_part = {name: told for name, told in self._told.items() if told.state}
-        return verdict(
+        out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
+        took_part = {name: told for name, told in self._told.items() if told.state and name not in out}
+        found = verdict(
             took_part or self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text
         )
+        return dataclasses.replace(found, without=(*found.without, *out))
 
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node: host → what was found there, or the exception."""
         self._closing.set()
         return self._hands.stop_all(force=force)
+
+    def close(self) -> None:
+        """Look no more; tell all who asked how it has ended, when that is on record."""
+        self._closing.set()
+        if self._acts:
+            self._hands.gather_events(self._gatherer)
+        self._tell_observers()
+        for each in self._observers:
+            with contextlib.suppress(Exception):
+                each.close()
 
     # --- what the nodes say ---
 
@@ -265,6 +248,7 @@ class Supervisor:
                         node_dir=self._run.nodes[name]["node_dir"],
                         offsets=offsets,
                         tail_bytes=self._tail_bytes if offsets is None else None,
+                        events_at=self._gatherer.at(name),
                     )
                     self._queue.put((name, "ended", final))
             except RemoteError as error:
@@ -285,21 +269,25 @@ class Supervisor:
         if kind in ("busy", "problem", "refused"):
             self._busy[name] = value if kind == "busy" else ""
             if kind == "problem":
-                self._view.say(f"{name}: not started: {value}")
+                self._view.say(f"{name}: not started: {value}", is_event=self._acts)
                 self._seen[name] = dataclasses.replace(seen, problem=value)
             if kind != "busy":
-                self._run.event(kind, about=name, why=value)
+                self._note(kind, about=name, why=value)
             return
         if kind == "lost":
             if seen.reachable or name not in self._heard:
-                self._view.say(f"{name}: cannot be reached from here ({value}); trying again")
-                self._run.event("unreachable", about=name, why=value)
+                text = f"{name}: cannot be reached from here ({value}); trying again"
+                self._view.say(text, is_event=self._acts)
+                self._note("unreachable", about=name, why=value)
+                self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
             self._heard.add(name)
+            self._statuses.pop(name, None)
             self._seen[name] = dataclasses.replace(seen, reachable=False)
             self._lines[name] = "unreachable  trying again"
             return
         if not seen.reachable and name in self._heard:
-            self._view.say(f"{name}: reached again")
+            self._view.say(f"{name}: reached again", is_event=self._acts)
+            self._note("reached", about=name)
         self._heard.add(name)
         if kind == "unknown":
             self._seen[name] = Seen(problem=seen.problem)
@@ -309,18 +297,35 @@ class Supervisor:
         if kind == "part":
             for file, text in value["logs"]:
                 self._log(name, file, text)
+            self._gather(name, value["events"])
+        self._statuses[name] = status
         self._tell(name, status)
         new = seen_of(status, problem=seen.problem if not status["alive"] else "")
         if new.state != seen.state:
-            self._run.event("node-state", about=name, state=new.state, attempt=status.get("attempt"))
+            self._note("node-state", about=name, state=new.state, attempt=status.get("attempt"))
         said = str(status.get("progress") or "")
         if not self._first_step and not Progress.parse(said, 0.0).is_start:
             self._first_step = True
-            self._run.event("first-progress", about=name, progress=said)
+            self._note("first-progress", about=name, progress=said)
         self._seen[name] = new
         self._lines[name] = self._line(name, status)
 
+    def _note(self, kind: str, **fields: Any) -> None:
+        """Add an event to the run's; what one who only watches has seen, the other has seen too."""
+        if self._acts:
+            self._run.event(kind, **fields)
+
+    def _gather(self, name: str, found: Sequence[Any]) -> None:
+        """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
+        if self._acts:
+            offset = self._run.clock_offsets.get(name, 0.0)
+            self._gatherer.take(name, found, clock_offset=offset)
+        else:
+            self._ungathered[name].extend(found)
+
     def _line(self, name: str, status: Mapping[str, Any]) -> str:
+        if not status["alive"] and name in self._rules.drained:
+            return "drained"
         if not status["alive"] and status.get("state") not in FINAL:
             busy = self._busy.get(name)
             spare = not status.get("agent")
@@ -336,7 +341,8 @@ class Supervisor:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
                 how = how_it_ended(failure.exitcode)
-                self._view.say(f"{name}: rank {failure.rank} ended with {how}: {last_line}")
+                text = f"{name}: rank {failure.rank} ended with {how}: {last_line}"
+                self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
@@ -350,6 +356,8 @@ class Supervisor:
             message=message,
             no_progress=bool(status.get("no_progress")),
             notice=notice,
+            attempt=str(status.get("attempt") or told.attempt),
+            ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
         )
 
     def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
@@ -362,6 +370,7 @@ class Supervisor:
             when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
             log=failure["log"],
             error=failure["error"],
+            kernel=tuple(failure.get("kernel", ())),
         )
 
     def _log(self, node: str, file: str, text: str) -> None:

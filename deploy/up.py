@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,18 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nodekit.deploy import apply, cluster, plan, runs, start
+from nodekit.deploy import apply, cluster, judge, metrics_port, notify, plan, runs, start
 from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.events import Gatherer
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.runs import Run
 from nodekit.deploy.start import Options, count
-from nodekit.deploy.supervise import Supervisor, Verdict
-from nodekit.deploy.view import View
+from nodekit.deploy.summary import summary
+from nodekit.deploy.supervise import Observer, Supervisor
+from nodekit.deploy.verdict import Verdict
+from nodekit.deploy.verdict_screen import screen
+from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, View, fits_screen
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import load_inventory, restore
 from nodekit.inventory.schema import Inventory
@@ -41,6 +46,8 @@ def up(options: Options) -> int:
         )
     if options.dry_run:
         return dry_run(inventory, options)
+    if options.metrics is not None:
+        metrics_port.check(options.metrics)
     with contextlib.ExitStack() as stack:
         with runs.starting(inventory.path):
             run = _current(inventory, options)
@@ -51,7 +58,7 @@ def up(options: Options) -> int:
                 resumed = run if run is not None and run.state != "succeeded" else None
                 hands = start.start(stack, inventory, resumed, options)
         if options.detach:
-            _leave_a_supervisor(hands.run)
+            _leave_a_supervisor(hands.run, options)
             shown = shlex.quote(_shown(str(options.inventory)))
             print(
                 f"{hands.run.run_id} is running: kit up {shown} attaches to it, kit down stops it", flush=True
@@ -64,6 +71,10 @@ def _up_on_slurm(inventory: Inventory, options: Options) -> int:
     from nodekit.slurm import backend, show, sweep
 
     assert inventory.slurm is not None
+    if options.metrics is not None:
+        raise KitError(
+            f"{inventory.path}: --metrics-port is for runs over SSH; what supervises a job of Slurm's is in the job"
+        )
     if options.sweep or inventory.slurm.array:
         return sweep.up(inventory, options)
     if options.dry_run:
@@ -79,6 +90,10 @@ def _up_on_slurm(inventory: Inventory, options: Options) -> int:
         shown = shlex.quote(_shown(str(options.inventory)))
         print(f"{run.run_id} is queued: kit up {shown} attaches to it, kit down cancels it", flush=True)
         return 0
+    if fits_screen(plain=options.plain or options.quiet):
+        from nodekit.slurm import watch as live
+
+        return live.watch(run, options.ssh, cancels=True)
     return backend.watch(run, options, tail_bytes=ATTACH_TAIL_BYTES if attached else 0)
 
 
@@ -96,11 +111,13 @@ def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | 
     return None
 
 
-def _leave_a_supervisor(run: Run) -> None:
+def _leave_a_supervisor(run: Run, options: Options) -> None:
     """Start a process that goes on supervising a run when this one is gone."""
+    place = options.metrics
+    served = [f"--metrics-port={place.port}", f"--metrics-address={place.address}"] if place else []
     with (run.folder / "supervisor.log").open("a") as log:
         subprocess.Popen(
-            [sys.executable, "-m", "nodekit.deploy.cli", "supervise", run.run_id],
+            [sys.executable, "-m", "nodekit.deploy.cli", "supervise", run.run_id, *served],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -155,13 +172,23 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
             f"{run.run_id} may still be running on {missing}, which cannot be reached; "
             f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost {run.run_id}"
         )
+    _gather_unwatched(Hands(run, inventory_of(run), dict(links)))
     states = {status.get("state") for status in found.values()}
     run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
+
+
+def _gather_unwatched(hands: Hands) -> None:
+    """Have the events of a run whole that nobody supervises."""
+    lock = runs.SupervisorLock(hands.run)
+    if lock.take():
+        hands.gather_events(Gatherer(hands.run.folder))
+        lock.release()
 
 
 def dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     secrets_of(inventory)
+    notify.secrets_of(inventory)
     planned = start.planned(inventory, options)
     print(planned.to_json() if options.json else planned.to_text())
     return 0
@@ -189,9 +216,10 @@ def watch(
     rules = start.rules_of(inventory)
     lock = runs.SupervisorLock(run)
     handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
-    with View(list(rules.nodes), logs=not options.quiet) as view, handling:
+    with _view(run, rules, options, is_asked=is_asked) as view, handling:
         if not lock.take():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
+        observers = observers_of(run, inventory, options, view)
         supervisor = Supervisor(
             hands,
             view,
@@ -200,19 +228,108 @@ def watch(
             reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
             tail_bytes=tail_bytes,
             shown=shown or {},
+            observers=observers,
         )
         try:
-            verdict = supervisor.watch()
-        except KeyboardInterrupt as interrupt:
+            with _hangup_leaves() if is_asked else contextlib.nullcontext():
+                verdict = supervisor.watch()
+        except Left:
+            view.close()
+            supervisor.close()
+            acted = lock.take()
+            lock.release()
+            return _leave(run, options, is_led=not acted)
+        except (KeyboardInterrupt, StopAsked) as interrupt:
+            view.close()
             run.say_stop(str(interrupt) or "Ctrl-C")
-            return _stop_everywhere(run, supervisor, view, is_asked=is_asked)
+            status = stop_everywhere(run, supervisor, view, is_asked=is_asked)
+            if is_asked:
+                signal.signal(
+                    signal.SIGINT, signal.default_int_handler
+                )  # all is stopped: the rest may be given up
+            _fetch_logs(hands, lock, view)
+            supervisor.close()
+            return status
+        else:
+            if verdict.outcome == "stopped":
+                run.finish_stopped()
+            else:
+                run.finish(verdict.outcome, verdict.summary)
+            _fetch_logs(hands, lock, view)
+            supervisor.close()
+            with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
+                summary(run)
         finally:
             lock.release()
-    if verdict.outcome == "stopped":
-        run.finish_stopped()
-    else:
-        run.finish(verdict.outcome, verdict.text.partition("\n")[0])
     return conclude(run, hands.links, verdict)
+
+
+def _view(run: Run, rules: judge.Rules, options: Options, *, is_asked: bool) -> View:
+    """A live screen where a user sits at a terminal that can show one, else lines."""
+    if not is_asked or not fits_screen(plain=options.plain or options.quiet):
+        return View(list(rules.nodes), logs=not options.quiet)
+    from nodekit.deploy import drain
+    from nodekit.deploy.watched import Watched
+
+    doing = Doing(
+        leaves="leave the job running, and this view; kit watch opens it again",
+        interrupts="stop the job on all nodes, after a snapshot",
+        drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
+        drained=lambda: run.drained,
+    )
+    return FullScreen(Watched(run.run_id, rules.nodes, run.clock_offsets), doing)
+
+
+@contextlib.contextmanager
+def _hangup_leaves() -> Iterator[None]:
+    """A terminal that is closed leaves the job running, and supervised; nohup's wish is respected."""
+
+    def leave(*_: object) -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(
+            3
+        ):  # nobody reads what is said from here on, and saying it to nobody must not fail
+            os.dup2(nothing, number)
+        os.close(nothing)
+        raise Left
+
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _leave(run: Run, options: Options, *, is_led: bool) -> int:
+    """Have the run supervised by a process that stays, unless another does it already; the exit status."""
+    if not is_led:
+        _leave_a_supervisor(run, options)
+    print(
+        f"{run.run_id} goes on: kit watch {run.run_id} looks at it, kit down {run.run_id} stops it",
+        flush=True,
+    )
+    return 0
+
+
+def _fetch_logs(hands: Hands, lock: runs.SupervisorLock, view: View) -> None:
+    """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
+    if hands.inventory.logs.fetch and lock.take():
+        from nodekit.deploy import fetchlogs
+
+        fetchlogs.at_the_end(hands.run, hands.links, view.say)
+
+
+def observers_of(run: Run, inventory: Inventory, options: Options, view: View) -> list[Observer]:
+    """Who is told of a run while it goes on."""
+    observers: list[Observer] = []
+    if inventory.notify is not None:
+        secrets = notify.secrets_here(run, inventory.notify)
+        observers.append(notify.Notifier(run, inventory.notify, secrets))
+    if options.metrics is not None:
+        observers += metrics_port.serve(run, options.metrics, view.say)
+    return observers
 
 
 @contextlib.contextmanager
@@ -229,7 +346,8 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: bool) -> int:
+def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: bool) -> int:
+    """Stop the run on all nodes, saying so; Ctrl-C again kills it. The exit status."""
     again = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM) if is_asked else ():
         signal.signal(number, lambda *_: again.set())  # an exception could come at a bad moment
@@ -272,9 +390,11 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
     first = min(there, key=lambda name: run.nodes[name]["node_rank"])
     print()
+    failed = NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
     if verdict.outcome == "failed":
-        print(f"{run.run_id} failed: {verdict.text}")
-    elif verdict.outcome == "stopped":
+        print("\n".join(failed_screen(run, verdict, first)))
+        return failed
+    if verdict.outcome == "stopped":
         print(
             f"{run.run_id} was stopped; kit up {shlex.quote(_shown(run.inventory_path))} goes on from its snapshot"
         )
@@ -284,14 +404,38 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     node_dir = run.nodes[first]["node_dir"]
     print(f"  logs       {first}:{node_dir}/logs   (kit logs {run.run_id})")
     print(f"  snapshots  {first}:{run.nodes[first]['env']['NODEKIT_SNAPSHOT_DIR']}")
-    print(f"  curves     {first}:{node_dir}/output   (tensorboard --logdir …/output)")
-    if verdict.outcome == "succeeded":
-        if plan.training_options(run.nodes[first]["argv"], run.nodes[first]["env"]) is not None:
-            print(
-                f"  weights    {first}:{apply.folders(run.nodes[first], 'best')[0]}   (kit test {run.run_id})"
-            )
-        return 0
-    return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
+    print(f"  curves     {first}:{node_dir}/output   (kit board {run.run_id})")
+    if verdict.outcome != "succeeded":
+        return failed
+    if plan.training_options(run.nodes[first]["argv"], run.nodes[first]["env"]) is not None:
+        print(f"  weights    {first}:{apply.folders(run.nodes[first], 'best')[0]}   (kit test {run.run_id})")
+    return 0
+
+
+def failed_screen(run: Run, verdict: Verdict, node: str) -> list[str]:
+    """The verdict on a failed run, as wide and high as the terminal; `node` is where its files are."""
+    width, height = terminal()
+    snapshots = f"{node}:{run.nodes[node]['env']['NODEKIT_SNAPSHOT_DIR']}" if node in run.nodes else ""
+    return screen(
+        verdict,
+        run_id=run.run_id,
+        resume=resume_command(run),
+        more=[("snapshots", snapshots)] if snapshots else [],
+        width=width,
+        height=height,
+    )
+
+
+def terminal() -> tuple[int, int]:
+    """Columns and lines to fill; in a file there is room for more."""
+    size = shutil.get_terminal_size((100, 24))
+    return size.columns, size.lines if sys.stdout.isatty() else 60
+
+
+def resume_command(run: Run) -> str:
+    """What goes on with a run, from its newest snapshot."""
+    command = f"kit up {shlex.quote(_shown(run.inventory_path))}"
+    return f"{command} -- {shlex.join(run.command)}" if run.command else command
 
 
 def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
@@ -318,24 +462,31 @@ def inventory_of(run: Run) -> Inventory:
     return restore(run.inventory)
 
 
-def down(run: Run, options: SshOptions, *, force: bool, lost: bool = False) -> int:
+def down(run: Run, options: SshOptions, *, force: bool, lost: bool = False, fetch: bool = False) -> int:
     """Stop a run everywhere; the exit status is 1 when a node could not be asked.
 
-    `lost`: the user knows that nodes that cannot be reached are off, and the run may go on without them.
+    `lost`: the user knows that nodes that cannot be reached are off, and the run may go on without them. `fetch`: copy
+    its logs to this machine.
     """
     inventory = inventory_of(run)
     run.say_stop("kit down")
     with cluster.links(inventory.hosts, options, some=True) as links:
-        results = Hands(run, inventory, links).stop_all(force=force)
+        hands = Hands(run, inventory, links)
+        results = hands.stop_all(force=force)
+        _gather_unwatched(hands)
         unheard = [name for name in run.nodes if name not in links]
-    was_running = any(
-        not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
-    )
-    clean = (lost or not unheard) and not any(isinstance(each, Exception) for each in results.values())
-    if run.state not in runs.ENDED and clean:
-        run.finish_stopped()
-    if not was_running and clean:
-        print(f"{run.run_id} is not running ({run.state})")
-    else:
-        print(stopped_text(run, results))
+        was_running = any(
+            not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
+        )
+        clean = (lost or not unheard) and not any(isinstance(each, Exception) for each in results.values())
+        if run.state not in runs.ENDED and clean:
+            run.finish_stopped()
+        if not was_running and clean:
+            print(f"{run.run_id} is not running ({run.state})")
+        else:
+            print(stopped_text(run, results))
+        if fetch:
+            from nodekit.deploy import fetchlogs
+
+            print(fetchlogs.fetch_run(run, links).text())
     return 0 if clean else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -45,6 +46,9 @@ class Workers:
         self._server = server
         self._pids: dict[int, int] = {}
         self._served = False
+        self._ended: dict[int, int] = {}
+        self._ends = select.poll()
+        self._handles: dict[int, int] = {}
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
         forkserver.adopt_orphans()
@@ -57,7 +61,7 @@ class Workers:
     def start(self, starts: Sequence[WorkerStart]) -> dict[int, int]:
         """Start a round of workers: local rank → pid."""
         assert not self._pids, "stop comes before the next start"
-        self.fresh = {}
+        self.fresh, self._ended = {}, {}
         requests = [
             {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)}
             for start in starts
@@ -78,13 +82,31 @@ class Workers:
         """Wait until the fork server has its imports, so that a start takes no time."""
         self._ask("poll")
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing."""
+        there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
+        for pid in self._handles.keys() - there:
+            self._forget(pid)
+        for pid in there - self._handles.keys():
+            try:
+                self._handles[pid] = os.pidfd_open(pid)
+                self._ends.register(self._handles[pid], select.POLLIN)
+            except OSError:  # it is gone, or the kernel is older than 5.3
+                timeout_s = min(timeout_s, _POLL_S)
+        self._ends.poll(timeout_s * 1000)
+
+    def _forget(self, pid: int) -> None:
+        handle = self._handles.pop(pid)
+        self._ends.unregister(handle)
+        os.close(handle)
+
     def poll(self) -> dict[int, int]:
         """Local rank → exit code, negative for a signal, of those that have ended so far."""
-        if self._served:
-            answer = self._ask("poll")
-            if answer is not None:
-                return {int(local_rank): code for local_rank, code in answer["ended"].items()}
-        return forkserver.exit_codes(self._pids)
+        if self._served and (answer := self._ask("poll")) is not None:
+            self._ended = {int(local_rank): code for local_rank, code in answer["ended"].items()}
+        else:
+            self._ended = forkserver.exit_codes(self._pids)
+        return dict(self._ended)
 
     def stop(self, grace_s: float) -> bool:
         """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that."""
@@ -98,6 +120,8 @@ class Workers:
         killed = len(ended) < len(self._pids)
         if not self._served or self._ask("clear") is None:
             forkserver.clear_up(self._pids)
+        for pid in list(self._handles):
+            self._forget(pid)
         self._pids = {}
         self._served = False
         return killed

@@ -13,9 +13,12 @@ from nodekit.inventory.schema import (
     HostBlock,
     InventoryFile,
     Job,
+    LogSettings,
+    Notify,
     SlurmSettings,
     SnapshotSettings,
     Timings,
+    Webhook,
 )
 from nodekit.inventory.source import Document, Path, Problem, quoted
 
@@ -168,6 +171,8 @@ _SECTIONS: dict[object, type[BaseModel]] = {
     "environment": Environment,
     "hosts": HostBlock,
     "job": Job,
+    "logs": LogSettings,
+    "notify": Notify,
     "slurm": SlurmSettings,
     "snapshots": SnapshotSettings,
     "timings": Timings,
@@ -176,6 +181,8 @@ _SECTIONS: dict[object, type[BaseModel]] = {
 
 def _model(path: Path) -> type[BaseModel]:
     """The model of the mapping at a path."""
+    if path[:2] == ("notify", "webhook"):
+        return Webhook
     return _SECTIONS[path[0]] if path else InventoryFile
 
 
@@ -189,6 +196,7 @@ def _valid_keys(path: Path) -> str:
             ("", InventoryFile),
             ("slurm", SlurmSettings),
             ("snapshots", SnapshotSettings),
+            ("logs", LogSettings),
             ("timings", Timings),
             ("environment", Environment),
         )

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_interface, ip_network
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -67,6 +68,35 @@ IndexUrl = Annotated[
 ]
 FindLinks = Annotated[
     str, Field(min_length=1), _wanted("a folder here, or a page's URL, with wheels", hide="something else")
+]
+Size = Annotated[
+    str,
+    Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$"),
+    _wanted("a size from 1MB on, as 500MB or 2GB"),
+]
+
+
+def _check_url(url: str) -> str:
+    if urlsplit(url).port == 0:  # asking for it finds a port that is none
+        raise ValueError(url)
+    return url
+
+
+WebhookUrl = Annotated[
+    str,
+    Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"),
+    AfterValidator(_check_url),
+    _wanted(
+        "an http or https URL; one with a password or a token in it is a secret: url_from: NAME, of the variable "
+        "that holds it",
+        hide="something else",
+    ),
+]
+HeaderName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9-]+$"), _wanted("the name of a header, as Authorization")
+]
+Occasion = Annotated[
+    Literal["start", "failure", "recovery", "end"], _wanted("start, failure, recovery or end", quote=True)
 ]
 MemoryGb = Annotated[float, Strict(), Field(gt=0), _wanted("a number of GB above 0")]
 Connection = Annotated[Literal["ssh", "local"], _wanted("ssh or local")]
@@ -203,6 +233,12 @@ class Nodes:
             written,
             serialization=core_schema.to_string_ser_schema(),
         )
+
+
+def size_bytes(written: str) -> int:
+    """A `Size` in bytes: ``1GB`` is 10^9, ``1GiB`` 2^30."""
+    number, unit = re.fullmatch(r"([0-9.]+)\s?(\w+)", written).groups()  # type: ignore[union-attr]  # it is a Size
+    return int(float(number) * (1024 if "i" in unit else 1000) ** " KMGT".index(unit[0]))
 
 
 def run_time_minutes(written: int | str) -> int:

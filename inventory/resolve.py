@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nodekit.inventory import hostlists
 from nodekit.inventory.fields import Nodes
@@ -18,6 +19,13 @@ _INSTEAD_UNDER_SLURM = {
     "workdir": "slurm.shared_dir",
     "connection": "none: Slurm reaches its nodes itself",
 }
+_SECRET_PATHS = (
+    ("hooks.slack.com", "/services/"),
+    ("discord.com", "/api/webhooks/"),
+    ("webhook.office.com", "/"),
+)
+"""Webhooks whose path is all that keeps others from writing there."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENVIRONMENTS = ("python", "requirements", "pyproject", "lock")
 
 
@@ -48,6 +56,7 @@ def resolve(
         *_node_count_problems(file, len(hosts), left_out),
         *_secret_problems(file),
         *_environment_problems(file, left_out),
+        *_notify_problems(file, left_out),
     ]
     if problems or left_out:
         return None, problems
@@ -62,7 +71,9 @@ def resolve(
         environment=_environment(file, path.parent),
         job=file.job,
         snapshots=file.snapshots,
+        logs=file.logs,
         timings=file.timings,
+        notify=file.notify,
     )
     return inventory, []
 
@@ -210,6 +221,36 @@ def _environment_problems(file: InventoryFile, left_out: set[KeyPath]) -> Iterat
         yield Problem(("environment", "extras"), text, at_key=True)
     if asked.no_index and not asked.find_links:
         yield Problem(("environment", "no_index"), "found without find_links, wanted both", at_key=True)
+
+
+def _notify_problems(file: InventoryFile, left_out: set[KeyPath]) -> Iterator[Problem]:
+    asked = file.notify
+    if asked is None or any(path[:1] == ("notify",) for path in left_out):
+        return
+    if asked.command is None and asked.webhook is None:
+        yield Problem(
+            ("notify",), "found neither command nor webhook, wanted one, as command: [notify-send, kit]"
+        )
+    if asked.webhook is None:
+        return
+    url, where = asked.webhook.url, ("notify", "webhook")
+    if (url is None) == (asked.webhook.url_from is None):
+        found = "found neither url nor url_from" if url is None else "found url beside url_from"
+        yield Problem(where, f"{found}, wanted one of the two, as url: https://example.org/kit")
+        return
+    parts = urlsplit(url or "")
+    if any(parts.netloc.endswith(host) and parts.path.startswith(path) for host, path in _SECRET_PATHS):
+        text = (
+            f"found a URL of {parts.netloc}, which is a secret as a whole, wanted url_from: NAME, of the variable "
+            "of your environment that holds it"
+        )
+        yield Problem((*where, "url"), text)
+    if parts.scheme == "http" and asked.webhook.headers_from and parts.hostname not in _LOOPBACK:
+        yield Problem(
+            (*where, "headers_from"),
+            "found beside an http url, wanted https: a secret would travel where others can read it",
+            at_key=True,
+        )
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -30,6 +30,7 @@ from nodekit.inventory.fields import (
     Flag,
     Gpus,
     HangSeconds,
+    HeaderName,
     Hostlist,
     IndexUrl,
     Interface,
@@ -38,15 +39,18 @@ from nodekit.inventory.fields import (
     MemoryGb,
     Network,
     Nodes,
+    Occasion,
     Port,
     PositiveCount,
     RunTime,
     Scalar,
     Seconds,
     SecretName,
+    Size,
     StartMethod,
     Text,
     User,
+    WebhookUrl,
     run_time_minutes,
 )
 
@@ -221,6 +225,15 @@ class SnapshotSettings(_Model):
     """Seconds from one snapshot of kit's training module to the next. Default: what costs least time, at most 1 % of it."""  # noqa: E501
 
 
+class LogSettings(_Model):
+    """What becomes of the ranks' output."""
+
+    keep: Size = "1GB"
+    """What the logs of a node may take, as 500MB: those of earlier attempts go first, then the middle of the present ones."""  # noqa: E501
+    fetch: Flag = False
+    """Whether they are copied to this machine when the run ends, as `kit logs --fetch` does."""
+
+
 class Timings(_Model):
     """How long things may take."""
 
@@ -238,6 +251,45 @@ class Timings(_Model):
     """Seconds without progress after which the job hangs and is restarted. Default: learnt from its own steps."""
     environment: Seconds = 1800.0
     """Seconds that making the environment on the nodes may take."""
+
+
+class Webhook(_Model):
+    """An address that is told by HTTP."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [key], "properties": {key: {"type": "string"}}} for key in ("url", "url_from")
+            ]
+        },
+    )
+
+    url: WebhookUrl | None = None
+    """Where a JSON object is sent to, by POST."""
+    url_from: SecretName | None = None
+    """In place of url, where that is a secret: the name of the variable of your environment that holds it."""
+    headers_from: dict[HeaderName, SecretName] = Field(default_factory=dict, json_schema_extra=_CLOSED)
+    """Headers, each with the name of the variable of your environment that holds its value."""
+
+
+class Notify(_Model):
+    """Who is told how a run goes: a command on this machine, a webhook, or both."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["command"], "properties": {"command": {"type": "array"}}},
+                {"required": ["webhook"], "properties": {"webhook": {"type": "object"}}},
+            ]
+        },
+    )
+
+    on: tuple[Occasion, ...] = ("start", "failure", "recovery", "end")
+    """When: at the start, when something has failed, when training goes on after that, at the end. Default: each."""
+    command: tuple[AnyText, ...] | None = Field(default=None, min_length=1)
+    """A program and its arguments, one item each; it gets what happened as JSON on its stdin."""
+    webhook: Webhook | None = None
+    """An address that gets what happened as JSON."""
 
 
 class SlurmSettings(_Model):
@@ -311,8 +363,12 @@ class InventoryFile(HostSettings):
     """What runs on the hosts. Default: kit's training module."""
     snapshots: SnapshotSettings = SnapshotSettings()
     """Where snapshots are kept, and how often they are taken."""
+    logs: LogSettings = LogSettings()
+    """How much of the ranks' output is kept on the nodes, and whether it is fetched."""
     timings: Timings = Timings()
     """When a node counts as lost, and how long is waited for what."""
+    notify: Notify | None = None
+    """Who is told when a run starts, fails, recovers and ends. Default: nobody."""
 
 
 class Inventory(_Model):
@@ -338,8 +394,12 @@ class Inventory(_Model):
     """What runs on them."""
     snapshots: SnapshotSettings = SnapshotSettings()
     """Where snapshots are kept, and how often they are taken."""
+    logs: LogSettings = LogSettings()
+    """How much of the ranks' output is kept on the nodes, and whether it is fetched."""
     timings: Timings = Timings()
     """When a node counts as lost, and how long is waited for what."""
+    notify: Notify | None = None
+    """Who is told when a run starts, fails, recovers and ends."""
 
 
 class _Generator(GenerateJsonSchema):

@@ -10,6 +10,7 @@ time limit, a preemption or a lost node, goes on from what the one before has le
     state/              the leader's record of the run
     slurm/job.json      what to run; written once, by who submits
          /secrets.json  0600, values of `job.secrets`; removed at the end
+         /notify.json   0600, those of `notify:`; removed at the end
          /ATTEMPT.json  0600, where the leader is and how it is known to the others; at the end, that it is over
          /ATTEMPT.beat  the leader's sign of life, every two seconds
          /absent.json   the nodes that the leader cannot reach, for `kit status`
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import itertools
 import json
 import os
@@ -39,6 +41,7 @@ from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.link import BOOT
 from nodekit.deploy.remote import write_private
+from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
@@ -242,6 +245,8 @@ def lead(run_dir: Path, place: Path) -> int:
             if lost := tasks.lost():
                 ending.lacked_nodes(lost)
                 status = STOPPED
+            else:
+                _tell_of_failed_start(run_dir, str(error))
         except KeyboardInterrupt:
             status = STOPPED
         finally:
@@ -257,6 +262,27 @@ def lead(run_dir: Path, place: Path) -> int:
     if is_queued_again:
         raise QueueAgain(ending.lost)
     return status
+
+
+def _tell_of_failed_start(run_dir: Path, why: str) -> None:
+    """Tell those whom the inventory names: nobody looks at the end of a queue."""
+    from nodekit.deploy import notify
+
+    job = what_to_run(run_dir)
+    run = record_of(run_dir) or Run(
+        run_id=run_dir.name,
+        name=job["inventory"]["name"],
+        inventory_path=job["inventory"]["path"],
+        inventory=job["inventory"],
+        command=job["command"],
+        created=time.time(),
+        nodes={node_name(): {"code_dir": f"{run_dir}/code"}},
+        is_placed=True,
+    )
+    with contextlib.suppress(OSError, KitError):
+        notify.tell_of_end(
+            dataclasses.replace(run, state="failed", verdict=why.partition("\n")[0], ended=time.time())
+        )
 
 
 def _beat_until(place: Path, over: threading.Event) -> None:
@@ -326,6 +352,8 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             "hosts": hosts,
             "nodes": Nodes(min(least, len(here)), len(here)),
             "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
+            # They are in the shared folder: who has submitted the job fetches them from there.
+            "logs": inventory.logs.model_copy(update={"fetch": False}),
         }
     )
     options = start.Options(

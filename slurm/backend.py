@@ -12,7 +12,8 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from nodekit.deploy import runs
+from nodekit.deploy import fetchlogs, notify, runs
+from nodekit.deploy.causes import recognise
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import secrets_of
 from nodekit.deploy.link import Link
@@ -25,7 +26,7 @@ from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
-from nodekit.slurm.show import settle
+from nodekit.slurm.show import fetch_logs, settle
 
 LOOK_S = 2.0
 POLL_S = 0.3
@@ -43,7 +44,15 @@ def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
     run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
     with contextlib.ExitStack() as stack:
-        ready = prepare(stack, inventory, run_id, options, phases, secrets=secrets_of(inventory))
+        ready = prepare(
+            stack,
+            inventory,
+            run_id,
+            options,
+            phases,
+            secrets=secrets_of(inventory),
+            notify_secrets=notify.secrets_of(inventory),
+        )
         ready.place(ready.run_dir, inventory, options.command)
         with phases.phase("submit") as said:
             (job_id,) = ready.submit([ready.run_dir])
@@ -85,17 +94,20 @@ def is_there(run: Run, options: SshOptions) -> bool:
         return not job.is_over
 
 
-def watch(run: Run, options: Options, *, tail_bytes: int | None = None) -> int:
-    """Show what the job says until it ends; Ctrl-C cancels it. The exit status is kit's."""
+def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels: bool = True) -> int:
+    """Show what the job says until it ends; Ctrl-C cancels it, or not. The exit status is kit's."""
     try:
-        return _watch(run, options, tail_bytes)
+        return _watch(run, options, tail_bytes, cancels=cancels)
     except KeyboardInterrupt as interrupt:  # while the login node was being reached
+        if not cancels:
+            print(f"{run.run_id} goes on", flush=True)
+            return 0
         print(f"cancelling job {run.slurm['job_id']}", flush=True)
         down(run, options.ssh, by=str(interrupt) or "Ctrl-C")
         return 130
 
 
-def _watch(run: Run, options: Options, tail_bytes: int | None) -> int:
+def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
     from nodekit.deploy.up import sigterm_interrupts
 
     with login(restore(run.inventory), options.ssh) as link, sigterm_interrupts():
@@ -117,6 +129,8 @@ def _watch(run: Run, options: Options, tail_bytes: int | None) -> int:
             while shown.more(final=True):
                 pass
         except KeyboardInterrupt as interrupt:
+            if not cancels:
+                raise
             run.say_stop(str(interrupt) or "Ctrl-C")
             print(f"cancelling job {job_id}", flush=True)
             _cancel(slurm, job_id)
@@ -124,8 +138,9 @@ def _watch(run: Run, options: Options, tail_bytes: int | None) -> int:
                 pass
             run.finish_stopped()
             print(f"{run.run_id} is stopped", flush=True)
+            bring_logs(run, link)
             return 130
-        return _conclude(run, link, job)
+        return conclude(run, link, job)
 
 
 class _Shown:
@@ -165,19 +180,29 @@ def _cancel(slurm: Slurm, job_id: str) -> bool:
     return False
 
 
-def _conclude(run: Run, link: Link, job: Job) -> int:
+def conclude(run: Run, link: Link, job: Job) -> int:
+    """Write down and say how a run ended whose job is over; kit's exit status."""
     exit_status, is_told = settle(run, link, job)
+    bring_logs(run, link)
     if run.state == "stopped":
         print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
     elif not is_told:
         folder = f"{run.slurm['run_dir']}/slurm"
+        known = recognise(run.verdict, 0)
+        why = f"  cause                 {known.what}\n  cure                  {known.cure}\n" if known else ""
         print(
-            f"\n{run.run_id} failed: Slurm says {job.line()}\n"
+            f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
             f"  what its tasks said   {link.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
         )
     if used := usage(Slurm(link), run.slurm["job_id"], wait_s=ACCOUNT_S):
         print(f"  used       {used.line()}")
     return exit_status
+
+
+def bring_logs(run: Run, link: Link, *, is_asked: bool = False) -> None:
+    """Have the logs here, where the command line or the inventory wants that; it changes nothing of how it ended."""
+    if is_asked or restore(run.inventory).logs.fetch:
+        fetchlogs.quietly(lambda: fetch_logs(run, link), run, lambda text: print(text, flush=True))
 
 
 def _how_to_resume(run: Run) -> str:
@@ -186,8 +211,8 @@ def _how_to_resume(run: Run) -> str:
     return f"kit up {shlex.quote(shown)} goes on from its snapshot"
 
 
-def down(run: Run, options: SshOptions, *, by: str = "kit down") -> int:
-    """Cancel the job of a run, at whose word; the exit status."""
+def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
+    """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
     with login(restore(run.inventory), options) as link:
         slurm, job_id = Slurm(link), run.slurm["job_id"]
         job = slurm.job(job_id)
@@ -195,12 +220,14 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down") -> int:
             if run.state not in runs.ENDED:
                 settle(run, link, job)
             print(f"{run.run_id} is not running ({run.state})")
+            bring_logs(run, link, is_asked=fetch)
             return 0
         run.say_stop(by)
         if not _cancel(slurm, job_id):
             raise KitError(
                 f"job {job_id} is still there {STOP_S:.0f} s after scancel; see squeue --job {job_id}"
             )
-    run.finish_stopped()
-    print(f"{run.run_id} is stopped")
+        run.finish_stopped()
+        print(f"{run.run_id} is stopped")
+        bring_logs(run, link, is_asked=fetch)
     return 0

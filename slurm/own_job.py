@@ -18,6 +18,7 @@ from ClusterShell.NodeSet import NodeSet
 from nodekit.deploy import runs
 from nodekit.deploy.budget import LONG_ATTEMPT_S
 from nodekit.deploy.hang import read_progress
+from nodekit.deploy.notify import SECRETS_FILE
 from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed
@@ -119,7 +120,8 @@ def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> No
     result = {"exit": status, "attempt": attempt()}
     write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
     # The next submission brings them again.
-    (run_dir / "slurm" / "secrets.json").unlink(missing_ok=True)
+    for name in ("secrets.json", SECRETS_FILE):
+        (run_dir / "slurm" / name).unlink(missing_ok=True)
 
 
 def exclude(run_dir: Path, lost: list[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import plan, sync
+from nodekit.deploy import notify, plan, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
@@ -41,6 +41,7 @@ def prepare(
     phases: Phases,
     *,
     secrets: Mapping[str, str],
+    notify_secrets: Mapping[str, str] | None = None,
 ) -> Ready:
     """Check all that can be checked, and put the code in its place; nothing is queued.
 
@@ -51,6 +52,7 @@ def prepare(
         options: the command line's.
         phases: told how it goes.
         secrets: those that the run's folder is to have.
+        notify_secrets: likewise, those that the ranks are not to have.
 
     Raises:
         KitError: what is wrong.
@@ -98,6 +100,7 @@ def prepare(
         sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
         ready = Ready(
             link=link,
+            notify_secrets=notify_secrets or {},
             python=found["executable"],
             shared_dir=shared_dir,
             kit_dir=kit_dir,
@@ -146,6 +149,7 @@ class Ready:
     """submitit's."""
     settings: SlurmSettings
     secrets: Mapping[str, str] = field(repr=False)
+    notify_secrets: Mapping[str, str] = field(repr=False)
     code_digest: str
 
     def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
@@ -160,6 +164,8 @@ class Ready:
         write(self.link, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
         if self.secrets:
             write(self.link, f"{run_dir}/slurm/secrets.json", json.dumps(self.secrets))
+        if self.notify_secrets:
+            write(self.link, f"{run_dir}/slurm/{notify.SECRETS_FILE}", json.dumps(self.notify_secrets))
 
     def ask(self) -> None:
         """Ask Slurm whether it would take the job.
@@ -192,7 +198,7 @@ class Ready:
             "nodekit.slurm.submit",
             text=json.dumps(spec),
             # Slurm keeps the environment that a job was submitted from: no secret may be in it.
-            env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(self.secrets)},
+            env={"PYTHONPATH": self.kit_dir, **dict.fromkeys([*self.secrets, *self.notify_secrets])},
         )
         if done["status"]:
             raise KitError(f"{self.link.host}: submitit failed:\n{done['err'].strip()}")

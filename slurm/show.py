@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import json
 import shlex
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from nodekit.deploy import runs, showlogs
+from nodekit.deploy import events, fetchlogs, runs, showlogs
 from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.fetchlogs import Copy, Fetched
 from nodekit.deploy.link import Link
+from nodekit.deploy.logfollow import Followed, Follower
+from nodekit.deploy.loglines import Source, Wanted, style_of
+from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 from nodekit.deploy.start import Options
 from nodekit.deploy.view import status_line
-from nodekit.inventory.errors import JobFailed, KitError
+from nodekit.inventory.errors import HostError, JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.batch import parameters
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import login, read, settings_of
+from nodekit.slurm.login import CALL_TIMEOUT_S, login, read, settings_of
 
 STOPPED_EXIT = 130
+SHARED_POLL_S = 0.5  # all nodes' logs are looked at from one place, over a file server
 
 
 def record_of(run: Run, link: Link) -> Run | None:
@@ -32,10 +42,23 @@ def record_of(run: Run, link: Link) -> Run | None:
     return Run(**json.loads(text)) if text else None
 
 
+def events_of(run: Run, link: Link) -> list[str]:
+    """The lines of the leader's events."""
+    folder = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
+    lines: list[str] = []
+    at: Sequence[Any] = ("", 0)
+    while found := link.call("events", timeout_s=CALL_TIMEOUT_S, node_dir=folder, file=at[0], offset=at[1]):
+        lines += [line for _, _, line in found]
+        at = found[-1][:2]
+    return lines
+
+
 def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended."""
     result = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
     record = record_of(run, link)
+    if lines := events_of(run, link):
+        write_private(str(run.folder / events.FILE), "".join(lines).encode())
     # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
     is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
     if record is not None and result and is_last and record.state in runs.ENDED:
@@ -82,20 +105,97 @@ def status(run: Run, options: SshOptions, *, as_json: bool) -> int:
     width = max(map(len, found), default=0)
     for name, each in found.items() if not job.is_over else ():
         print(f"  {name.ljust(width)}  {'lost' if name in absent else status_line(each, now=time.time())}")
+    if run.state == "failed":
+        print(f"why: kit why {run.run_id}")
     return 0
 
 
-def logs(run: Run, options: SshOptions, *, node: str | None, rank: int | None, follow: bool) -> int:
-    """Print what the ranks of a run have written."""
-    with login(restore(run.inventory), options) as link:
-        record = record_of(run, link)
-        if record is None:
-            raise KitError(f"{run.run_id} has not started: {Slurm(link).job(run.slurm['job_id']).line()}")
-        names = [name for name in record.nodes if node in (None, name)]
-        if not names:
-            raise KitError(f"{run.run_id} has no node '{node}'; it has {', '.join(record.nodes)}")
-        showlogs.show(record, dict.fromkeys(names, link), rank=rank, follow=follow)
-    return 0
+def logs(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
+    """Print what the ranks of a run have written, or fetch it; the exit status."""
+    copies = fetchlogs.copies(run)
+    is_whole = copies and run.state in runs.ENDED and all(each.is_whole for each in copies.values())
+    if is_whole and not args.fetch:
+        return _logs_here(run, copies, wanted, args)
+    with contextlib.ExitStack() as stack:
+        try:
+            link = stack.enter_context(login(restore(run.inventory), options))
+        except KitError as error:
+            if not copies or args.follow or args.fetch:
+                raise
+            print(f"kit: {error}", file=sys.stderr, flush=True)
+            return _logs_here(run, copies, wanted, args)
+        return _logs_there(run, link, options, wanted, args)
+
+
+def _logs_here(run: Run, copies: Mapping[str, Copy], wanted: Wanted, args: argparse.Namespace) -> int:
+    names = showlogs.pick_nodes(run, wanted, list(copies))
+    style = style_of(list(copies), sys.stdout, times=args.time, as_json=args.json)
+    return showlogs.show_copies(
+        showlogs.Reader(list(copies), wanted, style), [copies[name] for name in names]
+    )
+
+
+def sources_of(record: Run, names: Sequence[str], link: Link) -> list[Source]:
+    """The logs of some nodes, through the login node."""
+    return [
+        Source(
+            node=name,
+            folder=f"{record.nodes[name]['node_dir']}/logs",
+            clock_offset=record.clock_offsets.get(name, 0.0),
+            link=link,
+        )
+        for name in names
+    ]
+
+
+def fetch_logs(run: Run, link: Link, output: str | None = None) -> Fetched:
+    """Copy the logs of a run to this machine.
+
+    Raises:
+        KitError: it has none, or they cannot be written here.
+    """
+    record = record_of(run, link)
+    if record is None:
+        raise KitError(f"{run.run_id} has not started: {Slurm(link).job(run.slurm['job_id']).line()}")
+    folder = Path(output) if output else fetchlogs.folder_of(run)
+    return fetchlogs.fetch(sources_of(record, list(record.nodes), link), folder, run)
+
+
+def _logs_there(run: Run, link: Link, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
+    if args.fetch:
+        fetched = fetch_logs(run, link, args.output)
+        print(fetched.text())
+        return 1 if fetched.failed else 0
+    record, slurm = record_of(run, link), Slurm(link)
+    if record is None:
+        raise KitError(f"{run.run_id} has not started: {slurm.job(run.slurm['job_id']).line()}")
+    names = showlogs.pick_nodes(run, wanted, list(record.nodes))
+    sources = sources_of(record, names, link)
+    style = style_of(list(record.nodes), sys.stdout, times=args.time, as_json=args.json)
+    reader = showlogs.Reader(list(record.nodes), wanted, style)
+    if not args.follow:
+        return showlogs.conclude(reader, sources)
+    reader.choose(sources)
+    follower = Follower(reader, list(record.nodes), reader.read(sources, final=False))
+
+    with contextlib.ExitStack() as stack:
+        links = [link]
+
+        def opened() -> list[Source]:
+            if links[-1].is_lost:
+                links.append(stack.enter_context(login(restore(run.inventory), options)))
+            now = record_of(run, links[-1]) or record  # Slurm may have given it other nodes
+            names = [name for name in now.nodes if name in (wanted.nodes or now.nodes)]
+            return sources_of(now, names, links[-1])
+
+        def is_over(_: bool) -> bool:
+            try:
+                return Slurm(links[-1]).job(run.slurm["job_id"]).is_over
+            except HostError:  # `opened` tells, and tries again
+                return False
+
+        follower.run([Followed(name=link.host, open=opened, node_dir=None)], is_over, poll_s=SHARED_POLL_S)
+    return 1 if follower.lost or reader.failed else 0
 
 
 def dry_run(inventory: Inventory, options: Options) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy import runs
+from nodekit.deploy import notify, runs
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import secrets_of
 from nodekit.deploy.link import Link
@@ -127,7 +127,15 @@ def _start(
     )
     all_runs = []
     with contextlib.ExitStack() as stack:
-        ready = prepare(stack, inventory, sweep_id, options, phases, secrets=secrets_of(inventory))
+        ready = prepare(
+            stack,
+            inventory,
+            sweep_id,
+            options,
+            phases,
+            secrets=secrets_of(inventory),
+            notify_secrets=notify.secrets_of(inventory),
+        )
         todo: list[tuple[Run, Inventory, str]] = []
         for number, variant in enumerate(wanted):
             command = _command(inventory, options, variant)
@@ -212,14 +220,16 @@ def watch(members: list[Run], options: Options) -> int:
     return 0 if all(run.state == "succeeded" for run in members) else JobFailed.exit_code
 
 
-def down(members: list[Run], options: SshOptions) -> int:
-    """Cancel what is left of a sweep; the exit status."""
+def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int:
+    """Cancel what is left of a sweep, and with `fetch` copy its logs to this machine; the exit status."""
     with login(restore(members[0].inventory), options) as link:
         _settle(link, members, _jobs(Slurm(link), members))
-        if not _live(members):
+        if _live(members):
+            _stop(link, members, "kit down")
+        else:
             print(f"{members[0].slurm['sweep']} is not running")
-            return 0
-        _stop(link, members, "kit down")
+        for run in members if fetch else ():
+            backend.bring_logs(run, link, is_asked=True)
     return 0
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from nodekit.deploy import judge
 from nodekit.deploy.judge import (
+    Drain,
     Fence,
     Finish,
     Grant,
@@ -335,7 +336,7 @@ class Simulation:
         """It ends by itself (`state`) or is killed ("")."""
         if state:
             node.written_state = state
-            self.ended_states.add(state)
+            self.ended_states |= {state} - {"ended"}
         else:
             node.written_state = node.state
         self.log(f"{node.name}: agent ends: {state or 'killed'}")
@@ -530,6 +531,10 @@ class Simulation:
         if own and node.has_folder and own.generation == electorate.generation and electorate > own:
             node.electorate = electorate
 
+    def drain(self, node: Node) -> None:
+        if node.agent and node.ends_at is None:
+            node.ends_at, node.ends_as = self.now + self.random.uniform(0.5, 3), "ended"
+
     def stop(self, node: Node) -> None:
         if node.agent and node.ends_at is None:
             node.ends_at, node.ends_as = self.now + 0.5, "stopped"
@@ -621,6 +626,8 @@ class Simulation:
             self.send(action.node, self.grant, action.electorate)
         elif isinstance(action, Stop):
             self.send(action.node, self.stop)
+        elif isinstance(action, Drain):
+            self.send(action.node, self.drain)
         elif isinstance(action, Finish):
             self.finish = action
             self.supervisor = None
@@ -643,6 +650,10 @@ class Simulation:
         ):
             self.broken(f"{action} with no node in sight")
         self.check_rates(action)
+        if isinstance(action, Start | Join) and action.node in self.rules.drained:
+            self.broken(f"{action}, which is drained")
+        if isinstance(action, Drain) and action.node not in self.rules.drained:
+            self.broken(f"{action}, which is not to be drained")
         group = self.group
         if group is None or self.now - group.progress_at > 2 * TICK_S or group.store.done:
             return
@@ -702,7 +713,7 @@ class Simulation:
         self.treachery = rng.choice([0.0, 0.5, 1.0])
         kinds = [
             self.crash_agent, self.crash_machine, self.cut_pair, self.partition, self.split, self.hide, self.hide_all,
-            self.power_out, self.jump, self.fail_starts, self.flap, self.isolate,
+            self.power_out, self.jump, self.fail_starts, self.flap, self.isolate, self.want_out,
         ]  # fmt: skip
         kinds = rng.sample(kinds, rng.randint(2, len(kinds)))
         when = rng.uniform(0, 25)
@@ -804,6 +815,17 @@ class Simulation:
         if self.stores:
             self.partition([self.stores[-1].host.name])
 
+    def want_out(self) -> None:
+        """The user drains a node, for a while."""
+        name, for_s = self.some().name, self.random.expovariate(1 / 20)
+        if len(set(self.names) - self.rules.drained - {name}) >= self.rules.min_nodes:
+            self.log(f"{name}: drained for {for_s:.1f} s")
+            self.rules = dataclasses.replace(self.rules, drained=self.rules.drained | {name})
+            self.at(self.now + for_s, self.take_back, name)
+
+    def take_back(self, name: str) -> None:
+        self.rules = dataclasses.replace(self.rules, drained=self.rules.drained - {name})
+
     def hide_one(self, name: str, for_s: float) -> None:
         self.cut_off[name] += 1
         self.at(self.now + for_s, self.unhide, name)
@@ -882,6 +904,7 @@ class Simulation:
         self.cut_off.clear()
         self.no_starts.clear()
         self.flappers.clear()
+        self.rules = dataclasses.replace(self.rules, drained=frozenset())
         self.loss = self.repeat = self.slow = 0.0
         self.death_rate = 0.0
         if self.supervisor is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from agents import Agents, processes_of, until
+from record_failures import memory_cgroup
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +41,11 @@ def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
     ]
 
     events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == [
+    assert [event["kind"] for event in events if event["kind"] != "sample"] == [
         "agent-started",
         "rendezvous",
         "workers-started",
+        "attempt-ended",
         "agent-ended",
     ]
     assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}
@@ -99,6 +102,20 @@ def test_a_rank_that_raises_fails_its_node_with_its_own_traceback(agents: Agents
     status = agents.wait("n1", "failed")
     assert status["state"] == "failed"
     assert status["failures"][0]["error"].splitlines()[-1] == "KeyError: 'x y'"
+
+
+def test_what_the_kernel_says_of_a_rank_that_it_killed_is_taken_down(agents: Agents, tmp_path: Path) -> None:
+    greedy = (
+        "import os, sys, time\nprint('reading', flush=True)\nopen(sys.argv[1] + '/cgroup.procs', 'w').write('0')\n"
+        "time.sleep(0.2)\nopen(sys.argv[2], 'w').write(str(time.time()))\n"
+        "kept = [bytearray(16 << 20) for _ in range(99)]\n"
+    )
+    with memory_cgroup() as cgroup:
+        agents.start(greedy, str(cgroup), str(tmp_path / "alive"), num_nodes=1)
+        (failure,) = agents.wait("n0", "failed")["failures"]
+    assert (failure["exitcode"], failure["error"]) == (-9, "reading")
+    assert re.search(r"Killed process \d+ \(.*UID:", failure["kernel"][-1])
+    assert failure["when"] >= float((tmp_path / "alive").read_text()), "when it died, not when it last wrote"
 
 
 def test_stop_ends_workers_and_what_they_started(agents: Agents) -> None:

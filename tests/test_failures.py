@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from nodekit.deploy.failures import Failure, first_cause, how_it_ended, is_bystander, last_traceback
+from nodekit.deploy.failures import (
+    Failure,
+    awaited,
+    first_cause,
+    how_it_ended,
+    is_bystander,
+    is_echo,
+    last_traceback,
+    last_words,
+)
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 6, in <module>\n    f()\nValueError: boom'
 GLOO = (
@@ -70,11 +79,41 @@ def test_the_errors_of_those_who_lost_a_peer_are_echoes(message: str) -> None:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         "ModuleNotFoundError: No module named 'wandb'",
         "FileNotFoundError: [Errno 2] No such file or directory: 'data.bin'",
+        pytest.param(
+            'Traceback (most recent call last):\n  File "/lib/python3.11/multiprocessing/connection.py", line 395, '
+            "in _recv\n    chunk = read(handle, remaining)\nConnectionResetError: [Errno 104] Connection reset by peer",
+            id="a DataLoader worker of its own was lost",
+        ),
         "",
     ],
 )
 def test_errors_of_the_job_itself_are_no_echoes(message: str) -> None:
     assert not is_bystander(failure(0, 0.0, message))
+
+
+def test_who_waited_in_vain_is_charged_but_not_blamed() -> None:
+    error = "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /default_pg/0//cpu//0/3"
+    assert not is_echo(error, 1)
+    assert is_bystander(failure(0, 0.0, error))
+    assert awaited([failure(0, 0.0, error)]) == (3,)
+
+
+def test_before_an_aborts_own_words_what_was_said_last_is_kept() -> None:
+    dump = 'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "w.py", line 3 in wait\n\n'
+    dump += 'Current thread 0x2 (most recent call first):\n  File "t.py", line 9 in step\n'
+    dump += '  File "/k/deploy/forkserver.py", line 1 in _run\n'
+    said = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  Watchdog caught"
+    )
+    said += " collective operation timeout: WorkNCCL(SeqNum=4)\n"
+    found = last_words(f"step 1\n{said}frame #0: c10::Error\n{dump}", -6)
+    assert found == f'step 1\n{said}Fatal Python error: Aborted\n  File "t.py", line 9 in step'
+    assert is_echo(found, -6)
+    assert last_words(f"{BOOM}\nterminate called without an active exception\n{dump}", -6) == BOOM
+
+
+def test_a_killed_rank_has_no_words_of_its_end() -> None:
+    assert last_words(f"{BOOM}\nwent on without a cache\n", -9).splitlines()[-1] == "went on without a cache"
 
 
 def test_a_users_text_about_peers_far_above_the_error_makes_no_echo() -> None:
@@ -120,4 +159,4 @@ def test_a_very_deep_traceback_is_shortened_in_its_middle() -> None:
 def test_how_a_worker_ended_is_said_by_the_signals_name() -> None:
     assert how_it_ended(1) == "exit status 1"
     assert how_it_ended(-11) == "killed by SIGSEGV"
-    assert how_it_ended(-9) == "killed by SIGKILL (the kernel's out-of-memory killer?)"
+    assert how_it_ended(-9) == "killed by SIGKILL"

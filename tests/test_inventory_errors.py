@@ -15,8 +15,8 @@ from nodekit.inventory.errors import InventoryError
 from nodekit.inventory.load import dump, example_path, load_inventory, restore
 
 TOP_KEYS = (
-    "connection, env, environment, gpu_model, gpus, hosts, identity_file, interface, job, known_hosts, name, network, nodes, "
-    "port, python, slurm, snapshots, timings, user, workdir"
+    "connection, env, environment, gpu_model, gpus, hosts, identity_file, interface, job, known_hosts, logs, name, network, nodes, "
+    "notify, port, python, slurm, snapshots, timings, user, workdir"
 )
 HOST_KEYS = "address, connection, env, gpu_model, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
 JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets, start"
@@ -165,6 +165,12 @@ def told(folder: Path, text: str, name: str = "lab.yaml", **options: Any) -> lis
         (
             "timings: {hang: soon}",
             'timings.hang: found "soon", wanted auto, never, or seconds, a number above 0',
+        ),
+        ("logs: {keep: 500}", "logs.keep: found 500, wanted a size from 1MB on, as 500MB or 2GB"),
+        ("logs: {keep: 0GB}", 'logs.keep: found "0GB", wanted a size from 1MB on, as 500MB or 2GB'),
+        (
+            "logs: {fetched: true}",
+            "logs.fetched: found an unknown key, wanted fetch (valid here: fetch, keep)",
         ),
         (
             "snapshots: {share: /x}",

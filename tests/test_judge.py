@@ -10,6 +10,7 @@ import pytest
 from nodekit.deploy import judge
 from nodekit.deploy.judge import (
     Action,
+    Drain,
     Fence,
     Finish,
     Grant,
@@ -433,3 +434,57 @@ def test_decide_does_not_change_what_it_is_given() -> None:
     decide(state, seen, story.now, RULES)
     assert state.known == known
     assert decide(state, seen, story.now, RULES) == decide(state, seen, story.now, RULES)
+
+
+# --- nodes that the user wants out ----------------------------------------------------------------------------
+
+
+def drain(story: Story, *nodes: str) -> Story:
+    story.rules = dataclasses.replace(story.rules, drained=frozenset(nodes))
+    return story
+
+
+def test_a_drained_node_leaves_and_a_spare_comes() -> None:
+    story = drain(Story().all_run(), "c")
+    assert story.sees(40) == [Drain("c")]
+    three = {name: running("a", "b", "d") for name in "abd"}
+    assert story.sees(1, c=ended("ended"), **three) == [Start("e", is_new=True)]
+    four = {name: running("a", "b", "d", "e") for name in "abde"}
+    assert {type(action) for action in story.sees(600, **four)} == {Grant}
+    assert story.state.known["c"].failures == ()
+
+
+def test_a_drained_node_comes_back_when_that_is_undone() -> None:
+    rules = dataclasses.replace(RULES, nodes=FOUR)
+    story = drain(Story(rules).all_run(), "c")
+    story.sees(1)
+    story.sees(1, c=ended("ended"), **{name: running("a", "b", "d") for name in "abd"})
+    assert drain(story).sees(1) == [Start("c")]
+
+
+def test_a_drained_host_of_the_rendezvous_is_followed_by_another_generation() -> None:
+    story = drain(Story().all_run(), "a")
+    assert story.sees(1) == [Drain("a")]
+    orphans = {name: agent("orphaned") for name in "bcd"}
+    done = story.sees(1, a=ended("ended"), **orphans)
+    assert {Fence(name, 1) for name in "abcd"} <= set(done)
+    fenced = {name: agent("fenced", fence=1) for name in "bcd"}
+    done += story.sees(1, a=ended("ended", fence=1), **fenced)
+    assert story.state.generation == 1
+    assert story.state.host != "a"
+    assert "a" not in {action.node for action in done if isinstance(action, Start | Join)}
+
+
+def test_a_node_that_the_job_needs_is_not_drained_before_another_is_there() -> None:
+    story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
+    assert drain(story, "b").all(60) == [Say("b is not drained yet: 1 of at least 2 nodes are left")]
+
+
+def test_a_job_that_is_short_of_nodes_says_that_some_are_drained() -> None:
+    rules = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
+    story = drain(Story(rules, nodes=("a", "b", "c")).all_run(("a", "b", "c")), "c")
+    story.sees(1)
+    two = {name: running("a", "b") for name in "ab"}
+    story.sees(20, c=ended("ended"), **two)
+    (text,) = story.says(4, a=agent("rendezvous"), b=UNSEEN)
+    assert text.endswith("for b (c: drained; kit drain --undo)")

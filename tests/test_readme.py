@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.lab
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+BLOCKS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+"""The heading of a section → its commands."""
 TRAIN = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -54,7 +57,7 @@ def sh(command: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[s
 
 
 def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
-    assert commands(BLOCKS[0]) == ["make up", "make test"]  # the second is what runs this
+    assert commands(BLOCKS["Two commands"]) == ["make up", "make test"]  # the second is what runs this
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     for name in (
@@ -92,7 +95,7 @@ def readme_lab(kit: Kit, lab: Lab) -> Kit:
 
 def test_the_commands_for_a_cluster_run_in_their_order(readme_lab: Kit) -> None:
     folder = readme_lab.folder
-    for command in commands(BLOCKS[1]):
+    for command in commands(BLOCKS["On your machines"]):
         if command == "kit up lab.yaml --new -d -- train.py":
             (folder / "train.py").write_text(TRAIN.replace('os.environ.get("ENDLESS")', '"1"'))
         if command == "kit up lab.yaml -- train.py":  # it attaches, until somebody says `kit down`
@@ -123,7 +126,7 @@ def test_the_commands_to_know_before_run_in_their_order(readme_lab: Kit, own_hom
         "".join(f"Host {name}\n  HostName {each['address']}\n" for name, each in values["hosts"].items())
         + f'Host *\n  User root\n  IdentityFile "{values["identity_file"]}"\n'
     )
-    for command in commands(BLOCKS[2]):
+    for command in commands(BLOCKS["Know before you run"]):
         done = sh(command, readme_lab.folder)
         assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
     assert load_inventory(readme_lab.folder / "found.yaml").hosts[0].name == "gpu1"
@@ -136,7 +139,7 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
     folder.mkdir()
     slurm = {"nodes": "1:2", "time": 5, "shared_dir": str(lab.slurm.shared / "kit")}
     (folder / "slurm.yaml").write_text(yaml.safe_dump({"slurm": slurm, "job": {"command": ["train.py"]}}))
-    for command in commands(BLOCKS[3]):
+    for command in commands(BLOCKS["On Slurm"]):
         endless = " -d " in command
         (folder / "train.py").write_text(
             TRAIN.replace('os.environ.get("ENDLESS")', '"1"') if endless else TRAIN
@@ -149,12 +152,41 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
     assert lab.slurm.run(["squeue", "--noheader"]) == ""
 
 
+def look_at_the_run(folder: Path) -> None:
+    """The commands to see a run, after one has ended."""
+    watch, why, report, board = commands(BLOCKS["See the run"])
+    for command in (watch, why, report):
+        done = sh(command, folder)
+        assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+        assert "trained to the end" in done.stdout or command == report, done.stdout
+    assert "trained to the end" in (folder / "report.html").read_text()
+    with subprocess.Popen(
+        [sys.executable, "-m", "nodekit.deploy.cli", *board.split()[1:]],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as showing:
+        assert showing.stdout is not None
+        address = next(
+            filter(None, (re.search(r"http://127\.0\.0\.1:\d+/", line) for line in showing.stdout))
+        )
+        with urllib.request.urlopen(address[0], timeout=60) as page:
+            assert b"TensorBoard" in page.read()
+        showing.send_signal(signal.SIGINT)
+        assert showing.wait(60) == 0
+
+
 def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     lab_folder = own_home / "mylab"
     try:
-        for command in commands(BLOCKS[5]):  # those of BLOCKS[4] are in test_apply
+        for command in commands(
+            BLOCKS["No machines at hand"]
+        ):  # those of "Without a script …" are in test_apply
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+            if command.startswith("kit up "):  # a run with curves, to look at
+                look_at_the_run(tmp_path)
     finally:
         if lab_folder.exists():
             sh(f"kit lab down --folder {lab_folder}", tmp_path)
@@ -171,11 +203,6 @@ def test_the_inventories_it_shows_are_some(tmp_path: Path) -> None:
     assert [host.name for host in lab.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
     assert cluster.slurm is not None
     assert (cluster.nodes.min, cluster.nodes.max) == (2, 4)
-
-
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
 
 
 def test_the_map_of_the_code_has_every_file() -> None:

@@ -205,6 +205,7 @@ def test_a_stranger_is_not_listened_to() -> None:
     hub.close()
 
 
+@pytest.mark.slow  # it looks at the clock, and is to be alone then
 def test_forming_takes_no_whole_seconds(connect: Any) -> None:
     nodes = [connect(0, nodes=2), connect(1, nodes=2)]
     thread = threading.Timer(0.35, lambda: nodes[1].form({"name": "n1"}))

@@ -197,9 +197,15 @@ class Edges:
 
     def __init__(self, folder: Path, clock: Clock, **options: Any) -> None:
         self.said: list[str] = []
-        report = SimpleNamespace(alive=lambda: None, leave_out=lambda: None, say=self.said.append)
+        self.pauses: list[tuple[str, dict[str, Any]]] = []
+        report = SimpleNamespace(
+            alive=lambda: None,
+            leave_out=lambda: None,
+            say=self.said.append,
+            tell=lambda kind, **fields: self.pauses.append((kind, fields)),
+        )
         world: Any = SimpleNamespace(
-            rank=0, world_size=1, node_rank=0, num_restarts=0, is_main=True, timeout_s=1.0,
+            rank=0, world_size=1, node_rank=0, num_restarts=0, is_main=True, is_first_on_node=True, timeout_s=1.0,
             gather=lambda value: [value],
         )  # fmt: skip
         values: dict[str, Any] = {"writes": True, "every": None, "seconds": None, "trained_s": 0.0}
@@ -233,6 +239,7 @@ def test_auto_saves_early_and_then_as_often_as_pays(
 ) -> None:
     edges = Edges(tmp_path, clock)
     assert [edges.next(1.0, stall_s=0.25) for _ in range(3)] == [False, False, True]
+    assert edges.pauses == [("pause", {"step": 3, "seconds": 0.25})]
     assert [edges.next(1.5) for _ in range(4)] == [False] * 4, "one is under way: put off"
     disk.set()
     edges.saver.snapshots.wait()

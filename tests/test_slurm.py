@@ -49,6 +49,8 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     whole.begin()
     wrong = Story(site, "wrong", ["job.py", "wrong", "0"], nodes=1, max_restarts=0).begin()
     whole.wait_for(STARTED)
+    followed = site.folder / "followed"
+    following = site.start(followed, "logs", "-f", whole.run_id)
     assert re.search(r"job \d+ running on node\[1-3\]", whole.said())
     status = site.kit("status", whole.run_id)
     assert status.returncode == 0
@@ -64,6 +66,12 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     assert re.search(r"^node1:0 +\| epoch 6 done", whole.said(), re.MULTILINE)
     logs = site.kit("logs", whole.run_id, "--rank", "0").stdout
     assert "epoch 6 done" in logs
+    assert following.wait(60) == 0, "it ends with the job"
+    everything = site.kit("logs", whole.run_id).stdout
+    assert sorted(followed.read_text().splitlines()) == sorted(everything.splitlines())
+    fetched = site.kit("logs", whole.run_id, "--fetch")
+    assert "logs of 3 nodes are in ~/.local/state/nodekit/runs/" in fetched.stdout, fetched.stderr
+    assert site.kit("logs", whole.run_id).stdout == everything, "now from here"
     unbroken.update(whole.curve())
     assert sorted(unbroken) == list(range(1, STEPS + 1))
     runs = site.kit("runs").stdout

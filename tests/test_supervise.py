@@ -5,7 +5,8 @@ import pytest
 from nodekit.deploy.failures import Failure
 from nodekit.deploy.judge import Seen
 from nodekit.deploy.quorum import Electorate
-from nodekit.deploy.supervise import Told, seen_of, verdict
+from nodekit.deploy.supervise import seen_of
+from nodekit.deploy.verdict import Told, verdict
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")
@@ -41,10 +42,10 @@ def test_the_last_attempts_first_failure_is_the_verdict() -> None:
     found = verdict(nodes, max_restarts=1)
     assert found.outcome == "failed"
     assert found.text.startswith("rank 1 on b failed first (exit status 1), in the last of 2 attempts")
-    assert "ValueError: new" in found.text
-    assert "old" not in found.text
-    assert "1 other rank ended because of it" in found.text
-    assert "b: 2 crashes without progress" in found.text
+    assert found.first is not None
+    assert found.first.error == "ValueError: new"
+    assert found.others == "1 other rank ended because of it: lost its connection to b, at once"
+    assert found.notes == ("b: 2 crashes without progress",)
     assert found.no_progress
 
 
@@ -55,14 +56,16 @@ def test_attempts_are_ordered_as_numbers() -> None:
             failures=(failure("a", 0, "0.9", "ValueError: old"), failure("a", 0, "0.10", "ValueError: new")),
         )
     }
-    assert "ValueError: new" in verdict(nodes, max_restarts=1).text
+    first = verdict(nodes, max_restarts=1).first
+    assert first is not None
+    assert first.error == "ValueError: new"
 
 
 def test_a_node_that_is_gone_is_named_rather_than_those_who_lost_it() -> None:
     echo = Told(state="failed", failures=(failure("a", 0, "0.0", "Connection reset by peer"),))
     found = verdict({"a": echo, "b": GONE}, max_restarts=0)
     assert found.outcome == "failed"
-    assert found.text.startswith("the agent on b is gone without a word")
+    assert found.text.startswith("b was lost: its agent is gone without a word")
 
 
 @pytest.mark.parametrize("other", [GONE, STOPPED], ids=["gone", "stopped, for it had missed the end"])
@@ -77,7 +80,8 @@ def test_stopped_everywhere_is_stopped() -> None:
 
 def test_a_wait_that_was_given_up_is_a_failure_with_its_reason() -> None:
     found = verdict({"a": STOPPED, "b": GONE}, max_restarts=0, also="waited 60 s for enough nodes")
-    assert (found.outcome, found.text) == ("failed", "waited 60 s for enough nodes")
+    why = "waited 60 s for enough nodes: b was lost: its agent is gone without a word"
+    assert (found.outcome, found.text) == ("failed", why)
 
 
 STATUS = {

@@ -162,7 +162,8 @@ def wait_for_line(process: subprocess.Popen[str], text: str) -> str:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+    untimed = ("step", "epoch", "loss", "lr", "test")
+    return [{name: value for name, value in line.items() if name in untimed} for line in lines]
 
 
 def losses(folder: Path) -> list[float]:

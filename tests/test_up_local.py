@@ -67,6 +67,12 @@ def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(lo
     failed = local.run("up", "two nodes.yaml", "--", "job.py")
     assert failed.returncode == 3
     assert "failed first (exit status 1)" in failed.stdout
+    why = local.run("why")
+    assert why.stdout in failed.stdout, "the same screen, from the events alone"
+    assert "resume    kit up 'two nodes.yaml' -- job.py\n" in why.stdout
+    told = json.loads(local.run("why", "--json").stdout)
+    assert (told["why"]["first"]["exitcode"], told["state"]) == (1, "failed")
+    assert local.run("status").stdout.endswith(f"\nwhy: kit why {run_id(failed.stdout)}\n")
     (local.folder / "bad").unlink()
     mended = local.run("up", "two nodes.yaml", "--", "job.py")
     assert (mended.returncode, run_id(mended.stdout)) == (0, run_id(failed.stdout)), mended.stdout

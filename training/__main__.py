@@ -1,6 +1,7 @@
 """``python -m nodekit.training``: train a task; see ``--help``."""
 
 import gc
+import importlib.util
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from nodekit.training.options import Options, parse
 from nodekit.training.refusals import ONE_FOLDER
 from nodekit.training.stop import Stop, leave
+from nodekit.training.trackers import TRACKERS, lacking
 
 if TYPE_CHECKING:
     from nodekit.training.spawn import Parent
@@ -68,6 +70,8 @@ def _check(options: Options, environ: Mapping[str, str] | None = None) -> tuple[
     if options.sync_bn and world.device.type == "cpu":
         raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
     check_engine(options, world.device.type)
+    if problem := lacking(options.track, [name for name in TRACKERS if importlib.util.find_spec(name)]):
+        raise ValueError(problem)
     is_many = world.world_size > world.local_world_size
     if options.snapshot_format == "sharded" and is_many and not world.snapshot_is_shared:
         raise ValueError(

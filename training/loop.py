@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,6 +118,8 @@ class Loop:
             step=self.step,
             total_steps=self.total_steps,
             is_evaluated=self.sampler.steps_left > 0,
+            track=options.track,
+            settings=asdict(options),
         )
         for each in left_out:
             self.report.say(f"left out of {options.init_from}: {each}")
@@ -139,6 +141,8 @@ class Loop:
         """Train to the end and give the result; None if stopped, with a snapshot of the last step."""
         with self.report:
             if self.resumed_from:
+                if self.world.is_main:
+                    self.report.tell("resumed", step=self.step)
                 self.report.say(
                     f"resumed at step {self.step} (epoch {self.sampler.epoch + 1}, {self.sampler.offset} of "
                     f"{self.sampler.num_samples} samples done) from {self.resumed_from}"

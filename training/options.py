@@ -13,6 +13,7 @@ from typing import NoReturn
 from nodekit.training.engines import ENGINES
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.refusals import refusals
+from nodekit.training.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""
@@ -61,6 +62,7 @@ class Options:
     """None: as often as pays, by what a snapshot costs."""
     keep: int
     snapshot_format: str
+    track: str | None
     num_workers: int
     output: Path | None
     timeout: float
@@ -354,6 +356,12 @@ def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | No
         type=Path,
         metavar="DIR",
         help="for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
+    )
+    keep.add_argument(
+        "--track",
+        choices=list(TRACKERS),
+        help="tell this service, too, from rank 0: one run there over all restarts; as its own variables say "
+        "(WANDB_API_KEY, WANDB_PROJECT; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)",
     )
     every = keep.add_mutually_exclusive_group()
     every.add_argument(

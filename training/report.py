@@ -6,13 +6,16 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
 
+from nodekit.training import metrics
 from nodekit.training.curves import Curves
+from nodekit.training.trackers import Tracker
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
@@ -28,9 +31,27 @@ class Report:
     """Rank 0 speaks and draws, each node's first rank keeps the numbers, every rank tells kit its step."""
 
     def __init__(
-        self, world: World, folder: Path, *, step: int, total_steps: int, is_evaluated: bool
+        self,
+        world: World,
+        folder: Path,
+        *,
+        step: int,
+        total_steps: int,
+        is_evaluated: bool,
+        track: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Go on from ``step``: what was told of later steps is taken back, since they are done again."""
+        """Go on from ``step``: what was told of later steps is taken back, since they are done again.
+
+        Args:
+            world: who this rank is.
+            folder: of this node.
+            step: the last that is done.
+            total_steps: of the whole training.
+            is_evaluated: whether the evaluation at ``step`` is done.
+            track: also tell this service (``trackers.TRACKERS``).
+            settings: of the run, for it.
+        """
         self._world = world
         self._folder = folder
         self._step = step
@@ -47,20 +68,19 @@ class Report:
         self._timed_samples = 0
         self._is_warm = False  # whether there was an evaluation
         self._peak_memory_bytes: int | None = None
-        self._metrics = None
+        self._metrics: BinaryIO | None = None
+        self._history_bytes = 0
         self._last_slow_curves = 0.0
         self._curves: Curves | None = None
+        self._attempt = ""
         self._bar: Any = None
         self._progress: BinaryIO | None = None
         self._progress_text = ""
-        if world.is_first_on_node:
-            path = folder / "metrics.jsonl"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                _take_back(path, step, is_evaluated=is_evaluated)
-                self._metrics = path.open("ab", buffering=0)
-            except OSError as error:  # a full disk must not end the training
-                log.warning("%s is not written: %s", path, error)
+        self._open_metrics(step, is_evaluated=is_evaluated)
+        self._is_trained = False
+        self._tracker: Tracker | None = None
+        if track is not None and world.is_main:
+            self._tracker = self._track(track, settings or {})
         if world.progress_file:
             try:
                 self._progress = open(  # closed with the block  # noqa: SIM115
@@ -86,6 +106,8 @@ class Report:
             self._bar.close()
         if self._curves is not None:
             self._curves.close()
+        if self._tracker is not None:
+            self._tracker.close(is_trained=self._is_trained)
         if self._metrics is not None:
             self._metrics.close()
         if self._progress is not None:
@@ -115,8 +137,6 @@ class Report:
                 self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
-        if self._metrics is not None:
-            self._write({"step": step, "epoch": epoch, "loss": loss, "lr": lr, "time": ended})
         text = f"epoch {epoch} loss {loss:.4f}"
         self._progress_text = text
         self.alive(at_once=step == self._total_steps)
@@ -127,11 +147,19 @@ class Report:
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
             self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
-        scalars = {"train/loss": loss}
-        if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
-            self._last_slow_curves = now
-            scalars |= {"train/lr": lr, "train/samples_per_s": rate}
-        self._draw(step, scalars)
+        if self._world.is_first_on_node:
+            values = {
+                "step": step,
+                "attempt": self._attempt,
+                "epoch": epoch,
+                "loss": loss,
+                "lr": lr,
+                "time": ended,
+            }
+            if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
+                self._last_slow_curves = now
+                values["samples_per_s"] = rate
+            self._keep(values)
         if self._timed_from_s is None:
             self._timed_from_s = time.monotonic()
 
@@ -151,6 +179,20 @@ class Report:
         rate = self._timed_samples / self._timed_s if self._timed_s else None
         rates, peaks = zip(*self._world.gather((rate, self._peak_memory_bytes)), strict=True)
         return {"samples_per_s": rates[0], "peak_memory_bytes": max(filter(None, peaks), default=None)}
+
+    def tell(self, kind: str, *, step: int, **fields: Any) -> None:
+        """Tell kit, for the run's events (docs/events.md)."""
+        if self._world.events_file is None:
+            return
+        line = json.dumps({"kind": kind, "step": step, "time": time.time(), **fields}).encode() + b"\n"
+        try:
+            handle = os.open(self._world.events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(handle, line)
+            finally:
+                os.close(handle)
+        except OSError as error:  # it is told for people, and nothing hangs on it
+            log.warning("%s is not written: %s", self._world.events_file, error)
 
     def alive(self, *, at_once: bool = False) -> None:
         """Tell kit the step, and by that that this rank is at work; at most twice a second."""
@@ -180,14 +222,23 @@ class Report:
         ):  # until here an import shared the cores with the steps
             self._timed_s, self._timed_samples = 0.0, 0
         self._is_warm = True
-        if self._metrics is not None:
-            self._write({"step": step, "epoch": epoch, "test": means, "time": time.time()})
-        self._draw(step, {f"test/{name}": value for name, value in means.items()})
+        if self._world.is_first_on_node:
+            told = {
+                "step": step,
+                "attempt": self._attempt,
+                "epoch": epoch,
+                "test": means,
+                "time": time.time(),
+            }
+            self._keep(told)
+        if self._world.is_main:
+            self.tell("evaluation", step=step, epoch=epoch, metrics=means)
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
         self.say(f"{when} {step}/{self._total_steps}: test {shown}")
 
     def result(self, values: dict[str, Any]) -> None:
         """The run is trained to its end."""
+        self._is_trained = True
         if self._world.is_first_on_node:
             beside = self._folder / ".result.json.tmp"
             try:
@@ -196,40 +247,63 @@ class Report:
             except OSError as error:  # what was trained is in the last snapshot
                 log.warning("%s is not written: %s", self._folder / "result.json", error)
 
-    def _write(self, values: dict[str, Any]) -> None:
-        assert self._metrics is not None
+    def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
+        """Go on in metrics.jsonl where ``step`` leaves it, with all nodes' the same; all ranks call it."""
+        path = self._folder / "metrics.jsonl"
+        kept: list[bytes] = []
+        is_there = False
+        if self._world.is_first_on_node:
+            self._attempt = metrics.attempt_of(self._world)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                kept = metrics.take_back(path, step, is_evaluated=is_evaluated)
+                is_there = True
+            except OSError as error:  # a full disk must not end the training
+                log.warning("%s is not written: %s", path, error)
         try:
-            self._metrics.write(
-                json.dumps(values).encode() + b"\n"
-            )  # not buffered: a kill may come at any time
-        except OSError as error:  # a full disk must not end the training
-            log.warning("%s is no longer written: %s", self._metrics.name, error)
-            self._metrics = None
+            if step and self._world.world_size > 1:
+                metrics.agree(path, kept, self._world)
+            if is_there:
+                self._metrics = path.open("ab", buffering=0)
+                self._history_bytes = self._metrics.seek(0, os.SEEK_END)
+        except OSError as error:
+            log.warning("%s is not written: %s", path, error)
 
-    def _draw(self, step: int, scalars: dict[str, float]) -> None:
+    def _keep(self, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, and what of it is drawn."""
+        if self._metrics is not None:
+            try:  # not buffered: a kill may come at any time
+                self._metrics.write(json.dumps(values).encode() + b"\n")
+            except OSError as error:  # a full disk must not end the training
+                log.warning("%s is no longer written: %s", self._metrics.name, error)
+                self._metrics = None
         if not self._world.is_main:
             return
         if self._curves is None:  # here, after the first step, since the import is slow
-            self._curves = Curves(self._folder / "tensorboard", first_step=step)
-        self._curves.add(step, scalars)
+            self._curves = Curves(
+                self._folder / "tensorboard",
+                first_step=values["step"],
+                attempt=self._attempt,
+                history=self._folder / "metrics.jsonl",
+                history_bytes=self._history_bytes,
+            )
+        self._curves.add(values)
+        if self._tracker is not None and ("test" in values or "samples_per_s" in values):
+            self._tracker.add(values)  # two points a second are enough for a service
 
-
-def _take_back(path: Path, step: int, *, is_evaluated: bool) -> None:
-    """Keep the lines of steps up to ``step``, the evaluation at it only if that is not done again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    def _track(self, service: str, settings: Mapping[str, Any]) -> Tracker | None:
         try:
-            values = json.loads(line)
-        except ValueError:  # torn by a kill
-            continue
-        is_redone = values["step"] == step and "test" in values and not is_evaluated
-        if line.endswith("\n") and values["step"] <= step and not is_redone:
-            kept.append(line)
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
+            return Tracker(
+                service,
+                run_id=self._world.run_id or self._folder.resolve().name,
+                folder=self._folder,
+                settings=settings,
+                history=self._folder / "metrics.jsonl",
+                history_bytes=self._history_bytes,
+            )
+        except OSError as error:  # no process to be had must not end the training
+            log.warning("nothing is tracked: %s", error)
+            return None
 
 
 def _process_age_s() -> float | None:

@@ -130,6 +130,8 @@ class Saver:
         yield
         self._last_s = self._edge_s = time.monotonic()
         self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
+        if self._world.is_first_on_node:
+            self._report.tell("pause", step=self._edge_step, seconds=round(self._stall_s, 4))
         self._report.leave_out()
         self._report.alive()
 

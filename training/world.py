@@ -60,6 +60,8 @@ class World:
     """This node's folder for TensorBoard, metrics and the result."""
     progress_file: Path | None
     """Where this rank says how far it is; only kit reads it."""
+    events_file: Path | None = None
+    """Where it tells kit what has happened, a JSON object on a line."""
 
     @classmethod
     def from_env(
@@ -127,6 +129,7 @@ class World:
             num_restarts=(generation or 0) + _number(env, "TORCHELASTIC_RESTART_COUNT", 0),
             output_dir=_path(env, "NODEKIT_OUTPUT_DIR"),
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
+            events_file=_path(env, "NODEKIT_EVENTS_FILE"),
         )
 
     @property

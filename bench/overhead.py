@@ -1,0 +1,391 @@
+"""What it costs to be seen: the share of training and of a core, a week's events, the redrawing of 64 nodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rounds import BenchError, machine, note, table
+
+from nodekit.deploy import notes
+from nodekit.deploy.notes import Notes
+
+GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
+WEEK_S = 7 * 86_400.0
+START_S = 60.0
+WHOLE, UNWATCHED, ALONE = "whole", "unwatched", "alone"
+EDGE_S = 0.1  # of a window, on either side: what stops and goes on takes a moment
+DESCRIPTION = """\
+Four costs of seeing a run.
+
+  training   two nodes on this machine train the shared module, whose steps take 9 ms and both cores. What
+             watches (links, supervisor) is stopped by SIGSTOP in some windows, and all of kit in others: how many
+             steps per second there are with it, as a ratio to those without. Both nodes and the supervisor share
+             the cores, and no GPU hides any of it.
+  a core     what kit takes of one on a node meanwhile: the link's far end, which watches, and the agent.
+  events     of a week, by the real code with a clock of its own: nodes with 8 GPUs, a snapshot a minute, an
+             evaluation every five.
+  redraw     of `kit watch`, for 64 nodes in a window of 120 by 40.
+
+The agent looks after the job: rendezvous, hangs, copies of snapshots. What it notes for people is a part of its share.
+"""
+EPILOG = """\
+examples:
+  bench/overhead                    some six minutes; wants a machine that has nothing else to do
+  bench/overhead --seconds 30       a rough look
+
+Exit status: 0 unless something broke; a goal that is missed is no error.
+"""
+
+
+# --- a run, with kit and with kit stopped ---------------------------------------------------------------------
+
+
+class Job:
+    """A run on this machine that goes on until it is stopped, and kit's processes in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("NODEKIT_")},
+            "HOME": str(folder / "home"),
+            "XDG_STATE_HOME": str(folder / "state"),
+        }
+        self._code = folder / "code"
+        for each in (folder / "home", self._code):
+            each.mkdir()
+        self._kit("up", "-d", "--", "-m", "nodekit.training", "--epochs", "1000000")
+        (self._record,) = (folder / "state/nodekit/runs").glob("*/run.json")
+        run = json.loads(self._record.read_text())
+        self.node_dirs = {name: Path(node["node_dir"]) for name, node in run["nodes"].items()}
+        deadline = time.monotonic() + START_S
+        while self.num_steps < 100:
+            if time.monotonic() > deadline:
+                raise BenchError(f"no 100 steps within {START_S:.0f} s: see {self._record.parent}")
+            time.sleep(0.5)
+        self._first = next(iter(self.node_dirs))
+        self.supervisor = int((self._record.parent / "supervisor.lock").read_text())
+        self.links = _children(self.supervisor)
+        self.agents = {
+            name: json.loads((path / "agent.json").read_text())["pid"]
+            for name, path in self.node_dirs.items()
+        }
+        self.servers = {name: _server_of(pid) for name, pid in self.agents.items()}
+
+    @property
+    def all(self) -> list[int]:
+        """All of kit's processes."""
+        return [self.supervisor, *self.links, *self.agents.values(), *self.servers.values()]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        with contextlib.suppress(OSError, StopIteration):
+            return len(self.times())
+        return 0
+
+    def times(self) -> list[float]:
+        """When each step was done."""
+        path = next(iter(self.node_dirs.values())) / "output/metrics.jsonl"
+        found = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+        return [each["time"] for each in found if "loss" in each]
+
+    def stop(self) -> None:
+        """End the run."""
+        for pid in self.all:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._kit("down")
+
+    def _kit(self, *argv: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "nodekit.deploy.cli", *argv],
+            env=self._env,
+            cwd=self._code,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode:
+            raise BenchError(f"kit {argv[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _children(pid: int) -> list[int]:
+    return [
+        int(each)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for each in (task / "children").read_text().split()
+    ]
+
+
+def _server_of(agent: int) -> int:
+    """The agent's fork server: the child that is python itself, and has the ranks as its children."""
+    return next(pid for pid in _children(agent) if _children(pid))
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    """Seconds of processor that these have taken so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
+    """Ratios of steps per second with kit and without, window by window, and shares of a core."""
+    begun = time.monotonic()
+    windows: list[tuple[str, float, float]] = []
+    groups = {
+        "agent": list(job.agents.values()),
+        "fork server": list(job.servers.values()),
+        "link": job.links,
+    }
+    note(f"training: {seconds / 4:.0f} s, to see what kit takes of a core")
+    before = {name: _cpu_s(pids) for name, pids in groups.items()}
+    while time.monotonic() < begun + seconds / 4:
+        time.sleep(0.5)
+    spent = time.monotonic() - begun
+    cpu = {name: (_cpu_s(pids) - before[name]) / spent / len(job.agents) for name, pids in groups.items()}
+    note(f"and in turns with kit stopped, {seconds:.0f} s")
+    order = random.Random(0)
+    begun = time.monotonic()
+    stopped = {WHOLE: [], UNWATCHED: [job.supervisor, *job.links], ALONE: job.all}
+    while time.monotonic() < begun + seconds:
+        # Between two stops all goes on: for longer than kit's patience nothing is to be silent.
+        for turn in (WHOLE, *order.sample([UNWATCHED, ALONE], 1)):
+            for pid in stopped[turn]:
+                os.kill(pid, signal.SIGSTOP)
+            start = time.time()
+            time.sleep(window_s)
+            windows.append((turn, start, time.time()))
+            for pid in job.all:
+                os.kill(pid, signal.SIGCONT)
+    time.sleep(1.0)
+    times = job.times()
+    rates: list[tuple[str, float]] = []
+    for turn, start, end in windows:
+        inside = [each for each in times if start + EDGE_S <= each < end - EDGE_S]
+        rates.append((turn, (len(inside) - 1) / (inside[-1] - inside[0])))
+    rates_of: dict[str, list[float]] = {turn: [] for turn in stopped}
+    ratios: dict[str, list[float]] = {UNWATCHED: [], ALONE: []}
+    for (_, whole), (turn, less) in itertools.pairwise(rates):
+        if turn != WHOLE:
+            ratios[turn].append(whole / less)
+    for turn, rate in rates:
+        rates_of[turn].append(rate)
+    return {"cpu": cpu, "ratios": ratios, "rates": rates_of}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median is, with 90 %, by drawing from the values again and again."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return medians[100], medians[-101]
+
+
+# --- a week's events ------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.79e9 + self.now
+
+
+def week_mb(num_nodes: int) -> float:
+    """Megabytes of events that `num_nodes` nodes with 8 GPUs write in a week."""
+    gpu = {"use": 0.97, "memory": 72_154_285_056, "memory_total": 150_754_820_096}
+    sample = {
+        "cpu": 0.312,
+        "memory": 210_763_776_000,
+        "memory_total": 1_081_101_176_832,
+        "interface": "enp134s0f0",
+        "received": 2_406_113_280,
+        "sent": 2_406_113_280,
+        "gpus": [{"index": index, **gpu} for index in range(8)],
+    }
+    size = 0
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(notes, "time", _Clock()) as clock:
+        told, snapshots = Path(folder, "told"), Path(folder, "snapshots")
+        told.mkdir()
+        snapshots.mkdir()
+
+        def say(kind: str, **fields: Any) -> None:
+            nonlocal size
+            line = {"run": "lab-1122-061157-e9c4", "time": 1.79e9 + 0.1234567, "node": "gpu-17", "kind": kind}
+            size += len(json.dumps({**line, "at": ["1795327919.788755", 4717123], **fields})) + 1
+
+        node = Notes(say=say, told=told, snapshots=snapshots, usage=lambda: sample, num_nodes=num_nodes)
+        node.begin("0.0", sees_snapshots=True)
+        first = 0  # of these bytes, those that only rank 0's node writes
+        step = 0
+        while clock.now < WEEK_S:
+            clock.now += 2.0 if clock.now < 1000 else 20.0
+            step = int(clock.now * 3)
+            if clock.now % 60 < 20:
+                for path in snapshots.iterdir():
+                    path.unlink()
+                (snapshots / f"g0000-s{step:09d}.json").write_text('{"size_bytes": {"a": 1234567890}}')
+            if clock.now % 300 < 20:
+                line = {
+                    "kind": "evaluation",
+                    "step": step,
+                    "epoch": 3,
+                    "metrics": {"accuracy": 0.7, "loss": 0.9},
+                }
+                with (told / "rank0").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                before = size
+                node.look(f"{step}/9000000 epoch 3 loss 1.2345", is_training=False)
+                first += size - before
+            node.look(f"{step}/9000000 epoch 3 loss 1.2345", is_training=True)
+    return ((size - first) * num_nodes + first) / 1e6
+
+
+# --- a screen -------------------------------------------------------------------------------------------------
+
+
+def redraw_ms(num_nodes: int, *, rounds: int = 50) -> list[float]:
+    """Milliseconds to draw a view of so many nodes, each time with other numbers."""
+    from rich.console import Console
+
+    from nodekit.deploy import screen
+
+    gpu = {"use": 0.97, "memory": 72 << 30, "memory_total": 140 << 30}
+    took = []
+    with Path(os.devnull).open("w") as nothing:
+        console = Console(file=nothing, force_terminal=True, width=120, height=40, color_system="truecolor")
+        for number in range(rounds):
+            rows = [
+                screen.Node(
+                    name=f"gpu{index}",
+                    state="running",
+                    generation=1,
+                    restarts=index % 3,
+                    usage={
+                        "cpu": 0.3,
+                        "memory": 1 << 37,
+                        "memory_total": 1 << 40,
+                        "received": 1e9 + number,
+                        "sent": 1e9,
+                        "gpus": [{"index": each, **gpu} for each in range(8)],
+                    },
+                    step=number,
+                    rate=3.2,
+                    quiet_s=0.4,
+                )
+                for index in range(num_nodes)
+            ]
+            model = screen.Model(
+                run_id="lab-1122-061157-e9c4",
+                state="running",
+                now=1.79e9 + number,
+                nodes=rows,
+                started=1.79e9 - 86_400,
+                generation=1,
+                step=number,
+                total_steps=9000,
+                rate=3.2,
+                losses=[(step, 2.0 / (1 + step / 100)) for step in range(2000)],
+                events=[(1.79e9, "gpu3 silent for 3 s; re-forming with 63 nodes")] * 12,
+            )
+            begin = time.perf_counter()
+            console.print(screen.render(model, 120, 40))
+            took.append((time.perf_counter() - begin) * 1000)
+    return took
+
+
+# --- all of it ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Job]:
+    """A job in folders of its own, ended at the end."""
+    with tempfile.TemporaryDirectory(prefix="nodekit-overhead-") as folder:
+        job = Job(Path(folder))
+        try:
+            yield job
+        finally:
+            job.stop()
+
+
+def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """The table's first rows."""
+    rates, cpu = {turn: statistics.median(each) for turn, each in found["rates"].items()}, found["cpu"]
+
+    def ratio(turn: str) -> str:
+        low, high = interval(found["ratios"][turn])
+        middle = statistics.median(found["ratios"][turn])
+        return f"{middle:.4f} ({low:.4f}–{high:.4f}); {rates[WHOLE]:.1f} to {rates[turn]:.1f} steps/s"
+
+    agent = cpu["agent"] + cpu["fork server"]
+    return [
+        ["training, watched to unwatched", ratio(UNWATCHED), f"{1 - GOAL_SHARE:.3f}"],
+        ["training, with kit to without", ratio(ALONE), ""],
+        ["of one core per node, watching", f"{cpu['link']:.2%}", f"{GOAL_CORE:.0%}"],
+        ["of one core per node, the agent", f"{agent:.2%}", ""],
+    ]
+
+
+def main() -> int:
+    """Measure, print a table."""
+    parser = argparse.ArgumentParser(
+        prog="bench/overhead",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="to train in turns (%(default)g)")
+    parser.add_argument(
+        "--window", type=float, default=1.5, help="seconds of each turn, below kit's patience (%(default)g)"
+    )
+    args = parser.parse_args()
+    if not 0.5 <= args.window <= 2 or args.seconds < 4 * args.window:
+        parser.error("wanted a window of 0.5 to 2 s, and at least four of them")
+    try:
+        with running() as job:
+            rows = rows_of(measure(job, seconds=args.seconds, window_s=args.window))
+    except BenchError as error:
+        print(f"bench/overhead: {error}", file=sys.stderr)
+        return 1
+    rows += [
+        [
+            f"events of a week, {count} node{'s' * (count > 1)}",
+            f"{week_mb(count):.1f} MB",
+            f"{GOAL_WEEK_MB:.0f} MB",
+        ]
+        for count in (1, 8, 64)
+    ]
+    took = redraw_ms(64)
+    rows.append(
+        [
+            "kit watch draws 64 nodes",
+            f"{statistics.median(took):.1f} ms (most {max(took):.1f})",
+            f"{GOAL_DRAW_MS:.0f} ms",
+        ]
+    )
+    print(f"{machine()}\n\n{table(['cost', 'found', 'goal'], rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What `kit board` asks of a host: which event files of TensorBoard a run has there, and what is in them.
+
+It runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+from pathlib import Path
+from typing import Any
+
+MOST_FILES = 10_000
+
+
+def event_files(folder: str) -> list[list[Any]]:
+    """The event files below a folder: ``[path below it, size, seconds since 1970 of its last change]``."""
+    root = Path(folder).expanduser()
+    found: list[list[Any]] = []
+    for path in root.rglob("*tfevents*"):
+        try:
+            there = path.stat()
+        except OSError:  # removed meanwhile
+            continue
+        if path.is_file() and len(found) < MOST_FILES:
+            found.append([str(path.relative_to(root)), there.st_size, there.st_mtime])
+    return found
+
+
+def part_of(folder: str, path: str, offset: int, size: int) -> str:
+    """Some bytes of a file below a folder, in base64."""
+    with (Path(folder).expanduser() / path).open("rb") as file:
+        file.seek(offset)
+        return base64.b64encode(file.read(size)).decode("ascii")
+
+
+def free_port() -> int:
+    """A port of this host's loopback that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,121 @@
+"""A run's events (docs/events.md): read, followed while they are written, gathered from its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.remote import append_private
+
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event."""
+
+    time: float
+    """Seconds since 1970, by the supervisor's clock."""
+    node: str | None
+    """Whose agent wrote it; None for the supervisor."""
+    kind: str
+    fields: Mapping[str, Any]
+    """All others."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One of the other fields."""
+        return self.fields.get(name, default)
+
+    @property
+    def about(self) -> str | None:
+        """The node it is about: the writer's, or the one that the supervisor names."""
+        return self.node or self.fields.get("about")
+
+
+def parse(line: str | bytes) -> Event | None:
+    """An event from its line; None for one that is torn, or no event."""
+    try:
+        fields = json.loads(line)
+        return Event(float(fields.pop("time")), fields.pop("node"), str(fields.pop("kind")), fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
+    """The events of some lines, in the order of time; what two supervisors have gathered is there once."""
+    found: dict[Any, Event] = {}
+    for number, line in enumerate(lines):
+        if event := parse(line):
+            at = event.get("at")
+            found[(event.node, *at) if at else number] = event
+    return sorted(found.values(), key=lambda event: event.time)
+
+
+def read(folder: Path) -> list[Event]:
+    """All events of the run whose record lies in `folder`, in the order of time; none without a file."""
+    try:
+        return parse_all((folder / FILE).read_bytes().splitlines())
+    except OSError:
+        return []
+
+
+class Follower:
+    """Reads a file of events while it grows."""
+
+    def __init__(self, folder: Path, *, offset: int = 0) -> None:
+        """From byte `offset` on."""
+        self._path = folder / FILE
+        self._offset = offset
+
+    def more(self) -> list[Event]:
+        """What is new since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return parse_all(whole.splitlines())
+
+
+class Gatherer:
+    """Adds nodes' events to the run's file, each once, whoever did it before."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find out what is there already, and mend a last line that a crash has torn."""
+        self._path = folder / FILE
+        self._read: dict[str, tuple[str, int]] = {}
+        with contextlib.suppress(OSError):
+            data = self._path.read_bytes()
+            for event in parse_all(data.splitlines()):
+                if event.node and (at := event.get("at")):
+                    self._read[event.node] = (at[0], at[1])
+            if data and not data.endswith(b"\n"):
+                append_private(str(self._path), b"\n")
+
+    def at(self, node: str) -> tuple[str, int]:
+        """Which file of a node was read last, and how far."""
+        return self._read.get(node, ("", 0))
+
+    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> None:
+        """Add what was found on a node: (file, where its line ends, line); `clock_offset` is its clock minus ours."""
+        lines = []
+        for file, end, text in found:
+            known, offset = self.at(node)
+            if file == known and end <= offset:
+                continue
+            self._read[node] = (file, end)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                fields = json.loads(text)
+                for name in {"time", "when"} & fields.keys():
+                    fields[name] -= clock_offset
+                lines.append(json.dumps({**fields, "at": [file, end]}).encode() + b"\n")
+        if lines:
+            with contextlib.suppress(OSError):  # a full disk here must not end the run
+                append_private(str(self._path), b"".join(lines))

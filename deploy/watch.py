@@ -1,0 +1,115 @@
+"""``kit watch``: looks at a run, and changes nothing unless a key asks for it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+
+from nodekit.deploy import arguments, cluster, drain, past, runs, up
+from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.hands import Hands
+from nodekit.deploy.judge import Rules
+from nodekit.deploy.runs import Run, SupervisorLock
+from nodekit.deploy.start import rules_of
+from nodekit.deploy.supervise import Supervisor
+from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, View, fits_screen
+from nodekit.deploy.watched import Watched
+
+PLAIN_WIDTH = 100  # where there is no terminal to ask
+
+
+class OnlyWatches(SupervisorLock):
+    """Is never taken: who has it never acts for the run."""
+
+    def take(self) -> bool:
+        """No."""
+        return False
+
+
+def watch(run: Run, options: SshOptions, *, plain: bool = False) -> int:
+    """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
+    if run.state in runs.ENDED:
+        return show_last(run, options)
+    if run.slurm:
+        from nodekit.slurm import watch as slurm_watch
+
+        return slurm_watch.watch(run, options, plain=plain)
+    inventory = up.inventory_of(run)
+    hosts = {host.name: host for host in inventory.hosts}
+    rules = rules_of(inventory)
+    with cluster.links(inventory.hosts, options, some=True) as links:
+        is_led = _is_led(run)
+        if not is_led and not any(status["alive"] for status in up.statuses(run, links).values()):
+            show_last(run, options)
+            print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
+            return 0
+        hands = Hands(run, inventory, links)
+        with _view(run, rules, plain=plain) as view, up.sigterm_interrupts():
+            if not is_led:
+                view.say("nobody supervises this run: what is lost is not replaced before kit up does")
+            supervisor = Supervisor(
+                hands,
+                view,
+                OnlyWatches(run),
+                rules=rules,
+                reopen=lambda name: cluster.open_link(hosts[name], options),
+                tail_bytes=up.ATTACH_TAIL_BYTES,
+            )
+            try:
+                verdict = supervisor.watch()
+                supervisor.close()
+            except (Left, KeyboardInterrupt):
+                view.close()
+                print(f"{run.run_id} goes on", flush=True)
+                return 0
+            except StopAsked:
+                view.close()
+                run.say_stop("kit watch")
+                return up.stop_everywhere(run, supervisor, view, is_asked=True)
+        return up.conclude(run, links, verdict)
+
+
+def show_last(run: Run, options: SshOptions) -> int:
+    """The last that is known of a run that is over, and how it ended; the exit status."""
+    from rich.console import Console
+
+    from nodekit.deploy import screen
+
+    record, events = past.past(run, options)
+    watched = Watched(run.run_id, list(record.nodes), record.clock_offsets)
+    for event in events:
+        watched.event(event)
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
+    Console(highlight=False, width=width).print(
+        screen.render(watched.model(run.ended or time.time()), width, None)
+    )
+    if run.state in runs.ENDED:
+        print(f"\n{run.run_id} {run.state}" + (f": {run.verdict}" if run.verdict != run.state else ""))
+    return 0
+
+
+def _is_led(run: Run) -> bool:
+    lock = SupervisorLock(run)
+    is_free = lock.take()
+    lock.release()
+    return not is_free
+
+
+def _view(run: Run, rules: Rules, *, plain: bool) -> View:
+    if not fits_screen(plain=plain):
+        return View(list(rules.nodes))
+    doing = Doing(
+        leaves="leave this view; the job goes on",
+        interrupts="leave this view; the job goes on",
+        drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
+        drained=lambda: run.drained,
+    )
+    return FullScreen(Watched(run.run_id, rules.nodes, run.clock_offsets), doing)
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    """Watch the run that the command line names; the exit status."""
+    options = arguments.ssh_options(args)
+    return watch(runs.find(args.run_id), options, plain=args.plain)

@@ -1,0 +1,415 @@
+"""The documentation: its commands, inventories and programs are real, its links lead somewhere, its site is whole."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from agents import processes_of, until
+from kit_runs import Kit, run_id
+from test_readme import BLOCKS, commands
+
+from nodekit.deploy import cli
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import json_schema
+from nodekit.inventory.source import parse
+from nodekit.training import options
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(ROOT)): path for path in [*DOCS.rglob("*.md"), *ROOT.glob("README*.md")]}
+IN_CHINESE = {"README.zh-CN.md": "README.md", "docs/zh/start.md": "docs/start.md"}
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fences(page: str, *languages: str) -> list[str]:
+    """The code blocks of a page, in these languages."""
+    return [code for language, _, code in FENCE.findall(PAGES[page].read_text()) if language in languages]
+
+
+def titled(page: str, title: str) -> str:
+    """The one complete file on a page that it gives this name."""
+    found = [code for _, about, code in FENCE.findall(PAGES[page].read_text()) if f'title="{title}"' in about]
+    assert len(found) == 1, (page, title)
+    return str(found[0])
+
+
+def from_code() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("from_code", DOCS / "from_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def command_lines(page: str) -> list[list[str]]:
+    """Each command on a page, as words: of its blocks, without comments, prompts and what follows a pipe."""
+    found = []
+    for block in fences(page, "sh", "console", "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|;<>")
+            lexer.whitespace_split = True
+            lexer.commenters = "#"
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word and set(word) <= set("|;<>"):
+                    found.append(words)
+                    words = []
+                else:
+                    words.append(word)
+    return [words for words in found if words]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Kit's own main, up to where a command would run."""
+    real = cli._parser
+
+    def parser() -> Any:
+        made = real()
+        parse_args = made.parse_args
+
+        def only_parsed(argv: list[str]) -> Any:
+            args = parse_args(argv)
+            args.run = lambda _: 0
+            return args
+
+        monkeypatch.setattr(made, "parse_args", only_parsed)
+        return made
+
+    monkeypatch.setattr(cli, "_parser", parser)
+
+    def main(argv: list[str]) -> str:
+        """What kit has to say against this; empty if it would run."""
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            try:
+                code = cli.main(argv)
+            except SystemExit as left:
+                code = int(left.code or 0)
+        return said.getvalue() if code else ""
+
+    return main
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_kit_takes_every_command_that_is_shown(page: str, refusal: Any) -> None:
+    for words in command_lines(page):
+        if words[0] == "kit":
+            assert not refusal(words[1:]), shlex.join(words)
+        if "-m nodekit.training" in shlex.join(words):
+            options.read(words[words.index("nodekit.training") + 1 :], {})
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+
+
+def test_what_kit_does_not_take_would_be_found(refusal: Any) -> None:
+    assert "unrecognized arguments: --quick" in refusal(["up", "lab.yaml", "--quick"])
+    assert "invalid choice: 'start'" in refusal(["start"])
+    assert not refusal(["up", "lab.yaml", "--", "train.py", "--quick"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_within_a_sentence_exists_with_its_options(page: str) -> None:
+    parsers = dict(from_code().parsers(cli._parser(), "kit"))
+    prose = FENCE.sub("", PAGES[page].read_text())
+    for shown in re.findall(r"`(kit [a-z][^`]*)`", " ".join(prose.split())):
+        words = shown.partition(" -- ")[0].split()
+        name = max((known for known in parsers if f"{' '.join(words)} ".startswith(f"{known} ")), key=len)
+        assert name != "kit" or words[1].startswith("-"), f"no such command: {shown}"
+        for word in words:
+            if option := re.match(r"--?[a-z][\w-]*", word):
+                assert option[0] in parsers[name]._option_string_actions, shown
+
+
+# --- inventories --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")])
+def test_every_inventory_that_is_shown_is_one(page: str, tmp_path: Path) -> None:
+    for block in fences(page, "yaml"):
+        if not {"hosts", "slurm"} & parse(block).data.keys():  # a part, to go with hosts
+            block += "hosts: {gpu1: }\n"
+        (tmp_path / "lab.yaml").write_text(block)
+        load_inventory(tmp_path / "lab.yaml")
+
+
+def test_every_key_of_an_inventory_is_explained_by_an_example() -> None:
+    shown: set[str] = set()
+
+    def walk(values: Mapping[str, Any], path: str) -> None:
+        for key, value in values.items():
+            shown.add(path + key)
+            if path + key == "hosts":
+                for block in value.values():
+                    walk(block or {}, "hosts.HOST.")
+            elif isinstance(value, dict):
+                walk(value, f"{path}{key}.")
+
+    for block in fences("docs/inventory.md", "yaml"):
+        walk(parse(block).data, "")
+        # What goes in place of what is shown stands beside it as a comment.
+        uncommented = re.sub(r"^( *)# (\w+:)", r"\1\2", block, flags=re.MULTILINE)
+        walk(parse(uncommented).data, "")
+    assert not from_code().dotted(json_schema()) - shown
+
+
+# --- programs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "python")])
+def test_every_program_that_is_shown_is_python(page: str) -> None:
+    for block in fences(page, "python"):
+        compile(block, page, "exec")
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks and other work would wait for each other's threads
+    (tmp_path / "train.py").write_text(titled("docs/snapshots.md", "train.py"))
+
+    def trained(folder: str, *argv: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, *argv, "../train.py"],
+            cwd=tmp_path / folder,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    unbroken = re.search(r"trained 192 steps, loss (\d+\.\d+) ", trained("unbroken"))
+    assert unbroken
+    (tmp_path / "broken").mkdir()
+    progress = tmp_path / "broken/progress"
+    with subprocess.Popen(
+        [sys.executable, "../train.py"],
+        cwd=tmp_path / "broken",
+        env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
+    ) as process:
+        until(
+            lambda: progress.exists() and int(progress.read_text().partition("/")[0] or 0) > 20, timeout_s=60
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    stopped_at = int(progress.read_text().partition("/")[0])
+    assert 20 < stopped_at < 192
+    two_ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = trained("broken", *two_ranks)
+    assert f"goes on at step {stopped_at}\n" in said
+    resumed = re.search(r"trained 192 steps, loss (\d+\.\d+) ", said)
+    assert resumed
+    assert float(resumed[1]) == pytest.approx(float(unbroken[1]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
+    make_up, own_script, machines, lab = fences("docs/start.md", "sh")
+    # These run in test_readme, on what it takes.
+    assert commands(make_up) == commands(BLOCKS["Two commands"])[:1]
+    init, *others = commands(machines)
+    assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Know before you run"])
+    assert set(others) < {*commands(BLOCKS["Know before you run"]), *commands(BLOCKS["On your machines"])}
+    assert [each for each in commands(BLOCKS["No machines at hand"]) if "drill" not in each] == commands(lab)
+
+    kit = Kit(tmp_path / "my project", None)
+    (kit.folder / "train.py").write_text(titled("docs/start.md", "train.py"))
+    said: dict[str, str] = {}
+    try:
+        for command in commands(own_script):
+            argv = shlex.split(command)[1:]
+            if command == "kit down":  # once a reader has seen it train
+                (run,) = (own_home / "nodekit/local/runs").iterdir()
+                until(lambda run=run: list(run.glob("*/snapshots/epoch*.pt")), timeout_s=60)
+            if command == "kit up local -- train.py":
+                watching = kit.start(*argv)
+                kit.wait_for("node1:0 | goes on at epoch ")
+                kit.wait_for("node2:1 | goes on at epoch ")
+                watching.send_signal(signal.SIGINT)
+                assert watching.wait(60) == 130
+                continue
+            done = kit.run(*argv)
+            assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+            said[command] = done.stdout
+    finally:
+        kit.close()
+        kit.run("down", "--force")
+    assert "rank 0 of 2" in said["kit status"]
+    assert re.search(rf"^{run_id(kit.log())} .* stopped ", said["kit runs"], re.MULTILINE)
+    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+
+
+# --- what kit says ------------------------------------------------------------------------------------------
+
+
+def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
+    said = []
+    for folder in ("deploy", "inventory", "slurm"):
+        for file in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    said.append(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    parts = (each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+                    said.append("".join(map(str, parts)))
+    code = "\n".join(said)
+    tables = re.findall(
+        r"^\| kit says .*\n\|[-|]+\n((?:\|.*\n)+)", PAGES["docs/troubleshooting.md"].read_text(), re.M
+    )
+    cells = [row.split(" | ")[0].removeprefix("| ") for table in tables for row in table.splitlines()]
+    assert len(cells) > 20
+    for cell in cells:
+        for part in cell.replace("`", "").split("…"):
+            assert part.strip(" ,;:()") in code.replace("`", ""), cell
+
+
+def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
+    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent", "plan"))
+    given = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"(?:: |\] = )', code))
+    assert {"RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NODEKIT_SNAPSHOT_SHARED"} <= given
+    assert not given - set(re.findall(r"`([A-Z_]+)`", PAGES["docs/from-torchrun.md"].read_text()))
+
+
+# --- the same in Chinese ------------------------------------------------------------------------------------
+
+
+def bare(code: str) -> list[str]:
+    """A block's lines without comments."""
+    return [re.sub(r"(^|\s)#( .*)?$", "", line).rstrip() for line in code.splitlines()]
+
+
+@pytest.mark.parametrize(("chinese", "english"), IN_CHINESE.items())
+def test_the_chinese_page_has_the_same_code_and_the_same_numbers(chinese: str, english: str) -> None:
+    def codes(page: str) -> list[tuple[str, str, list[str]]]:
+        return [
+            (language, about, bare(code)) for language, about, code in FENCE.findall(PAGES[page].read_text())
+        ]
+
+    def numbers(page: str) -> list[list[str]]:
+        tables = re.findall(r"^\|.*\|$", PAGES[page].read_text(), re.MULTILINE)
+        return [re.findall(r"\d+\.\d+", row) for row in tables]
+
+    assert codes(chinese) == codes(english)
+    assert numbers(chinese) == numbers(english)
+
+    def headings(page: str) -> list[str]:
+        return re.findall(r"^#+ ", FENCE.sub("", PAGES[page].read_text()), re.MULTILINE)
+
+    assert headings(chinese) == headings(english)
+
+
+def test_the_table_of_recovery_is_the_same_wherever_it_stands() -> None:
+    def rows(page: str) -> list[str]:
+        return re.findall(
+            r"^\| (?:a worker|a node|it |  the others|the rend|its cable).*\|$", page, re.MULTILINE
+        )
+
+    shown = rows(PAGES["README.md"].read_text())
+    assert len(shown) == 7
+    assert rows(PAGES["docs/recovery.md"].read_text()) == shown
+
+
+# --- the site -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make docs` builds it: any warning (a dead link, a page that no menu has) is an error."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Loads(HTMLParser):
+    """What a page loads, and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.text = ""
+        self.language = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        if tag == "html":
+            self.language = values.get("lang") or ""
+        loads = values.get("src") or (values.get("href") if tag == "link" else None)
+        if loads and values.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(loads)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path: Loads(path) for path in site.rglob("*.html")}
+    assert len(pages) > 15
+    for path, page in pages.items():
+        for loaded in page.loaded:
+            assert not re.match(r"(https?:)?//", loaded), (path, loaded)
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)[ '\"]*(https?:)?//", path.read_text()), path
+    assert pages[site / "zh/start.html"].language == "zh"
+    assert pages[site / "start.html"].language == "en"
+
+
+def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:
+    text = " ".join(Loads(site / "commands.html").text.split())
+    for name, parser in from_code().parsers(cli._parser(), "kit"):
+        assert f"usage: {name}" in text
+        for action in parser._actions:
+            assert all(option in text for option in action.option_strings), (name, action.option_strings)
+    keys = Loads(site / "inventory.html").text
+    described = re.findall(r'"description": ("(?:[^"\\]|\\.)*")', json.dumps(json_schema()))
+    for description in described:
+        assert json.loads(description).replace("`", "") in keys
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for page, path in PAGES.items():
+        prose = FENCE.sub("", path.read_text())
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            file, _, anchor = target.partition("#")
+            if re.match(r"https?://", target):
+                assert re.fullmatch(r"https://[\w.-]+\.[a-z]+(/[\w./%~-]*)?", target), (page, target)
+                continue
+            goal = (path.parent / file).resolve() if file else path
+            assert goal.exists(), (page, target)
+            if anchor:  # of a page: as headings are named on the site and on code hosts
+                headings = re.findall(r"^#+ (.+)$", FENCE.sub("", goal.read_text()), re.MULTILINE)
+                names = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+                assert anchor in names, (page, target)

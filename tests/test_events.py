@@ -1,0 +1,259 @@
+"""Events: gathered from the nodes once each, whoever gathers; torn lines; what an agent notes by itself."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodekit.deploy import events, notes, remote
+from nodekit.deploy.notes import Notes, parse_progress, pause_s
+from nodekit.deploy.usage import Usage
+
+
+def write(folder: Path, *lines: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    with (folder / events.FILE).open("a") as file:
+        file.writelines(json.dumps({"run": "r", "node": folder.name, **line}) + "\n" for line in lines)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+def gather(gatherer: events.Gatherer, folder: Path, *, clock_offset: float = 0.0) -> None:
+    found = remote.events(str(folder), *gatherer.at(folder.name))
+    gatherer.take(folder.name, found, clock_offset=clock_offset)
+
+
+def kinds(home: Path) -> list[str]:
+    return [event.kind for event in events.read(home / "run")]
+
+
+def test_each_event_of_a_node_is_gathered_once_by_whoever_supervises(home: Path):
+    write(home / "gpu1", {"time": 10.0, "kind": "agent-started"})
+    first = events.Gatherer(home / "run")
+    gather(first, home / "gpu1", clock_offset=2.0)
+    write(home / "gpu1", {"time": 11.0, "kind": "rendezvous"})
+    second = events.Gatherer(home / "run")  # it takes over
+    gather(second, home / "gpu1", clock_offset=2.0)
+    gather(second, home / "gpu1", clock_offset=2.0)
+    gather(first, home / "gpu1", clock_offset=2.0)  # and the first one was not gone, after all
+    assert kinds(home) == ["agent-started", "rendezvous"]
+    assert [event.time for event in events.read(home / "run")] == [8.0, 9.0]
+
+
+def test_a_node_with_a_new_disk_is_read_from_its_beginning(home: Path):
+    write(home / "gpu1", {"time": 10.0, "kind": "agent-started"}, {"time": 11.0, "kind": "rendezvous"})
+    gatherer = events.Gatherer(home / "run")
+    gather(gatherer, home / "gpu1")
+    (home / "gpu1" / events.FILE).unlink()
+    write(home / "gpu1", {"time": 20.0, "kind": "agent-started"})
+    gather(gatherer, home / "gpu1")
+    assert kinds(home) == ["agent-started", "rendezvous", "agent-started"]
+
+
+def test_a_torn_line_costs_only_itself(home: Path):
+    path = home / "run" / events.FILE
+    path.write_text('{"run": "r", "time": 1.0, "node": null, "kind": "said"}\n{"run": "r", "ti')
+    follower = events.Follower(home / "run")
+    assert [event.kind for event in follower.more()] == ["said"]
+    events.Gatherer(home / "run")
+    write(home / "run", {"time": 2.0, "node": None, "kind": "reached", "about": "gpu1"})
+    assert [event.about for event in follower.more()] == ["gpu1"]
+    assert kinds(home) == ["said", "reached"]
+
+
+def test_a_line_that_is_being_written_is_waited_for(home: Path):
+    write(home / "gpu1", {"time": 1.0, "kind": "agent-started"})
+    with (home / "gpu1" / events.FILE).open("a") as file:
+        file.write('{"run": "r", "time": 2.0')
+        file.flush()
+        gatherer = events.Gatherer(home / "run")
+        gather(gatherer, home / "gpu1")
+        file.write(', "node": "gpu1", "kind": "first-step", "step": 1}\n')
+    gather(gatherer, home / "gpu1")
+    assert kinds(home) == ["agent-started", "first-step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("120/500 epoch 1 loss 0.5231", (120, 500, 0.5231)),
+        ("7", (7, None, None)),
+        ("7 Loss=1.5e-3", (7, None, 0.0015)),
+        ("8/9 loss: nan", (8, 9, None)),
+        ("8/9 closs 3", (8, 9, None)),
+        ("", (None, None, None)),
+    ],
+)
+def test_what_a_progress_file_says(text: str, found: tuple[int | None, int | None, float | None]):
+    assert tuple(parse_progress(text).values()) == found
+
+
+def test_every_kind_is_documented():
+    """Those that the code names, and those of the table of what the supervisor does, which it names by class."""
+    root = Path(__file__).parents[1]
+    said = set()
+    for path in [*(root / "deploy").glob("*.py"), *(root / "slurm").glob("*.py")]:
+        names = r"\.event|\._note"
+        if path.stem in (
+            "notes",
+            "lifeline",
+            "replicas",
+            "logbook",
+        ):  # they are handed the agent's record.event
+            names += r"|\._say|\._tell"
+        said |= set(re.findall(rf'(?:{names})\(\s*"([a-z]+(?:-[a-z]+)*)"', path.read_text()))
+    assert len(said) > 25
+    documented = set(re.findall(r"`([a-z-]+)`", (root / "docs/events.md").read_text()))
+    assert said <= documented
+
+
+def test_a_week_has_few_samples_however_many_nodes():
+    for num_nodes in (1, 8, 64):
+        now, count = 0.0, 0
+        while now < 7 * 86_400:
+            now, count = now + pause_s(now, num_nodes), count + 1
+        assert count * num_nodes < 50_000
+        assert pause_s(60, num_nodes) == 2.0  # and a short run has enough of them
+
+
+class Said:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told = tmp_path / "told"
+        self.snapshots = tmp_path / "snapshots"
+        self.told.mkdir()
+        self.snapshots.mkdir()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.now = 1000.0
+        monkeypatch.setattr(notes.time, "monotonic", lambda: self.now)
+        self.notes = Notes(
+            say=lambda kind, **fields: self.events.append((kind, fields)),
+            told=self.told,
+            snapshots=self.snapshots,
+            usage=lambda: {"cpu": 0.5},
+            num_nodes=1,
+        )
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for each, fields in self.events if each == kind]
+
+    def tell(self, **fields: Any) -> None:
+        with (self.told / "rank0").open("a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+    def commit(self, step: int) -> None:
+        name = f"g0000-s{step:09d}.json"
+        (self.snapshots / name).write_text(json.dumps({"size_bytes": {"a": 3, "b": 4}}))
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
+    return Said(tmp_path, monkeypatch)
+
+
+def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said: Said):
+    said.tell(kind="resumed", step=3)  # of an earlier attempt
+    said.notes.begin("0.1", sees_snapshots=True)
+    said.tell(kind="resumed", step=40, time=time.time())
+    said.tell(kind="evaluation", step=50, epoch=2, metrics={"accuracy": 0.5, "bad": "x", "nan": float("nan")})
+    said.tell(kind="run-ended", step=50, state="failed")
+    said.tell(kind="resumed", step="far", text="x" * 9000)
+    said.notes.look("50/100 loss 0.3", is_training=True)
+    assert [each["step"] for each in said.of("resumed")] == [40]
+    assert said.of("evaluation") == [{"attempt": "0.1", "step": 50, "epoch": 2, "metrics": {"accuracy": 0.5}}]
+    assert said.of("first-step") == [{"attempt": "0.1", "step": 50}]
+    assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step"}
+
+
+def test_of_many_snapshots_the_pauses_are_added_up(said: Said):
+    said.commit(5)  # was there before
+    said.notes.begin("0.0", sees_snapshots=True)
+    for step in (10, 20, 30):
+        said.commit(step)
+        said.tell(kind="pause", step=step, seconds=0.5)
+        said.notes.look("", is_training=True)
+        said.now += 0.5
+    said.notes.look("", is_training=True, is_last=True)
+    first, last = said.of("snapshot")
+    assert (first["step"], first["count"], first["bytes"], first["pause_s"]) == (10, 1, 7, 0.5)
+    assert (last["step"], last["count"], last["pause_s"]) == (30, 2, 1.0)
+
+
+def test_the_best_evaluation_is_never_left_out(said: Said):
+    said.notes.begin("0.0", sees_snapshots=True)
+    for number, accuracy in enumerate([0.5, 0.4, 0.3, 0.9, 0.2]):
+        said.tell(kind="evaluation", step=number, metrics={"accuracy": accuracy})
+        said.notes.look("", is_training=True)
+    assert [each["metrics"]["accuracy"] for each in said.of("evaluation")] == [0.5, 0.4, 0.9]
+
+
+def test_samples_come_only_while_ranks_train(said: Said):
+    said.notes.begin("0.0", sees_snapshots=True)
+    for is_training in (False, True, True):
+        said.now += 2.0
+        assert said.notes.look("3/9 loss 1.5", is_training=is_training) == {"cpu": 0.5}
+    assert [(each["step"], each["loss"], each["cpu"]) for each in said.of("sample")] == [(3, 1.5, 0.5)] * 2
+    assert said.notes.look("3/9 loss 1.5", is_training=True) is None  # nothing is measured so soon again
+
+
+def test_what_this_machine_uses():
+    usage = Usage("lo")
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        pass
+    found = usage.now()
+    assert 0 < found["cpu"] <= 1
+    assert (
+        0
+        < found["memory"]
+        < found["memory_total"]
+        == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    assert found["received"] >= 0
+    assert found["gpus"] == []
+    assert Usage("absent0").now()["received"] is None
+
+
+NVML = r"""
+// As much of NVIDIA's library as kit asks, for two GPUs of which the second does not tell its use.
+#include <string.h>
+typedef struct { unsigned int gpu, memory; } Use;
+typedef struct { unsigned long long total, free, used; } Memory;
+static int started;
+int nvmlInit_v2(void) { started = 1; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) {
+  if (!started || index > 1) return 2;
+  *device = (void *)(0x7f0000000000ull + index);
+  return 0;
+}
+int nvmlDeviceGetUtilizationRates(void *device, Use *use) {
+  if (device != (void *)0x7f0000000000ull) return 3;
+  use->gpu = 87; use->memory = 12;
+  return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
+  if ((unsigned long long)device >> 40 != 0x7f) return 2;
+  memory->total = 150754820096ull; memory->free = 100ull << 30; memory->used = 40ull << 30;
+  return 0;
+}
+"""
+
+
+def test_gpus_are_asked_by_the_drivers_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "nvml.c").write_text(NVML)
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    monkeypatch.setenv("NODEKIT_NVML", str(library))
+    memory = {"memory": 40 << 30, "memory_total": 150754820096}
+    assert Usage("lo", [0, 1, 2]).now()["gpus"] == [
+        {"index": 0, "use": 0.87, **memory},
+        {"index": 1, "use": None, **memory},
+    ]

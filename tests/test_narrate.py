@@ -1,0 +1,164 @@
+"""What a person is told of a run's events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nodekit.deploy.events import Event
+from nodekit.deploy.narrate import Narrator, count, duration
+
+
+def told(*events: tuple[float, str | None, str, dict[str, Any]]) -> list[str]:
+    narrator = Narrator()
+    return [text for event in events for text in narrator.tell(Event(*event))]
+
+
+def started(*nodes: str, at: float = 0.0) -> list[tuple[float, str | None, str, dict[str, Any]]]:
+    """A run that has made its first step, as its nodes write it down."""
+    met = {"attempt": "0.1", "members": list(nodes)}
+    return [
+        (at, None, "run-started", {"generation": 0, "nodes": list(nodes), "goes_on": False}),
+        *((at + 1, name, "agent-started", {"pid": 7}) for name in nodes),
+        *((at + 2, name, "rendezvous", met) for name in nodes),
+        *(
+            (at + 2, name, "workers-started", {"attempt": "0.1", "world_size": 2 * len(nodes)})
+            for name in nodes
+        ),
+        *((at + 4, name, "first-step", {"attempt": "0.1", "step": 1}) for name in nodes),
+    ]
+
+
+def test_start_is_told_once_whatever_the_number_of_nodes() -> None:
+    assert told(*started("a", "b", "c")) == [
+        "the run starts on 3 nodes",
+        "training on 3 nodes with 6 ranks; the first step after 4.0 s",
+    ]
+
+
+def test_a_lost_node_is_told_from_the_loss_to_the_first_step_after_it() -> None:
+    rest = ("gpu0", "gpu1", "gpu2")
+    after = told(
+        *started(*rest, "gpu3"),
+        (100.0, "gpu1", "sample", {"attempt": "0.1", "step": 4128}),
+        *(
+            (100.0 + number / 10, name, "membership", {"lost": 1, "waiting": 0, "names": ["gpu3"]})
+            for number, name in enumerate(rest)
+        ),
+        *((100.3, name, "attempt-ended", {"attempt": "0.1", "step": 4128}) for name in rest),
+        *((103, name, "rendezvous", {"attempt": "0.2", "members": list(rest)}) for name in rest),
+        (105.0, "gpu0", "resumed", {"attempt": "0.2", "step": 4120}),
+        *((105.9, name, "first-step", {"attempt": "0.2", "step": 4121}) for name in rest),
+    )
+    assert after[2:] == [
+        "gpu3 is lost; the others meet again",
+        "re-formed with 3 nodes",
+        "resumed at step 4,120 after 5.9 s, 8 steps redone",
+    ]
+
+
+def test_a_node_that_comes_back_is_told_from_one_that_is_new() -> None:
+    def met(at: float, number: int, *members: str) -> tuple[float, str | None, str, dict[str, Any]]:
+        return (at, "a", "rendezvous", {"attempt": f"0.{number}", "members": list(members)})
+
+    after = told(
+        *started("a", "b"),
+        met(10, 2, "a"),
+        met(20, 3, "a", "b"),
+        met(30, 4, "a", "b", "c"),
+        met(40, 5, *"abc"),
+    )
+    assert after[2:] == [
+        "b is out; re-formed with 1 node",
+        "b is back; re-formed with 2 nodes",
+        "c has come in; re-formed with 3 nodes",
+        "re-formed with the same 3 nodes",
+    ]
+
+
+def test_of_failed_ranks_only_the_cause_is_named() -> None:
+    def failed(at: float, node: str, rank: int, error: str, exitcode: int = 1) -> Any:
+        return (
+            at,
+            node,
+            "worker-failed",
+            {"attempt": "0.1", "rank": rank, "exitcode": exitcode, "error": error},
+        )
+
+    echo = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    after = told(
+        *started("a", "b"), failed(9, "b", 1, "Traceback …\nValueError: NaN"), failed(9.1, "a", 0, echo)
+    )
+    assert after[2:] == ["rank 1 on b failed (exit status 1): ValueError: NaN"]
+    left = (9.2, "a", "membership", {"lost": 1, "waiting": 0, "names": ["b"]})
+    again = (9.9, "a", "rendezvous", {"attempt": "0.2", "members": ["a", "b"]})
+    after = told(*started("a", "b"), failed(9, "b", 1, "ValueError: NaN"), left, again)
+    assert after[2:] == [
+        "rank 1 on b failed (exit status 1): ValueError: NaN",
+        "re-formed with the same 2 nodes",
+    ]
+    after = told(*started("a", "b"), failed(9, "b", 1, echo), failed(9.1, "a", 0, echo))
+    assert after[2:] == ["rank 1 on b has lost another rank"]
+    after = told(*started("a", "b"), failed(9, "b", 1, "", exitcode=-11))
+    assert after[2:] == ["rank 1 on b failed (killed by SIGSEGV): it wrote nothing"]
+
+
+def test_only_an_evaluation_that_is_better_is_told() -> None:
+    def evaluated(step: int, **metrics: float) -> Any:
+        return (step, "a", "evaluation", {"attempt": "0.1", "step": step, "metrics": metrics})
+
+    assert told(
+        evaluated(1000, accuracy=0.5, loss=1.25),
+        evaluated(2000, accuracy=0.4, loss=1.5),
+        evaluated(3000, accuracy=0.975, loss=0.125),
+    ) == [
+        "evaluated at step 1,000: accuracy 50.00 %, loss 1.25",
+        "evaluated at step 3,000: accuracy 97.50 %, loss 0.125, the best so far",
+    ]
+    assert told(evaluated(1, loss=2.0), evaluated(2, loss=3.0), evaluated(3, loss=1.0))[1:] == [
+        "evaluated at step 3: loss 1, the best so far"
+    ]
+
+
+def test_what_the_supervisor_says_and_does_is_told() -> None:
+    assert told(
+        (0, None, "said", {"text": "generation 1: a, b; the rendezvous is on a now"}),
+        (1, None, "unreachable", {"about": "c", "why": "no route to host"}),
+        (2, None, "reached", {"about": "c", "why": ""}),
+        (3, None, "problem", {"about": "c", "why": "its disk is full"}),
+        (4, None, "join", {"about": "c", "generation": 1}),
+        (5, None, "join", {"about": "c", "generation": 1}),
+        (6, None, "run-ended", {"state": "failed", "verdict": "rank 1 on a failed first\nand more"}),
+    ) == [
+        "generation 1: a, b; the rendezvous is on a now",
+        "c is out of sight: no route to host",
+        "c is in sight again",
+        "c: not started: its disk is full",
+        "c is called into generation 1",
+        "the run has failed: rank 1 on a failed first",
+    ]
+
+
+def test_events_that_are_not_known_are_left_out() -> None:
+    assert told((0, "a", "something-new", {"x": 1}), (0, "a", "node-state", {}), (0, None, "phase", {})) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (5.94, "5.9 s"),
+        (9.97, "10 s"),
+        (59.7, "1 min"),
+        (185, "3 min 5 s"),
+        (7800, "2 h 10 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_one_is_singular() -> None:
+    assert (count(1, "step"), count(0, "step"), count(1200, "step")) == ("1 step", "0 steps", "1,200 steps")

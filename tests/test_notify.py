@@ -1,0 +1,420 @@
+"""Notifications: what is told, that it gets there, and that a run never notices when it does not."""
+
+# ruff: noqa: E501  # tables of whole messages
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import until
+
+from nodekit.deploy import cli, deliver, notify
+from nodekit.deploy.deliver import NotDelivered
+from nodekit.deploy.drill_job import copied
+from nodekit.deploy.events import Event, read
+from nodekit.deploy.message import Message, Story
+from nodekit.deploy.notify import Notifier
+from nodekit.deploy.runs import Run
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import dump, load_inventory
+from nodekit.inventory.schema import Notify
+
+SECRET = "hunter2-0123456789"
+NO_PAUSES = (0.0, 0.0)
+MESSAGE = Message(kind="start", run="lab-1", time=1.0, text="lab-1 has started\nkit status lab-1")
+
+
+@dataclass
+class Hook:
+    """A real HTTP server that takes messages, or behaves badly."""
+
+    behaviour: str = "fine"
+    """fine, hang, reset, redirect, or the status to answer with."""
+    got: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hook/{SECRET}"
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    known = Hook()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            known.got.append((self.path, dict(self.headers), body))
+            if known.behaviour == "hang":
+                known.released.wait(30)
+            elif known.behaviour == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                self.connection.close()
+                return
+            status = {"fine": 204, "hang": 204, "redirect": 307}.get(known.behaviour)
+            self.send_response(status or int(known.behaviour))
+            if known.behaviour == "redirect":
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a reset is meant
+    known.port = server.server_port
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+    serving.start()
+    yield known
+    known.released.set()
+    server.shutdown()
+    server.server_close()
+    serving.join()
+
+
+@pytest.fixture
+def run() -> Run:
+    made = Run(
+        run_id="lab-1",
+        name="lab",
+        inventory_path="/nowhere/lab.yaml",
+        inventory={},
+        command=None,
+        created=1.0,
+    )
+    made.save()
+    return made
+
+
+def event(kind: str, time: float, node: str | None = None, **fields: Any) -> Event:
+    return Event(time, node, kind, fields)
+
+
+STORY = [
+    event(
+        "run-started",
+        100,
+        generation=0,
+        nodes=["gpu1", "gpu2"],
+        command=["python", "-u", "train.py", "--lr", "a b"],
+    ),
+    event("rendezvous", 101, "gpu1", attempt="0.0", members=["gpu1", "gpu2"]),
+    event("first-step", 103, "gpu1", attempt="0.0", step=1),
+    event("sample", 110, "gpu1", attempt="0.0", step=4120, total_steps=9000),
+    event(
+        "worker-failed", 112, "gpu2", attempt="0.0", rank=1, exitcode=1, error="Traceback …\nValueError: no\n"
+    ),
+    event("membership", 112.5, "gpu1", lost=1, waiting=0),
+    event("unreachable", 113, None, about="gpu2", why="timed out"),
+    event("rendezvous", 115, "gpu1", attempt="0.1", members=["gpu1"]),
+    event("first-step", 118, "gpu1", attempt="0.1", step=4100),
+    event("worker-failed", 130, "gpu1", attempt="0.1", rank=0, exitcode=-9, error=""),
+    event("run-ended", 140, state="failed", verdict="gpu1: rank 0 ended with SIGKILL"),
+    event("run-ended", 140.2, state="failed", verdict="the same, by another supervisor"),
+]
+
+
+def test_a_story_is_told_once_and_in_words() -> None:
+    story = Story("lab-1")
+    told = [message for each in STORY if (message := story.tell(each))]
+
+    assert [(each.kind, each.node, each.text.split("\n")[0]) for each in told] == [
+        ("start", None, "lab-1 has started on 2 nodes: train.py --lr 'a b'"),
+        (
+            "failure",
+            "gpu2",
+            "lab-1 failed on gpu2: rank 1 ended with exit status 1: ValueError: no (step 4,120 of 9,000)",
+        ),
+        ("recovery", "gpu1", "lab-1 trains again after 6.0 s, from step 4,100, on 1 node"),
+        (
+            "failure",
+            "gpu1",
+            "lab-1 failed on gpu1: rank 0 ended with signal 9: it wrote nothing (step 4,100 of 9,000)",
+        ),
+        ("end", None, "lab-1 has failed: gpu1: rank 0 ended with SIGKILL (step 4,100 of 9,000)"),
+    ]
+    assert {each.text.split("\n")[1] for each in told} == {"kit status lab-1"}
+    assert (told[-1].state, told[1].step, told[1].total_steps) == ("failed", 4120, 9000)
+
+
+def test_a_lost_node_is_named_and_one_out_of_sight_is_no_failure() -> None:
+    story = Story("lab-1")
+    for each in STORY[:4]:
+        story.tell(each)
+
+    assert story.tell(event("unreachable", 111, about="gpu2", why="timed out")) is None
+    told = story.tell(event("membership", 112, "gpu1", lost=1, waiting=0))
+    assert told is not None
+    assert (told.kind, told.text.split("\n")[0]) == ("failure", "lab-1 has lost gpu2 (step 4,120 of 9,000)")
+
+
+def test_a_run_that_goes_on_begins_a_new_story() -> None:
+    story = Story("lab-1")
+    for each in STORY:
+        story.tell(each)
+
+    told = story.tell(event("run-started", 200, nodes=["gpu1"], command=["./train"], goes_on=True))
+
+    assert told is not None
+    assert told.text.startswith("lab-1 goes on on 1 node: ./train\n")
+
+
+def test_a_webhook_gets_the_message_and_its_secret_header(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", hook.url)
+    monkeypatch.setenv("TOKEN", f"Bearer {SECRET}")
+    asked = Notify.model_validate(
+        {"webhook": {"url_from": "HOOK", "headers_from": {"Authorization": "TOKEN"}}}
+    )
+
+    for way in deliver.ways(asked, dict(os.environ), None).values():
+        way(MESSAGE)
+
+    ((path, headers, body),) = hook.got
+    assert path == f"/hook/{SECRET}"
+    assert (headers["Authorization"], headers["Content-Type"]) == (f"Bearer {SECRET}", "application/json")
+    assert body == {**vars(MESSAGE), "content": MESSAGE.text}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "why", "is_final"),
+    [
+        ("500", "the webhook answers HTTP 500", False),
+        ("429", "the webhook answers HTTP 429", False),
+        ("404", "the webhook answers HTTP 404", True),
+        ("redirect", "the webhook answers HTTP 307", True),
+        ("reset", "the webhook: Connection reset by peer", False),
+        ("hang", "the webhook: TimeoutError", False),
+    ],
+)
+def test_what_a_webhook_did_is_told_without_its_address(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch, behaviour: str, why: str, is_final: bool
+) -> None:
+    hook.behaviour = behaviour
+    monkeypatch.setenv("HOOK", hook.url)
+    asked = Notify.model_validate({"webhook": {"url_from": "HOOK"}}).webhook
+    assert asked is not None
+
+    with pytest.raises(NotDelivered) as raised:
+        deliver.post(asked, os.environ, MESSAGE, timeout_s=0.3)
+
+    assert (str(raised.value), raised.value.is_final) == (why, is_final)
+    assert len(hook.got) == 1  # a redirect is not followed
+
+
+@pytest.mark.parametrize(
+    "url", [f"ftp://x/{SECRET}", f"https://[{SECRET}", f"http://h h/{SECRET}", f"http://a:{SECRET}/", SECRET]
+)
+def test_a_secret_that_is_no_url_is_not_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", url)
+    asked = Notify.model_validate({"webhook": {"url_from": "HOOK"}}).webhook
+    assert asked is not None
+
+    with pytest.raises(NotDelivered) as raised:
+        deliver.post(asked, os.environ, MESSAGE, timeout_s=0.3)
+
+    assert SECRET not in str(raised.value)
+    assert str(raised.value).startswith("the webhook: ")
+
+
+def test_a_command_gets_the_message_on_stdin_and_in_its_environment(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; open(sys.argv[1], 'w').write(sys.stdin.read() + '|' + os.environ['NODEKIT_TEXT'])"
+    )
+    (tmp_path / "my $HOME; dir").mkdir()
+
+    deliver.run_command(
+        (sys.executable, "-c", script, "a 'b' $HOME; c"), MESSAGE, folder=tmp_path / "my $HOME; dir"
+    )
+
+    body, _, text = (tmp_path / "my $HOME; dir" / "a 'b' $HOME; c").read_text().partition("|")
+    assert json.loads(body)["run"] == "lab-1"
+    assert text == MESSAGE.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("/no/such/program",), "program cannot be run: No such file or directory"),
+        (("sh", "-c", "echo oh no >&2; exit 3"), "sh ended with exit status 3"),
+        (("sh", "-c", "sleep 300 & wait"), "sh took longer than 0.3 s"),
+    ],
+)
+def test_what_a_command_did_is_told(argv: tuple[str, ...], why: str) -> None:
+    with pytest.raises(NotDelivered) as raised:  # conftest finds it if the sleep is still there at the end
+        deliver.run_command(argv, MESSAGE, folder=None, timeout_s=0.3)
+
+    assert (str(raised.value), raised.value.is_final) == (why, True)
+    assert raised.value.said == ("oh no" if "oh no" in argv[-1] else "")
+
+
+def observed(run: Run, asked: dict[str, Any], story: list[Event]) -> Notifier:
+    notifier = Notifier(run, Notify.model_validate(asked), os.environ, pauses_s=NO_PAUSES)
+    for each in story:
+        notifier.event(each)
+    return notifier
+
+
+def test_a_run_is_told_of_as_far_as_is_wanted(hook: Hook, run: Run) -> None:
+    notifier = Notifier(
+        run, Notify.model_validate({"on": ["failure", "end"], "webhook": {"url": hook.url}}), {}
+    )
+    notifier.see({"gpu1": {"progress": "4130/9000 epoch 1 loss 0.5"}, "gpu2": {"progress": None}})
+    for each in STORY:
+        notifier.event(each)
+    notifier.close()
+
+    assert [body["kind"] for _, _, body in hook.got] == ["failure", "failure", "end"]
+    assert hook.got[0][2]["step"] == 4130
+    assert read(run.folder) == []  # nothing went wrong
+
+
+def test_the_end_is_told_though_no_event_said_so(hook: Hook, run: Run) -> None:
+    notifier = observed(run, {"webhook": {"url": hook.url}}, STORY[:4])
+    run.finish("succeeded", "trained to the end")
+    notifier.close()
+
+    assert [body["kind"] for _, _, body in hook.got] == ["start", "end"]
+    assert hook.got[-1][2]["text"].startswith("lab-1 is done: trained to the end (step 4,120 of 9,000)")
+
+
+@pytest.mark.parametrize("behaviour", ["500", "reset"])
+def test_a_dead_webhook_is_told_of_once(
+    hook: Hook, run: Run, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook.behaviour = behaviour
+    monkeypatch.setenv("HOOK", hook.url)
+
+    observed(run, {"webhook": {"url_from": "HOOK"}}, STORY).close()
+
+    (failed,) = read(run.folder)
+    assert (failed.kind, failed.get("way")) == ("notify-failed", "webhook")
+    assert len(hook.got) == 3 + 4  # one message three times, then each once
+    written = b"".join(path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
+    assert SECRET.encode() not in written
+
+
+def test_a_webhook_that_hangs_holds_nobody_up(hook: Hook, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "CLOSE_S", 0.2)
+    hook.behaviour = "hang"
+    story = [event("run-started", number, nodes=[]) for number in range(1, 200)]
+
+    notifier = observed(run, {"webhook": {"url": hook.url}}, story)  # more than the queue takes
+    until(lambda: hook.got, timeout_s=10)
+    notifier.close()
+
+    assert len(hook.got) == 1  # it still has the first: neither those events nor the end have waited for it
+    assert notifier.num_waiting <= notify.MAX_WAITING
+
+
+def test_of_two_supervisors_one_tells_and_the_other_takes_over(hook: Hook, run: Run) -> None:
+    asked = {"webhook": {"url": hook.url}}
+    first = observed(run, asked, STORY[:5])
+    second = observed(run, asked, STORY[:5])
+    first.close()
+    for each in STORY:  # those that were told are not told again
+        second.event(each)
+    second.close()
+    observed(run, asked, STORY[-1:]).close()
+
+    assert [body["kind"] for _, _, body in hook.got] == ["start", "failure", "recovery", "failure", "end"]
+
+
+def test_what_was_before_a_run_went_on_is_not_told_again(hook: Hook, run: Run) -> None:
+    started = {"run": run.run_id, "time": 150.0, "node": None, "kind": "run-started"}
+    (run.folder / "events.jsonl").write_text(json.dumps(started) + "\n")
+    resumed = event("run-started", 150, nodes=["gpu1"], command=["./train"], goes_on=True)
+
+    observed(run, {"webhook": {"url": hook.url}}, [*STORY, resumed]).close()
+
+    assert [body["text"].split("\n")[0] for _, _, body in hook.got] == ["lab-1 goes on on 1 node: ./train"]
+
+
+def test_a_secret_that_is_not_set_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_HOOK", raising=False)
+    (tmp_path / "lab.yaml").write_text("hosts: {a: }\nnotify: {webhook: {url_from: NO_SUCH_HOOK}}\n")
+    inventory = load_inventory(tmp_path / "lab.yaml")
+
+    with pytest.raises(
+        KitError, match=r"notify\.webhook names NO_SUCH_HOOK, not set in this environment; export"
+    ):
+        notify.secrets_of(inventory)
+
+    monkeypatch.setenv("NO_SUCH_HOOK", SECRET)
+    assert notify.secrets_of(inventory) == {"NO_SUCH_HOOK": SECRET}
+    assert SECRET not in json.dumps(dump(inventory))
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("{on: [end]}", "notify: found neither command nor webhook, wanted one, as command: [notify-send, kit]"),
+        ("{command: notify-send kit}", 'notify.command: found "notify-send kit", wanted a list: write ["notify-send", "kit"]'),
+        ("{command: [a], on: [begin]}", 'notify.on[0]: found "begin", wanted start, failure, recovery or end'),
+        ("{webhook: {}}", "notify.webhook: found neither url nor url_from, wanted one of the two"),
+        ("{webhook: {url: https://a/b, url_from: X}}", "notify.webhook: found url beside url_from, wanted one of the two"),
+        (f"{{webhook: {{url: https://me:{SECRET}@a/}}}}", "notify.webhook.url: found something else, wanted an http or https URL; one with"),
+        (f"{{webhook: {{url: 'https://a/?token={SECRET}'}}}}", "notify.webhook.url: found something else, wanted an http"),
+        (f"{{webhook: {{url: 'https://[{SECRET}'}}}}", "notify.webhook.url: found something else, wanted an http"),
+        (f"{{webhook: {{url: https://hooks.slack.com/services/{SECRET}}}}}", "notify.webhook.url: found a URL of hooks.slack.com, which is a secret as a whole, wanted url_from"),
+        (f"{{webhook: {{url_from: 'https://a/{SECRET}'}}}}", "notify.webhook.url_from: found text that is no name, wanted only the name of a variable"),
+        ("{webhook: {url: http://a/b, headers_from: {X-Key: KEY}}}", "notify.webhook.headers_from: found beside an http url, wanted https"),
+        ("{webhook: {url: https://a, header: x}}", "notify.webhook.header: found an unknown key, wanted headers_from (valid here: headers_from, url, url_from)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_by_their_line(tmp_path: Path, written: str, problem: str) -> None:
+    (tmp_path / "lab.yaml").write_text(f"hosts: {{a: }}\nnotify: {written}\n")
+
+    with pytest.raises(KitError) as raised:
+        load_inventory(tmp_path / "lab.yaml")
+
+    assert str(raised.value).startswith(f"{tmp_path}/lab.yaml:2: {problem}")
+    assert SECRET not in str(raised.value)
+
+
+def test_nobody_is_told_of_a_drill(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("hosts: {a: }\nnotify: {command: [notify-send, kit]}\n")
+
+    (tmp_path / "copy.yaml").write_text(copied(file, name="lab-drill"))
+
+    assert load_inventory(file).notify is not None
+    assert load_inventory(tmp_path / "copy.yaml").notify is None
+
+
+def test_kit_notify_sends_a_test_each_way(
+    hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", hook.url)
+    file = tmp_path / "lab.yaml"
+    file.write_text(
+        "hosts: {a: }\nnotify: {webhook: {url_from: HOOK}, command: [sh, -c, 'cat > told; echo no >&2; exit 2']}\n"
+    )
+
+    assert cli.main(["notify", str(file)]) == 0
+    assert hook.got == []
+    assert cli.main(["notify", "--test", str(file)]) == 1
+
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == "webhook  the URL in HOOK  was told"
+    assert output.err == "kit: command: sh ended with exit status 2\nno\n"
+    assert [body["kind"] for _, _, body in hook.got] == ["test"]
+    assert json.loads((tmp_path / "told").read_text())["kind"] == "test"
+    assert SECRET not in output.out + output.err

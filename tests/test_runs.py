@@ -1,0 +1,331 @@
+"""`kit runs`: the table, what it says of each run, and how runs compare; from records that are made up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodekit.deploy import cli, plot, runs_compare, runs_table, summary
+from nodekit.deploy.plot import Curve
+from nodekit.deploy.runs import Run, SupervisorLock, starting
+from nodekit.deploy.summary import Summary
+
+START = time.mktime((2026, 11, 22, 6, 1, 0, 0, 0, -1))
+
+
+def record(run_id: str, *, state: str = "succeeded", losses: tuple[float, ...] = (), **changes: Any) -> Run:
+    """A run on record, with events as of one that trained ten steps between two samples."""
+    fields: dict[str, Any] = {
+        "name": run_id.partition("-")[0],
+        "inventory_path": f"/labs/{run_id.partition('-')[0]}.yaml",
+        "inventory": {"job": {"env": {}}},
+        "command": None,
+        "created": START,
+        "started": START,
+        "state": state,
+        "verdict": "trained to the end" if state == "succeeded" else "",
+        "nodes": {"gpu1": {}, "gpu2": {}},
+        **changes,
+    }
+    run = Run(run_id=run_id, **fields)
+    run.save()
+    told: list[dict[str, Any]] = [
+        {"time": START, "node": None, "kind": "run-started", "nodes": ["gpu1", "gpu2"], "command": []}
+    ]
+    if losses:
+        told += [
+            {"time": START + 2, "node": "gpu1", "kind": "rendezvous", "attempt": "0.0", "members": ["gpu1", "gpu2"]},
+            {"time": START + 3, "node": "gpu1", "kind": "workers-started", "attempt": "0.0", "world_size": 4},
+            {"time": START + 10, "node": "gpu1", "kind": "first-step", "attempt": "0.0", "step": 1},
+        ]  # fmt: skip
+    for number, loss in enumerate(losses, start=1):
+        at, step = START + 10 + 10 * number, 10 * number
+        common = {"node": "gpu1", "attempt": "0.0", "step": step}
+        told.append({**common, "time": at, "kind": "sample", "total_steps": 10 * len(losses), "loss": loss})
+        metrics = {"loss": loss, "accuracy": 1 - loss / 4}
+        told.append({**common, "time": at, "kind": "evaluation", "epoch": number, "metrics": metrics})
+    if state in ("succeeded", "failed", "stopped"):
+        told.append(
+            {
+                "time": told[-1]["time"] + 1,
+                "node": None,
+                "kind": "run-ended",
+                "state": state,
+                "verdict": run.verdict,
+            }
+        )
+    lines = [json.dumps({"run": run_id, **each}) + "\n" for each in told]
+    (run.folder / "events.jsonl").write_text("".join(lines))
+    return run
+
+
+def table(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
+    assert cli.main(["runs", *args]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_says_how_far_and_how_well(capsys: pytest.CaptureFixture[str]) -> None:
+    record("lab-1122-060100-aaaa", losses=(2.0, 1.0, 0.5))
+    record("big-1122-060200-bbbb", state="failed", verdict="gpu2: CUDA out of memory", created=START + 60)
+
+    assert table(capsys) == [
+        "run                   started           took  nodes  step   best            goodput  state      verdict",
+        "lab-1122-060100-aaaa  2026-11-22 06:01  41 s  2      30/30  accuracy 0.875  73%      succeeded  "
+        "trained to the end",
+        "big-1122-060200-bbbb  2026-11-22 06:02  1 s   2      –      –               –        failed     "
+        "gpu2: CUDA out of memory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "head"),
+    [
+        (150, "run started took nodes step best goodput state verdict"),
+        (100, "run started nodes step state verdict"),
+        (70, "run step state verdict"),
+    ],
+)
+def test_a_narrow_terminal_does_without_some_columns(
+    columns: int, head: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record("lab-1122-060100-aaaa", state="failed", losses=(2.0, 1.0), verdict="gpu2: " + "long " * 20)
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    runs_table.show([runs_table.row(run)])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == head.split()
+    assert len(lines) == 2, "nothing is wrapped"
+    assert all(len(line) <= columns for line in lines)
+    assert lines[1].rstrip().endswith("…")
+
+
+def test_json_has_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    record("lab-1122-060100-aaaa", losses=(2.0, 1.0, 0.5))
+
+    (told,) = json.loads("\n".join(table(capsys, "--json")))
+
+    assert (told["state"], told["step"], told["total_steps"], told["world_size"]) == ("succeeded", 30, 30, 4)
+    assert told["best"] == {"accuracy": [0.875, 30], "loss": [0.5, 30]}
+    assert told["goodput"] == pytest.approx(30 / 41)
+    assert (told["seconds"], told["restarts"]) == (41.0, 0)
+
+
+def test_some_are_chosen_by_name_and_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        record(
+            f"lab-1122-06010{number}-aaaa", created=START + number, inventory_path=str(tmp_path / "a b.yaml")
+        )
+    record("big-1122-060200-bbbb")
+
+    def ids(*args: str) -> list[str]:
+        return [line.split()[0] for line in table(capsys, *args)[1:]]
+
+    assert len(ids()) == 5
+    assert ids("lab", "--last", "1") == ["lab-1122-060103-aaaa"]
+    assert ids("a b.yaml", "--last", "2") == ["lab-1122-060102-aaaa", "lab-1122-060103-aaaa"]
+    assert ids("big-1122") == ["big-1122-060200-bbbb"]
+    assert cli.main(["runs", "nobody"]) == 1
+    assert "no run of 'nobody' on record: wanted an inventory file" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_looks_after_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record("lab-1122-060100-aaaa", state="running")
+    assert not runs_table.is_left(record("sl-1122-060100-cccc", state="running", slurm={"job_id": "1"}))
+
+    assert runs_table.is_left(run)
+    left = table(capsys, "lab")[1]
+    assert (
+        "  left   nobody looks after it: kit up /labs/lab.yaml does again, kit down lab-1122-060100-aaaa"
+        in left
+    )
+    with starting(Path(run.inventory_path)):  # a kit up is about to
+        assert not runs_table.is_left(run)
+    lock = SupervisorLock(run)
+    assert lock.take()
+    assert not runs_table.is_left(run)
+    assert "  running" in table(capsys, "lab")[1]
+    lock.release()
+    assert lock.take(), "looking has not taken it"
+    lock.release()
+
+
+def test_an_ended_runs_numbers_are_kept_and_read_anew_when_its_events_have_grown() -> None:
+    run = record("lab-1122-060100-aaaa", losses=(2.0, 1.0))
+    first = summary.summary(run)
+    events = run.folder / "events.jsonl"
+    whole = events.read_text()
+
+    events.write_text("x" * len(whole))  # as long as before: nobody reads it
+    assert summary.summary(run) == first
+    better = {"time": START + 30.5, "node": "gpu1", "kind": "evaluation", "attempt": "0.0", "step": 20}
+    events.write_text(whole + json.dumps({**better, "metrics": {"f1": 0.9}}) + "\n")
+    assert summary.summary(run).best["f1"] == (0.9, 20)
+    (run.folder / summary.FILE).write_text('{"version": 1')  # torn
+    assert summary.summary(run).step == 20
+
+
+def test_of_a_running_run_nothing_is_kept() -> None:
+    run = record("lab-1122-060100-aaaa", state="running", losses=(2.0,))
+
+    assert summary.summary(run).step == 10
+    assert not (run.folder / summary.FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("best", "headline"),
+    [
+        ({}, None),
+        ({"loss": (0.1, 1)}, ("loss", 0.1)),
+        ({"loss": (0.1, 1), "f1": (0.8, 2)}, ("f1", 0.8)),
+        ({"f1": (0.8, 2), "accuracy": (0.9, 3)}, ("accuracy", 0.9)),
+    ],
+)
+def test_the_headline_is_the_metric_that_says_most(best: dict[str, Any], headline: Any) -> None:
+    assert Summary(best=best).headline == headline
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (99, "99 s"), (100, "2 min"), (7200, "2.0 h"), (864000, "10.0 d")]
+)
+def test_a_duration_is_short(seconds: float, text: str) -> None:
+    assert runs_table.duration(seconds) == text
+
+
+# --- compared ---
+
+
+def test_options_are_told_from_the_rest_of_a_command() -> None:
+    argv = ["train.py", "--lr", "-1e-3", "--amp", "--betas", "0.9", "0.99", "--tag=a b", "-v"]
+
+    assert runs_compare.options_of(argv) == {
+        "command": "train.py",
+        "--lr": "-1e-3",
+        "--amp": "yes",
+        "--betas": "0.9 0.99",
+        "--tag": "a b",
+        "-v": "yes",
+    }
+
+
+def test_curves_are_drawn_with_a_mark_each_where_there_are_no_colours() -> None:
+    rising, falling = Curve("a", [(0, 0.0), (100, 1.0)]), Curve("b", [(0, 1.0), (100, 0.0)])
+
+    lines = [
+        "".join(cell.text for cell in line)
+        for line in plot.plot([rising, falling], width=20, height=5, colour=False)
+    ]
+
+    assert lines == [
+        "  1 ┤xx          oo",
+        "    │  xxx    ooo  ",
+        "0.5 ┤     xoxo     ",
+        "    │  ooo    xxx  ",
+        "  0 ┤oo          xx",
+        "    └──────────────",
+        "     0          100",
+    ]
+
+
+def test_in_colours_each_cell_knows_its_curve() -> None:
+    rising, falling = Curve("a", [(0, 0.0), (100, 1.0)]), Curve("b", [(0, 1.0), (100, 0.0)])
+
+    lines = plot.plot([rising, falling], width=40, height=6, colour=True)
+
+    assert (lines[0][1].curve, lines[0][-1].curve) == (1, 0)
+    assert (lines[5][1].curve, lines[5][-1].curve) == (0, 1)
+    assert all(
+        0x2800 < ord(cell.text) < 0x2900 for line in lines[:6] for cell in line if cell.curve is not None
+    )
+    assert plot.plot([Curve("none", [])], width=40, height=6, colour=True) == []
+    assert plot.plot([Curve("one", [(5, 5.0)])], width=40, height=6, colour=True)
+
+
+@pytest.fixture
+def two() -> list[str]:
+    record("lab-1122-060100-aaaa", losses=(2.0, 1.0, 0.5), command=["train.py", "--lr", "0.1"])
+    record("lab-1122-060200-bbbb", losses=(2.0, 1.5), command=["train.py", "--lr", "<b>", "--amp"])
+    return ["runs", "--compare", "lab-1122-0601", "lab-1122-0602"]
+
+
+def test_compared_runs_are_drawn_and_told_apart(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(two) == 0
+
+    output = capsys.readouterr().out
+    assert output.startswith("training loss\n")
+    assert "\naccuracy\n" in output
+    assert "  o lab-1122-060100-aaaa\n  x lab-1122-060200-bbbb\n" in output
+    rows = dict(
+        re.split(r"  +", line, maxsplit=1) for line in map(str.strip, output.splitlines()) if "  " in line
+    )
+    assert rows["--lr"].split() == ["0.1", "<b>"]
+    assert rows["--amp"].split() == ["–", "yes"]
+    assert rows["steps"].split() == ["30", "20"]
+    assert rows["best accuracy"].split("  ")[0] == "0.875 (step 30)"
+    assert "\x1b" not in output
+
+
+def test_compared_runs_are_told_to_programs(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*two, "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["runs"][0]["curves"]["training loss"] == [[10, 2.0], [20, 1.0], [30, 0.5]]
+    assert told["differences"]["--lr"] == {"lab-1122-060100-aaaa": "0.1", "lab-1122-060200-bbbb": "<b>"}
+    assert "command" not in told["differences"]
+
+
+def test_a_page_of_compared_runs_needs_nothing_else(two: list[str], tmp_path: Path) -> None:
+    assert cli.main([*two, "--html", str(tmp_path / "c d.html")]) == 0
+
+    page = (tmp_path / "c d.html").read_text()
+    assert "<td>&lt;b&gt;</td>" in page
+    assert "<b>" not in page
+    assert not re.search(r"""(src|href)=|url\(|@import|https?:""", page)
+    assert page.count("<figure>") == 3
+    shown = subprocess.run(
+        [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--dump-dom",
+            f"file://{tmp_path}/c d.html",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert shown.count('class="curve"') == 2 + 3 * 2
+
+
+def test_too_few_are_not_compared(capsys: pytest.CaptureFixture[str], two: list[str]) -> None:
+    assert cli.main([*two[:-1], "lab-1122-0601"]) == 1
+    assert "found 1 run, wanted 2 to 6" in capsys.readouterr().err
+
+
+def test_runs_that_have_ended_are_listed_without_their_events() -> None:
+    for number in range(60):
+        run = record(f"lab-1122-{number:06d}-aaaa")
+        summary.summary(run)
+    code = (
+        "import sys, nodekit.deploy.events as events\n"
+        "def read(folder): raise AssertionError(folder)\n"
+        "events.read = read\n"
+        "from nodekit.deploy.cli import main\n"
+        "sys.exit(main(['runs']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 61), done.stderr

@@ -1,0 +1,398 @@
+"""The verdict on recorded failures: who is blamed, what for, and that who only lost a peer never is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodekit.deploy.causes import recognise
+from nodekit.deploy.events import Event, parse_all
+from nodekit.deploy.failures import Failure, first_cause, is_bystander, last_words, message_of
+from nodekit.deploy.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
+from nodekit.deploy.verdict_screen import screen, trace
+
+RECORDED = Path(__file__).parent / "recorded"
+CASES = sorted((RECORDED / "failures").glob("*.json"))
+REPORTED = json.loads((RECORDED / "reported.json").read_text(encoding="utf-8"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def recorded(case: dict[str, Any], *, ahead_s: Sequence[float] = (0.0, 0.0)) -> dict[str, Told]:
+    """What the nodes of a recorded run told, their last words taken from the logs anew.
+
+    `ahead_s`: the nodes' clocks were off by so much more, and kit knew that.
+    """
+    told = {}
+    for (name, node), ahead in zip(case["nodes"].items(), ahead_s, strict=True):
+        offset = case["clock_offsets"].get(name, 0.0) + ahead
+        failures = [
+            Failure(
+                node=name,
+                rank=each["rank"],
+                world_size=each["world_size"],
+                attempt=each["attempt"],
+                exitcode=each["exitcode"],
+                when=each["when"] + ahead - offset,
+                log=each["log"],
+                error=last_words(node["logs"][Path(each["log"]).name], each["exitcode"]),
+                kernel=tuple(each["kernel"]),
+            )
+            for each in node["failures"]
+        ]
+        ranks = tuple(int(re.findall(r"\d+", log)[0]) for log in node["logs"])
+        told[name] = Told(state=node["state"], failures=tuple(failures), message=node["message"], ranks=ranks)
+    return told
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("ahead_s", [(0.0, 0.0), (7.0, -3.0), (-7.0, 3.0)], ids=str)
+def test_a_recorded_failure_is_blamed_on_who_began_it(path: Path, ahead_s: tuple[float, float]) -> None:
+    case = load(path)
+    found = verdict(recorded(case, ahead_s=ahead_s), max_restarts=0)
+    expected = case["expected"]
+    assert found.outcome == "failed"
+    assert found.first is not None
+    if expected["rank"] is not None:
+        blamed = [rank for rank, _ in found.awaited] or [found.first.rank]
+        assert blamed == [expected["rank"]], found.text
+    assert (found.cause.name if found.cause else None) == expected["cause"], found.first.error
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_clocks_that_lie_blame_no_bystander(path: Path) -> None:
+    case = load(path)
+    told = recorded(case)
+    first = verdict(told, max_restarts=0).first
+    assert first is not None
+    own = [each for each in told[first.node].failures if not is_bystander(each)]
+    others = [
+        each for node in told.values() for each in node.failures if not is_bystander(each) and each not in own
+    ]
+    if not own or others:
+        return  # all are echoes, or several failed by themselves: only the clock can tell
+    for ahead in (-5.0, 5.0):
+        moved = {
+            name: dataclasses.replace(
+                node,
+                failures=tuple(
+                    dataclasses.replace(each, when=each.when + ahead * (name == first.node))
+                    for each in node.failures
+                ),
+            )
+            for name, node in told.items()
+        }
+        again = verdict(moved, max_restarts=0).first
+        assert again is not None
+        assert again.rank == first.rank
+
+
+def as_failure(report: dict[str, Any], *, rank: int, when: float) -> Failure:
+    return Failure(
+        node=f"gpu{rank}",
+        rank=rank,
+        world_size=2,
+        attempt="0.0",
+        exitcode=report["exitcode"],
+        when=when,
+        log="/l",
+        error=last_words(report["text"], report["exitcode"]),
+        kernel=tuple(report.get("kernel", ())),
+    )
+
+
+@pytest.mark.parametrize("report", REPORTED, ids=lambda report: report["cause"])
+def test_an_error_that_others_have_reported_is_recognised(report: dict[str, Any]) -> None:
+    failure = as_failure(report, rank=0, when=0.0)
+    assert is_bystander(failure) == report["echo"], failure.error
+    cause = recognise(failure.error, failure.exitcode, failure.kernel)
+    assert cause is not None, failure.error
+    assert cause.name == report["cause"]
+    assert "{" not in cause.what
+    assert not re.search(r"[:,]\s*$|: [,;:]| {2}", cause.what), cause.what
+
+
+def test_an_echo_is_never_blamed_while_another_has_a_reason_of_its_own() -> None:
+    own = [each for each in REPORTED if not each["echo"]]
+    echoes = [each for each in REPORTED if each["echo"]]
+    assert len(own) > 30
+    assert len(echoes) > 6
+    for cause, echo in itertools.product(own, echoes):
+        # Even where the echo seems to have come first: its node's clock may be wrong.
+        found = first_cause([as_failure(echo, rank=0, when=1.0), as_failure(cause, rank=1, when=2.0)])
+        assert found is not None
+        assert found.rank == 1, (cause["text"], echo["text"])
+
+
+def test_numbers_of_a_full_gpu_are_told() -> None:
+    cause = recognise(REPORTED[0]["text"])
+    assert cause is not None
+    assert cause.what == (
+        "the memory of GPU 0 is full: of 23.65 GiB, 11.06 MiB was free, this process has 23.60 GiB; 22.00 MiB more "
+        "wanted"
+    )
+    assert "--micro-batch" in cause.cure
+    assert "expandable_segments" in cause.cure
+
+
+QUOTED = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
+    "    raise OSError('Address already in use') if taken else KeyError(1)\nKeyError: 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "exitcode", "kernel"),
+    [
+        ("ValueError: boom", 1, ()),
+        (QUOTED, 1, ()),
+        ("", 3, ()),
+    ],
+    ids=["the user's own", "words in the code above the message", "nothing"],
+)  # fmt: skip
+def test_what_is_not_known_is_not_guessed(error: str, exitcode: int, kernel: tuple[str, ...]) -> None:
+    assert recognise(error, exitcode, kernel) is None
+
+
+BOOM = 'Traceback (most recent call last):\n  File "job.py", line 6, in <module>\n    f()\nValueError: boom'
+LOST = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:38275."
+
+
+def failure(
+    rank: int, when: float, error: str, exitcode: int = 1, world_size: int = 4, **more: Any
+) -> Failure:
+    return Failure(
+        node=f"gpu{rank}",
+        rank=rank,
+        world_size=world_size,
+        attempt=more.pop("attempt", "0.0"),
+        exitcode=exitcode,
+        when=when,
+        log=f"/work/rank{rank}.log",
+        error=error,
+        **more,
+    )
+
+
+def told(*failures: Failure, **nodes: Told) -> dict[str, Told]:
+    return {**{each.node: Told(state="failed", failures=(each,)) for each in failures}, **nodes}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "others"),
+    [
+        pytest.param(
+            told(failure(1, 5.0, BOOM), failure(0, 6.3, LOST), failure(2, 5.4, LOST), failure(3, 6.0, LOST)),
+            "3 other ranks ended because of it: lost their connection to gpu1, within 1.3 s",
+            id="all say that they lost it",
+        ),
+        pytest.param(
+            told(failure(1, 5.0, BOOM), failure(0, 6.3, LOST)),
+            "3 other ranks ended because of it: 1 lost its connection to gpu1, within 1.3 s, 2 were ended with it",
+            id="some were ended before they could",
+        ),
+        pytest.param(told(failure(1, 5.0, BOOM)), "3 other ranks ended because of it", id="none could"),
+        pytest.param(
+            told(failure(1, 5.0, BOOM), *(failure(rank, 5.2, BOOM) for rank in (0, 2, 3))),
+            "the 3 other ranks ended in the same way, within 0.2 s",
+            id="all in the same way",
+        ),
+        pytest.param(told(failure(0, 5.0, BOOM, world_size=1)), "", id="alone"),
+    ],
+)
+def test_what_it_did_to_the_others(nodes: dict[str, Told], others: str) -> None:
+    assert verdict(nodes, max_restarts=1).others == others
+
+
+def test_another_error_of_its_own_is_named_too() -> None:
+    found = verdict(
+        told(failure(1, 5.0, BOOM), failure(3, 5.4, BOOM.replace("ValueError", "KeyError"))), max_restarts=1
+    )
+    assert found.notes == ("rank 3 on gpu3 failed too, 0.4 s later: KeyError: boom",)
+
+
+def test_a_node_that_is_gone_is_the_cause_and_not_who_lost_it() -> None:
+    nccl = REPORTED[3]["text"]  # says what a network's fault says: no echo for certain
+    gone = Told(state="running", silent_since=1_700_000_000.0)
+    found = verdict(told(failure(0, 5.0, LOST), failure(1, 4.0, nccl), gpu2=gone), max_restarts=0)
+    assert found.first is None
+    assert re.fullmatch(r"gpu2 was lost: it has not been reached since \d\d:\d\d:\d\d", found.text)
+    assert found.others == "2 ranks on gpu0, gpu1 lost their connection to gpu2"
+
+
+def test_an_own_error_is_the_cause_whoever_is_gone_besides() -> None:
+    found = verdict(told(failure(0, 5.0, BOOM), gpu2=Told(state="running")), max_restarts=0)
+    assert found.first is not None
+    assert found.first.rank == 0
+
+
+@pytest.mark.parametrize(
+    "cause", ["port-in-use", "nccl-duplicate-gpu", "nccl-no-interface", "gloo-interface"]
+)
+def test_what_only_a_rank_itself_can_have_done_is_blamed_though_it_speaks_of_the_network(cause: str) -> None:
+    report = next(each for each in REPORTED if each["cause"] == cause)
+    later = BOOM.replace("ValueError: boom", "RuntimeError: training failed")
+    found = verdict(told(as_failure(report, rank=1, when=5.0), failure(0, 6.0, later)), max_restarts=1)
+    assert found.first is not None
+    assert found.first.rank == 1
+
+
+def test_a_crash_that_was_recovered_from_is_not_blamed_for_a_node_that_is_lost_later() -> None:
+    nodes = {
+        "gpu0": Told(state="failed", failures=(failure(0, 5.0, BOOM),), attempt="0.3", message="waited 60 s"),
+        "gpu1": Told(state="running", attempt="0.3"),
+    }
+    found = verdict(nodes, max_restarts=3)
+    assert found.first is None
+    assert found.text == "gpu1 was lost: its agent is gone without a word"
+
+
+def test_when_all_only_lost_each_other_none_is_called_the_one_that_failed() -> None:
+    found = verdict(told(failure(0, 5.0, LOST), failure(1, 4.0, LOST)), max_restarts=0)
+    assert found.text == "the ranks lost each other; rank 1 on gpu1 was the first to notice (exit status 1)"
+    assert found.cause is not None
+    assert found.cause.name == "peer-lost"
+
+
+# --- the screen ---
+
+
+def shown(found: Verdict, **more: Any) -> list[str]:
+    return screen(found, run_id="lab-1122-060115-3f", resume="kit up lab.yaml", **more)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_every_recorded_verdict_fits_a_screen(path: Path) -> None:
+    case = load(path)
+    found = verdict(recorded(case), max_restarts=1)
+    lines = shown(found)
+    assert len(lines) <= 24, "\n".join(lines)
+    wide = [line for line in lines if len(line) > 80 and "/" not in line]
+    assert not wide
+    text = "\n".join(lines)
+    assert "kit up lab.yaml" in text
+    assert found.first is not None
+    assert f"{found.first.node}:{found.first.log}" in text
+    if found.first.error.startswith("Traceback"):
+        assert "Traceback (most recent call last):" in text
+        assert message_of(found.first.error).partition(":")[0] in text
+
+
+def test_the_screen_of_a_recorded_kill_has_the_kernels_own_line() -> None:
+    found = verdict(recorded(load(RECORDED / "failures" / "cgroup-out-of-memory.json")), max_restarts=1)
+    text = " ".join(" ".join(shown(found)).split())
+    assert re.search(r"kernel Memory cgroup out of memory: Killed process \d+ \(python\) total-vm:", text)
+    assert "killed by SIGKILL" in text
+
+
+def test_of_a_deep_traceback_the_callers_own_frames_and_the_message_are_shown() -> None:
+    library = (
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/m.py", line 1, in call\n'
+        "    return f(x)\n           ^^^^\n"
+    )
+    own = '  File "/work/runs/lab-3f/code/train.py", line 7, in step\n    loss = net(x)\n'
+    found = trace(f"Traceback (most recent call last):\n{own}{library * 9}RuntimeError: bad\n", 76, 12)
+    assert found == [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 7, in step',
+        "    loss = net(x)",
+        "  … 8 calls in libraries",
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/m.py", line 1, in call',
+        "    return f(x)",
+        "RuntimeError: bad",
+    ]
+
+
+def test_of_a_dataloader_worker_that_raised_its_own_traceback_is_shown() -> None:
+    found = verdict(recorded(load(RECORDED / "failures" / "dataloader-exception.json")), max_restarts=1)
+    lines = "\n".join(shown(found))
+    assert "in DataLoader worker process 0:" in lines
+    assert "def bad(): raise KeyError('label of image 2')" in lines
+    assert "KeyError: 'label of image 2'" in lines
+
+
+# --- from events ---
+
+
+def event(kind: str, node: str | None, time: float, **fields: Any) -> Event:
+    return Event(time, node, kind, fields)
+
+
+def failed(node: str, rank: int, when: float, error: str, attempt: str = "0.0") -> Event:
+    return event(
+        "worker-failed", node, when + 0.5, attempt=attempt, rank=rank, local_rank=0, world_size=2, exitcode=1,
+        when=when, log="/l", error=error, kernel=[],
+    )  # fmt: skip
+
+
+STARTED = [
+    event("run-started", None, 0.0),
+    event("agent-started", "gpu0", 1.0, pid=1),
+    event("agent-started", "gpu1", 1.0, pid=1),
+]
+
+
+def test_events_alone_tell_the_same_as_the_nodes() -> None:
+    events = [
+        event("run-started", None, -9.0),
+        failed("gpu0", 0, -5.0, BOOM.replace("boom", "of the run before it was started again")),
+        *STARTED,
+        failed("gpu0", 0, 5.3, LOST),
+        failed("gpu1", 1, 5.0, BOOM),
+        event("agent-ended", "gpu1", 6.0, state="failed", message="crashed twice", no_progress=True),
+        event("agent-ended", "gpu0", 6.0, state="failed", message="another node ended the job"),
+    ]
+    found = verdict_of(events, max_restarts=0, state="failed", reason="x")
+    assert found is not None
+    assert found.first is not None
+    assert (found.first.node, found.text) == ("gpu1", "rank 1 on gpu1 failed first (exit status 1)")
+    assert found.no_progress
+    assert "gpu1: crashed twice" in found.notes
+    assert found == verdict(told_in(events), max_restarts=0)
+
+
+def test_a_node_that_never_came_back_into_sight_is_told_from_events() -> None:
+    events = [*STARTED, event("unreachable", None, 4.0, about="gpu1"), failed("gpu0", 0, 5.3, LOST)]
+    events.append(event("agent-ended", "gpu0", 6.0, state="failed", message="waited 1800 s"))
+    found = verdict_of(events, max_restarts=0, state="failed", reason="gpu1 was lost")
+    assert found is not None
+    assert found.text.startswith("gpu1 was lost")
+
+
+def test_what_slurm_decided_is_a_verdict_with_its_cure() -> None:
+    found = verdict_of(STARTED, max_restarts=0, state="failed", reason="Slurm ended the job: timeout")
+    assert found is not None
+    assert (found.text, found.cause and found.cause.name) == ("Slurm ended the job: timeout", "time-limit")
+
+
+def test_of_a_run_that_goes_on_the_last_failure_is_told_and_none_of_a_good_one() -> None:
+    events = [*STARTED, failed("gpu1", 1, 5.0, BOOM), failed("gpu0", 0, 7.0, BOOM, attempt="0.1")]
+    found = verdict_of(events, max_restarts=3, state="running", reason="")
+    assert found is not None
+    assert found.first is not None
+    assert found.first.node == "gpu0"
+    assert verdict_of(STARTED, max_restarts=3, state="running", reason="") is None
+
+
+def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:
+    from nodekit.deploy.events import Gatherer, read
+
+    line = json.dumps({"run": "r", "time": 105.5, "node": "gpu1", "kind": "worker-failed", "when": 105.0})
+    Gatherer(tmp_path).take("gpu1", [("1", 10, line)], clock_offset=100.0)
+    assert (read(tmp_path)[0].time, read(tmp_path)[0].get("when")) == (5.5, 5.0)
+    assert parse_all([b"{torn"]) == []
+
+
+def test_an_attempt_is_explained_without_a_final_state() -> None:
+    found = explain({"gpu1": Told(state="failed", failures=(failure(1, 5.0, BOOM),))})
+    assert found.text == "rank 1 on gpu1 failed first (exit status 1)"

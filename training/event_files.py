@@ -1,0 +1,91 @@
+"""TensorBoard's event files, as far as going on with them needs: which steps they have, and taking steps back."""
+
+import mmap
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")
+_HEADER, _FOOTER = 12, 4  # a record: the length of its data and a checksum, the data, a checksum
+_DOUBLE, _VARINT = (
+    0x09,
+    0x10,
+)  # an event begins with field 1, its time, and field 2, its step if that is not 0
+_LATER_S = 2.0
+
+
+def suffix(attempt: str) -> str:
+    """What a file's name ends with that is written in this attempt, ``GENERATION.ROUND``."""
+    return f".attempt{attempt}"
+
+
+def of(folder: Path) -> list[Path]:
+    """The event files of a folder, in the order in which TensorBoard reads them."""
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def last_attempt(folder: Path) -> tuple[int, int]:
+    """In which the newest file was written; before any other where it does not say."""
+    found = [_ATTEMPT.search(path.name) for path in of(folder)[-1:]]
+    return (int(found[0][1]), int(found[0][2])) if found and found[0] else (-1, -1)
+
+
+def last_step(folder: Path) -> int | None:
+    """That of the last record there; None without one that has a step."""
+    for path in reversed(of(folder)):
+        steps = [step for _, step in records(path) if step]
+        if steps:
+            return steps[-1]
+    return None
+
+
+def take_back(folder: Path, step: int) -> None:
+    """Cut off what is of ``step`` or later, and what a kill has torn.
+
+    TensorBoard can be told to leave steps out, but one of its two readers does not listen.
+    """
+    for path in of(folder):
+        end = 0
+        for end_of_record, found in records(path):
+            if found >= max(step, 1):
+                break
+            end = end_of_record
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+
+
+def records(path: Path) -> Iterator[tuple[int, int]]:
+    """Where each whole record of a file ends, and its step: 0 if it has none."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 0
+        while start + _HEADER <= len(data):
+            (length,) = struct.unpack_from("<Q", data, start)
+            begin, end = start + _HEADER, start + _HEADER + length + _FOOTER
+            if end > len(data):
+                return
+            yield end, _step(data[begin : min(begin + 20, end)])
+            start = end
+
+
+def _step(event: bytes) -> int:
+    if event[:1] != bytes([_DOUBLE]) or event[9:10] != bytes([_VARINT]):
+        return 0
+    step = 0
+    for place, byte in enumerate(event[10:]):
+        step |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return step
+    return 0
+
+
+def wait_for_a_later_name(folder: Path) -> None:
+    """Files are read in the order of their names, which have the second: two of the same one could change places."""
+    deadline = time.monotonic() + _LATER_S
+    newest = [path.name.split(".")[3] for path in of(folder)[-1:]]
+    while newest and newest[0] >= f"{int(time.time()):010d}" and time.monotonic() < deadline:
+        time.sleep(0.05)
