@@ -135,7 +135,10 @@ def lock(cache: str, owner: str, wait_s: float) -> bool:
                     f"another kit is syncing into {cache} and did not finish within {wait_s:.0f} s "
                     f"({holder}); wait for it or stop it"
                 )
+            os.close(os.open(cache + ".wanted", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             time.sleep(0.02)
+        if os.path.lexists(cache + ".wanted"):
+            os.unlink(cache + ".wanted")
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{owner}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
     except BaseException:
@@ -366,7 +369,9 @@ def _create(cache: str, dest: str, digest: str, rows: list[Row], stats: Stats) -
 
 
 def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
-    _begin[cache].wait()
+    # Another sync's turn: two on the same hosts, each first on one of them, would else wait for each other.
+    while not _begin[cache].wait(0.05) and not os.path.lexists(cache + ".wanted"):
+        pass
     try:
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone

@@ -558,6 +558,22 @@ def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Open
     assert sorted(result.files_sent for result in results)[0] == 0
 
 
+def test_two_syncs_each_first_on_one_of_the_hosts_do_not_wait_for_each_other(
+    code: Path, tmp_path: Path, open_way: Opener
+) -> None:
+    tree = take(code)
+    hosts = {name: tmp_path / name for name in ("gpu1", "gpu2")}
+    mine = {name: goal(open_way("local", name), work, "mine") for name, work in hosts.items()}
+    theirs = {name: goal(open_way("local", name), work, "theirs") for name, work in hosts.items()}
+    sync.send(tree, {"gpu1": mine["gpu1"]}, timeout_s=20)  # neither is asked to keep before it has both
+    sync.send(tree, {"gpu2": theirs["gpu2"]}, timeout_s=20)
+    sync.send(tree, {"gpu2": mine["gpu2"]}, timeout_s=20)
+    sync.send(tree, {"gpu1": theirs["gpu1"]}, timeout_s=20)
+    for target in [*mine.values(), *theirs.values()]:
+        assert content(Path(target.dest)).keys() == content(code).keys()
+        assert not Path(target.cache + ".wanted").exists()
+
+
 def test_lock_that_stays_taken_names_its_holder(code: Path, tmp_path: Path, open_way: Opener) -> None:
     first, second = open_way("rsync"), open_way("rsync")
     target = goal(second, tmp_path / "host")
