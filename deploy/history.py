@@ -85,9 +85,7 @@ class History:
             if event.node:
                 samples.setdefault(event.node, []).append(event)
         evaluations = _standing_evaluations(found, attempts)
-        totals = [
-            each.get("total_steps") for each in of_kind(found, "sample") if is_number(each.get("total_steps"))
-        ]
+        totals = [each.get("total_steps") for each in found if is_number(each.get("total_steps"))]
         results = [
             mapping_of(each.get("result")) for each in of_kind(found, "agent-ended") if each.get("result")
         ]

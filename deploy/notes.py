@@ -100,7 +100,7 @@ class Notes:
         said = parse_progress(progress)
         if not self._has_stepped and not hang.Progress.parse(progress, 0.0).is_start:
             self._has_stepped = True
-            self._say("first-step", attempt=self._attempt, step=said["step"])
+            self._say("first-step", attempt=self._attempt, step=said["step"], total_steps=said["total_steps"])
         for fields in self._new_lines():
             self._take(fields)
         if self._sees_snapshots:

@@ -169,7 +169,7 @@ def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said:
     said.notes.look("50/100 loss 0.3", is_training=True)
     assert [each["step"] for each in said.of("resumed")] == [40]
     assert said.of("evaluation") == [{"attempt": "0.1", "step": 50, "epoch": 2, "metrics": {"accuracy": 0.5}}]
-    assert said.of("first-step") == [{"attempt": "0.1", "step": 50}]
+    assert said.of("first-step") == [{"attempt": "0.1", "step": 50, "total_steps": 100}]
     assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step"}
 
 
