@@ -20,6 +20,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +67,10 @@ ORPHANED_OFTEN_S = 600.0
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
-_LOOK_S = 0.2  # while ranks train: each look takes its share of a core from them
+# While ranks train, each look takes its share of a core from them. A rank's end is told at once.
+_LOOK_S = 0.25  # at what has changed in the node's folder, and how long the logs are
+_FOLDER_S = 1.0  # at what is in it, whether it seems to have changed or not
+_MEMBERS_S = 0.5  # at who waits to come in, who is lost, and whether this hangs
 
 
 class Superseded(Exception):
@@ -109,7 +113,6 @@ class Agent:
         self._workers = Workers(server)
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
-        self._spec_path = f"{spec.node_dir}/spec.json"
         self._inquiry = Inquiry(spec.hang, record)
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self._replicas = (
@@ -135,6 +138,7 @@ class Agent:
         self._rendezvous: Rendezvous | None = None
         self._is_meeting = self._is_orphan = False
         self._spec_changed = 0
+        self._folder_changed, self._folder_read_at = 0, 0.0
         self._read_electorate()
         self._say_where()
 
@@ -260,11 +264,23 @@ class Agent:
         if self._rendezvous is not None and self._is_meeting:
             self._record.update(blocked=self._who_is_missing(self._rendezvous.present))
 
+    def _pause_briefly(self) -> None:
+        """`_pause`, without reading what is in the node's folder while that does not change."""
+        self._stop.check()
+        try:
+            changed = os.stat(self._spec.node_dir).st_mtime_ns  # noqa: PTH116  # five times a second
+        except OSError:
+            changed = 0
+        # A change within the same tick of the file system's clock as the last look is seen by the next read.
+        if changed != self._folder_changed or time.monotonic() > self._folder_read_at + _FOLDER_S:
+            self._folder_changed, self._folder_read_at = changed, time.monotonic()
+            self._pause()
+
     def _check_spec(self) -> None:
         """Superseded if there is a spec of a later generation."""
         with contextlib.suppress(OSError, ValueError):
-            path = self._spec_path
-            changed = os.stat(path).st_mtime_ns  # noqa: PTH116  # five times a second
+            path = f"{self._spec.node_dir}/spec.json"
+            changed = os.stat(path).st_mtime_ns  # noqa: PTH116  # often, while it waits
             if changed != self._spec_changed:
                 self._spec_changed = changed
                 spec = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -344,6 +360,7 @@ class Agent:
             master=f"{formed.master_addr}:{formed.master_port}",
         )
         self._logbook.begin([self._log_of(rank) for rank in self._ranks.values()])
+        _name_threads()
         self._pause()  # fenced meanwhile, it must not start any
         self._kills = kernel.oom_kills()
         pids = self._workers.start(
@@ -417,16 +434,22 @@ class Agent:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
         pids = {self._ranks[local_rank]: pid for local_rank, pid in self._workers.pids.items()}
         self._inquiry.begin(formed, pids, {rank: Path(self._log_of(rank)) for rank in pids})
+        exits: dict[int, int] = {}
+        members_at = 0.0
         while True:
-            self._workers.wait(_LOOK_S)
-            self._pause()
-            exits = self._poll()
+            if self._workers.wait(_LOOK_S):
+                exits = self._poll()
+            self._logbook.look()  # here, where this thread is awake: the logbook's own would wake the core once more
+            self._pause_briefly()
             if any(exits.values()):
                 return self._after_failure()
             if len(exits) == len(self._ranks):
                 self._record.update(workers=[])
                 self._tell_end("done")
                 return "done"
+            if time.monotonic() < members_at:
+                continue
+            members_at = time.monotonic() + _MEMBERS_S
             if waiting := rendezvous.num_nodes_waiting():
                 lost = rendezvous.num_lost
                 gone = sorted(set(formed.names) - rendezvous.here) if lost else []
@@ -445,6 +468,7 @@ class Agent:
         deadline = time.monotonic() + DYING_S
         while time.monotonic() < deadline and len(self._poll()) < len(self._ranks):
             time.sleep(_POLL_S)
+        self._logbook.look()
         exits = self._poll()
         failures = [self._failure(key, code) for key, code in exits.items() if code]
         own = [each for each in failures if not is_echo(each["error"], each["exitcode"])]
@@ -564,6 +588,16 @@ class Agent:
         self._record.update(
             port=port, held_port=self._held.getsockname()[1], electorate=self._electorate.to_dict()
         )
+
+
+def _name_threads() -> None:
+    """Give our threads their names in `top -H` too (Python does from 3.14 on), and bench/overhead what each takes."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            with contextlib.suppress(OSError):  # it has just ended, or this is no Linux
+                Path(f"/proc/self/task/{thread.native_id}/comm").write_text(
+                    thread.name[:15], encoding="utf-8"
+                )
 
 
 def run(node_dir: Path, server: ForkServer | None) -> int:

@@ -5,6 +5,7 @@ Standard library only, and Python 3.8 syntax, so that an old interpreter can sti
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import platform
@@ -71,6 +72,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
+@functools.lru_cache(maxsize=None)
 def boot_id() -> str:
     """This boot of the host: a pid means nothing after another one."""
     try:

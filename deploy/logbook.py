@@ -23,7 +23,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from nodekit.deploy import remote
 
-LOOK_S = 0.25
+LOOK_S = 1.0  # while ranks train, the agent asks four times as often
 CHECK_S = 5.0  # how often the room that the logs take is looked at
 HEAD_BYTES = 1 << 20  # of each log stays whatever happens: versions, settings, the first steps
 MAX_MARKS = 1 << 16  # of one log: 1.5 MB

@@ -63,7 +63,7 @@ class Record:
             usage=usage.now,
             num_nodes=len(spec.nodes),
         )
-        threading.Thread(target=self._watch_progress, daemon=True).start()
+        threading.Thread(target=self._watch_progress, name="status", daemon=True).start()
 
     def begin(self, attempt: str, *, group_rank: int) -> None:
         """An attempt begins: forget what ranks of an earlier one have told."""

@@ -82,8 +82,12 @@ class Workers:
         """Wait until the fork server has its imports, so that a start takes no time."""
         self._ask("poll")
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing.
+
+        Returns False if none has ended; True if one may have, which `poll` then tells.
+        """
+        is_sure = True
         there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
         for pid in self._handles.keys() - there:
             self._forget(pid)
@@ -92,8 +96,8 @@ class Workers:
                 self._handles[pid] = os.pidfd_open(pid)
                 self._ends.register(self._handles[pid], select.POLLIN)
             except OSError:  # it is gone, or the kernel is older than 5.3
-                timeout_s = min(timeout_s, _POLL_S)
-        self._ends.poll(timeout_s * 1000)
+                timeout_s, is_sure = min(timeout_s, _POLL_S), False
+        return bool(self._ends.poll(timeout_s * 1000)) or not is_sure
 
     def _forget(self, pid: int) -> None:
         handle = self._handles.pop(pid)
