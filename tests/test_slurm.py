@@ -7,9 +7,12 @@ result, and (by the `site` fixture) that no job, no process and no listening por
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from agents import until
 from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 
+from nodekit.deploy import runs
 from nodekit.deploy.link import on_all
 from nodekit.slurm import allocation, meeting, own_job
 
@@ -76,6 +80,57 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     assert sorted(unbroken) == list(range(1, STEPS + 1))
     runs = site.kit("runs").stdout
     assert re.search(rf"{whole.run_id}.*succeeded", runs), runs
+
+
+def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: Path) -> None:
+    told = site.lab.slurm.shared / "told"
+    tell = ["sh", "-c", 'cat >> "$1"; echo >> "$1"', "tell", str(told)]  # on the leader's node, in the job
+    file = site.inventory("seen", TRAIN, {"nodes": 2}, logs={"fetch": True}, notify={"command": tell})
+    up = site.kit("up", file.name, timeout_s=240)
+    assert up.returncode == 0, up.stdout + up.stderr
+    found = re.search(r"run (seen-\S+)", up.stdout)
+    assert found, up.stdout
+    run_id = found[1]
+    messages = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [(each["kind"], each["run"]) for each in messages] == [("start", run_id), ("end", run_id)]
+
+    assert f"logs of 2 nodes are in ~/.local/state/nodekit/runs/{run_id}/" in up.stdout
+    fetched = sorted(path.parent.name for path in runs.folder().glob(f"{run_id}/logs/*/rank*.log"))
+    assert fetched == ["node1", "node2"]
+
+    report = site.kit("report", run_id, "--output", str(tmp_path / "report.html"))
+    assert report.returncode == 0, report.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert f"of {STEPS}" in page
+    assert all(name in page for name in ("node1", "node2"))
+
+    log = tmp_path / "board"
+    board = site.start(log, "board", run_id)
+    url = until(
+        lambda: re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()), timeout_s=90, what="a board"
+    )[0]
+    asked = f"{url}data/plugin/scalars/scalars?run={run_id}&tag=train/loss"
+    curve = until(lambda: _answer(asked), timeout_s=60, what=f"a curve at {url}")
+    assert [step for _, step, _ in curve] == list(range(1, STEPS + 1))
+    board.send_signal(signal.SIGINT)
+    assert board.wait(30) == 0, log.read_text()
+
+    folder = site.shared / "runs" / run_id
+    assert folder.is_dir()
+    removed = site.kit("rm", run_id, "--yes")
+    assert removed.returncode == 0, removed.stdout + removed.stderr
+    assert not folder.exists()
+    assert not (site.shared / "snapshots" / run_id).exists()
+    assert run_id not in site.kit("runs").stdout
+
+
+def _answer(url: str) -> Any:
+    """What TensorBoard says there; None while it does not know that curve."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError:
+        return None
 
 
 def test_a_secret_is_nowhere_but_in_the_ranks_environment(
