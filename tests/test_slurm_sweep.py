@@ -30,6 +30,7 @@ if hold.exists() and lr == "0.3":
     raise ValueError("so it is")
 told = {"argv": sys.argv[1:], "index": os.environ.get("SLURM_ARRAY_TASK_ID"), "lr": float(lr)}
 pathlib.Path(os.environ["NODEKIT_OUTPUT_DIR"], "result.json").write_text(json.dumps(told))
+print("index", told["index"])
 """
 
 
@@ -112,8 +113,12 @@ def test_an_array_has_its_indexes_and_down_cancels_them_all(site: Site) -> None:
         members[0]: "3",
         members[1]: "5",
     }
-    down = site.kit("down", sweep)
-    assert (down.returncode, down.stdout.splitlines()[-1]) == (0, f"{sweep} is stopped"), down.stderr
+    down = site.kit("down", sweep, "--fetch")
+    assert down.returncode == 0, down.stderr
+    assert f"{sweep} is stopped" in down.stdout.splitlines()
+    assert f"logs of 1 node are in ~/.local/state/nodekit/runs/{members[0]}/" in down.stdout
+    (log,) = runs.find(members[0]).folder.glob("logs/*/rank0*.log")
+    assert log.read_text() == "index 3\n"
     assert not site.queue()
     assert site.kit("down").stdout == f"{sweep} is not running\n"
     table = json.loads(site.kit("status", sweep, "--json").stdout)
