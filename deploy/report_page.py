@@ -30,6 +30,7 @@ from nodekit.deploy.history import Attempt, History, Point
 from nodekit.deploy.narrate import Narrator, count, duration, metric, names
 from nodekit.deploy.redact import LEFT_OUT, Redactor
 from nodekit.deploy.runs import Run
+from nodekit.deploy.verdict import failure_of
 
 MOST_EVENTS = 2000
 MOST_STORY = 60
@@ -563,50 +564,30 @@ class _View:
     # --- failures ---
 
     def failures(self) -> dict[str, Any]:
-        by_attempt: dict[str, list[tuple[Event, Failure]]] = {}
-        for event in self._history.failures:
-            by_attempt.setdefault(str(event.get("attempt")), []).append((event, self._failure(event)))
+        by_attempt: dict[str, list[Failure]] = {}
+        for failure in map(failure_of, self._history.failures):
+            by_attempt.setdefault(failure.attempt, []).append(failure)
         found = []
         for attempt, those in by_attempt.items():
-            first = first_cause([failure for _, failure in those])
-            for event, failure in sorted(those, key=lambda each: (each[1] is not first, each[1].when)):
+            first = first_cause(those)
+            for failure in sorted(those, key=lambda each: (each is not first, each.when)):
                 is_first = failure is first
                 how = "failed first" if is_first else "failed too"
-                if is_bystander(
-                    failure
-                ):  # also where it is the only one that failed: a node was lost, or another rank
+                if is_bystander(failure):  # the only one, too: a node was lost, or a rank that left no word
                     how = "ended because of another"
-                kernel = event.get("kernel")
-                cause = recognise(failure.error, failure.exitcode, kernel if isinstance(kernel, list) else ())
+                cause = recognise(failure.error, failure.exitcode, failure.kernel) if is_first else None
                 found.append(
                     {
                         "is_first": is_first,
-                        "cause": cause if is_first else None,
+                        "cause": cause,
                         "title": f"rank {failure.rank} on {failure.node}",
                         "what": f"{how}, attempt {attempt}: {how_it_ended(failure.exitcode)}",
                         "where": f"At {_time(failure.when)}; full log: {failure.node}:{failure.log}",
-                        "error": "\n".join(
-                            part
-                            for part in (failure.error or "it wrote nothing", _text(event.get("kernel")))
-                            if part
-                        ),
+                        "error": "\n".join([failure.error or "it wrote nothing", *failure.kernel]),
                     }
                 )
         left_out = f"{len(found) - MOST_FAILURES:,} more are left out." if len(found) > MOST_FAILURES else ""
         return {"failures": found[:MOST_FAILURES], "failures_left_out": left_out}
-
-    def _failure(self, event: Event) -> Failure:
-        when = event.get("when")
-        return Failure(
-            node=str(event.node),
-            rank=_int(event.get("rank")),
-            world_size=_int(event.get("world_size")),
-            attempt=str(event.get("attempt")),
-            exitcode=_int(event.get("exitcode")),
-            when=float(when) if isinstance(when, int | float) else event.time,
-            log=_text(event.get("log")),
-            error=_text(event.get("error")),
-        )
 
     # --- inventory, events ---
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nodekit.deploy.attempts import is_number, text_of
 from nodekit.deploy.causes import NODE_LOST, Cause, recognise
 from nodekit.deploy.events import Event
 from nodekit.deploy.failures import (
@@ -329,17 +330,23 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
 
 
 def failure_of(event: Event) -> Failure:
-    """A rank's failure as its node's agent wrote it down."""
+    """A rank's failure as its node's agent wrote it down, as far as what it wrote makes sense."""
+
+    def number(name: str, otherwise: float) -> float:
+        value = event.get(name)
+        return value if is_number(value) else otherwise
+
+    kernel = event.get("kernel")
     return Failure(
         node=event.node or "?",
-        rank=int(event.get("rank", 0)),
-        world_size=int(event.get("world_size", 1)),
-        attempt=str(event.get("attempt", "0.0")),
-        exitcode=int(event.get("exitcode", 1)),
-        when=float(event.get("when", event.time)),
-        log=str(event.get("log", "")),
-        error=str(event.get("error", "")),
-        kernel=tuple(event.get("kernel") or ()),
+        rank=int(number("rank", 0)),
+        world_size=int(number("world_size", 1)),
+        attempt=text_of(event.get("attempt")) or "0.0",
+        exitcode=int(number("exitcode", 1)),
+        when=float(number("when", event.time)),
+        log=text_of(event.get("log")),
+        error=text_of(event.get("error")),
+        kernel=tuple(map(str, kernel)) if isinstance(kernel, list) else (),
     )
 
 
