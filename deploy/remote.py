@@ -572,13 +572,14 @@ def follow(
     last_status: Optional[Dict[str, Any]] = None
     last_sent, last_looked = 0.0, 0.0
     changes = _Changes(node_dir)
+    more: Set[str] = set()
 
     def rest() -> None:
         # While ranks train each look takes its share of a core from them; the agent's end is told at once.
         _wait_for_end(agent, _CALM_S if now.get("state") == "running" else _POLL_S)
 
     while True:
-        changed = changes.look()
+        changed = changes.look() | more
         if "folder" in changed:
             agent = _load(os.path.join(node_dir, "agent.json"))
         # Asked before the logs are read: what was written last is not missed.
@@ -604,7 +605,8 @@ def follow(
             last_status, last_sent = now, time.monotonic()
         if not alive and not lines and not found:
             return now
-        if not lines and not found:
+        more = {"events", "logs"} if lines or found else set()  # of one file only so much is read at a time
+        if not more:
             rest()
 
 

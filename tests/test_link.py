@@ -5,11 +5,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nodekit.deploy import hostfacts, remote
 from nodekit.deploy import link as links
 from nodekit.deploy.link import Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.inventory.errors import HostError
@@ -139,6 +141,85 @@ def test_log_lines_come_whole_and_once(link: Link, tmp_path: Path) -> None:
     assert link.call("logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
     assert link.call("logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True)[1] == [
         [log.name, "last words\n"]
+    ]
+
+
+class Enough(Exception):
+    """Ends `remote.follow`, where it would rest."""
+
+
+def followed(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch, *meanwhile: Callable[[], object]
+) -> list[list[dict[str, Any]]]:
+    """What `remote.follow` sends before each rest, of a node whose agent is this process; it looks at changes alone."""
+    own = {"pid": os.getpid(), "start_time": remote.start_time(os.getpid()), "boot_id": hostfacts.boot_id()}
+    (node_dir / "logs").mkdir(parents=True)
+    (node_dir / "agent.json").write_text(json.dumps(own))
+    (node_dir / "status.json").write_text('{"state": "running"}')
+    (node_dir / "events.jsonl").write_text('{"time": 1.5}\n')
+    (node_dir / "logs/rank0-attempt0.0.log").write_text("begun\n" + 1_000 * (999 * "x" + "\n"))
+    rests = iter(meanwhile)
+    sent: list[list[dict[str, Any]]] = [[]]
+
+    def rest(agent: object, timeout_s: float) -> None:
+        assert (agent, timeout_s) == (own, remote._CALM_S)
+        sent.append([])
+        time.sleep(0.02)  # more than a tick of the file system's clock
+        if (change := next(rests, None)) is None:
+            raise Enough
+        change()
+
+    monkeypatch.setattr(remote, "_wait_for_end", rest)
+    monkeypatch.setattr(remote, "_BEAT_S", 1e9)
+    with pytest.raises(Enough):
+        remote.follow(str(node_dir), lambda part: sent[-1].append(part), events_at=["", 0])
+    return sent[:-1]
+
+
+def test_a_long_log_is_sent_without_a_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sent,) = followed(tmp_path / "n0", monkeypatch)
+    text = "".join(text for part in sent for _, text in part["logs"])
+    assert (len(sent) > 3, len(text)) == (True, 6 + 1_000_000)
+
+
+def test_each_change_is_seen_and_nothing_else_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "n0"
+
+    def add(name: str, text: str) -> None:
+        with (folder / name).open("a") as file:
+            file.write(text)
+
+    sent = followed(
+        folder,
+        monkeypatch,
+        lambda: add("logs/rank0-attempt0.0.log", "more\n"),
+        lambda: None,
+        lambda: add("logs/rank1-attempt0.0.log", "another\n"),
+        lambda: remote.write_private(str(folder / "status.json"), b'{"state": "running", "step": 7}'),
+        lambda: add("events.jsonl", '{"time": 2.5}\n'),
+        lambda: remote.write_private(str(folder / "fence"), b"3"),
+        lambda: add("events.jsonl", '{"time": 3.5'),
+        lambda: add("events.jsonl", "}\n"),
+    )
+    found = [
+        (
+            part["logs"],
+            [line for _, _, line in part["events"]],
+            part["status"].get("step"),
+            part["status"]["fence"],
+        )
+        for parts in sent[1:]
+        for part in parts
+    ]
+    assert found == [
+        ([("rank0-attempt0.0.log", "more\n")], [], None, -1),
+        ([("rank1-attempt0.0.log", "another\n")], [], None, -1),
+        ([], [], 7, -1),
+        ([], ['{"time": 2.5}\n'], 7, -1),
+        ([], [], 7, 3),
+        ([], ['{"time": 3.5}\n'], 7, 3),
     ]
 
 
