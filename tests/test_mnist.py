@@ -52,7 +52,7 @@ def test_without_a_folder_it_is_the_digits() -> None:
 def test_files_give_images_and_labels_in_their_order(folder: Path, zipped: bool) -> None:
     if zipped:
         for path in list(folder.iterdir()):
-            (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+            (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
             path.unlink()
     task = Mnist(data=folder)
     train, test = task.train_data(), task.test_data()
@@ -90,7 +90,7 @@ TRAIN_IMAGES, TRAIN_LABELS = IMAGES.format("train"), LABELS.format("train")
         (TRAIN_IMAGES, None, "has no train-images-idx3-ubyte, nor train-images-idx3-ubyte.gz: wanted MNIST's four"),
         (TRAIN_IMAGES, b"", "has 0 bytes: wanted a header of 16; fetch it again"),
         (TRAIN_IMAGES, idx(0x801, [40, 28, 28], bytes(40 * 784)), "magic number 0x00000801: wanted 0x00000803"),
-        (TRAIN_IMAGES, gzip.compress(bytes(99)), "0x00000803; it is gzipped: name it .gz"),
+        (TRAIN_IMAGES, gzip.compress(bytes(99), mtime=0), "0x00000803; it is gzipped: name it .gz"),
         (TRAIN_IMAGES, idx(0x803, [40, 28, 28], bytes(31359)), "has 31359 bytes after its header, which says 40 × 28"),
         (TRAIN_IMAGES, idx(0x803, [40, 28, 28], bytes(31361)), "has 31361 bytes .* 40 × 28 × 28: wanted 31360; fetch"),
         (TRAIN_IMAGES, idx(0x803, [40, 14, 14], bytes(40 * 196)), "has images of 14 × 14 pixels: wanted 28 × 28"),
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_as_it_should_be_is_refused(
     assert name in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [gzip.compress(bytes(28))[:-9], b"no gzip", b""])
+@pytest.mark.parametrize("content", [gzip.compress(bytes(28), mtime=0)[:-9], b"no gzip", b""])
 def test_a_damaged_gzip_file_is_refused(folder: Path, content: bytes) -> None:
     path = folder / LABELS.format("t10k")
     path.unlink()
