@@ -43,6 +43,7 @@ class Record:
             "failures": [],
             "progress": None,
             "progress_time": None,
+            "address": spec.local_addr,
         }
         self._reserve = self._folder / "reserve"
         with contextlib.suppress(OSError):
@@ -51,7 +52,7 @@ class Record:
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self.forget_progress()
         remote.end_torn_line(str(self._folder / "events.jsonl"))
-        self.event("agent-started", pid=os.getpid())
+        self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
         usage = Usage(
             spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]

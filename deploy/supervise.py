@@ -358,6 +358,7 @@ class Supervisor:
             notice=notice,
             attempt=str(status.get("attempt") or told.attempt),
             ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
+            address=str(status.get("address") or told.address),
         )
 
     def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:

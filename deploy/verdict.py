@@ -45,6 +45,8 @@ class Told:
     """The last one it took part in."""
     ranks: tuple[int, ...] = ()
     """Its ranks there."""
+    address: str = ""
+    """By which the others reach it."""
 
     @property
     def outcome(self) -> str:
@@ -176,7 +178,7 @@ def explain(
         text = f"the ranks lost each other; rank {first.rank} on {first.node} was the first to notice ({how})"
         text += which
     if is_bystander(first):
-        notes = [*hints, *notes]
+        notes = [*_spoken_of(first, nodes), *hints, *notes]
     if len(attempts) == 1 and max_restarts == 0:
         notes = [*notes, "job.max_restarts is 0: a failed rank ends the job"]
     return Verdict(
@@ -231,6 +233,19 @@ def _others(first: Failure, attempt: Sequence[Failure]) -> str:
     if len(parts) == 1:
         return text if ended else f"{text}: {parts[0].partition(' ')[2]}"
     return f"{text}: {', '.join(parts)}"
+
+
+def _spoken_of(first: Failure, nodes: Mapping[str, Told]) -> list[str]:
+    """Whose the addresses are that a rank speaks of: torch names no nodes."""
+    names: dict[str, list[str]] = {}
+    for name, told in nodes.items():
+        names.setdefault(told.address, []).append(name)
+    return [
+        f"{address}, of which it speaks, is {those[0]}"
+        for address, those in names.items()
+        if address and len(those) == 1 and those[0] != first.node  # nodes of one host share theirs
+        if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", first.error)
+    ]
 
 
 def _echoes(attempt: Sequence[Failure], nodes: str) -> str:
@@ -303,7 +318,9 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
             continue
         node = told.setdefault(name, {"failures": []})
         if event.kind == "agent-started":
-            node.update(state="starting", message="", no_progress=False)
+            node.update(
+                state="starting", message="", no_progress=False, address=text_of(event.get("address"))
+            )
         elif event.kind == "worker-failed":
             node["failures"].append(failure_of(event))
         elif event.kind == "agent-ended":

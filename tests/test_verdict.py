@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,19 @@ def test_a_crash_that_was_recovered_from_is_not_blamed_for_a_node_that_is_lost_l
     found = verdict(nodes, max_restarts=3)
     assert found.first is None
     assert found.text == "gpu1 was lost: its agent is gone without a word"
+
+
+def test_of_a_lost_connection_it_is_told_to_which_node() -> None:
+    lost = "[pair.cc:553] Connection closed by peer [198.18.0.3]:4321"
+    nodes = told(failure(0, 5.0, LOST), failure(1, 4.0, lost))
+    here = {
+        name: replace(each, address=f"198.18.0.{10 + number}")
+        for number, (name, each) in enumerate(nodes.items())
+    }
+    others = {name: Told(state="failed", address=f"198.18.0.{n}") for name, n in (("gpu3", 3), ("gpu4", 30))}
+    assert verdict({**here, **others}, max_restarts=1).notes == ("198.18.0.3, of which it speaks, is gpu3",)
+    alone = {name: replace(each, address="198.18.0.3") for name, each in {**here, **others}.items()}
+    assert verdict(alone, max_restarts=1).notes == ()
 
 
 def test_when_all_only_lost_each_other_none_is_called_the_one_that_failed() -> None:
