@@ -72,9 +72,14 @@ def _up_on_slurm(inventory: Inventory, options: Options) -> int:
 
     assert inventory.slurm is not None
     if options.metrics is not None:
-        raise KitError(
-            f"{inventory.path}: --metrics-port is for runs over SSH; what supervises a job of Slurm's is in the job"
-        )
+        if options.sweep or inventory.slurm.array:
+            raise KitError(f"{inventory.path}: --metrics-port serves one run, and this is a sweep of several")
+        if options.detach:
+            raise KitError(
+                f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this machine; "
+                "leave out -d (kit up attaches to the job later, too)"
+            )
+        metrics_port.check(options.metrics)
     if options.sweep or inventory.slurm.array:
         return sweep.up(inventory, options)
     if options.dry_run:
@@ -93,7 +98,7 @@ def _up_on_slurm(inventory: Inventory, options: Options) -> int:
     if fits_screen(plain=options.plain or options.quiet):
         from nodekit.slurm import watch as live
 
-        return live.watch(run, options.ssh, cancels=True)
+        return live.watch(run, options.ssh, cancels=True, metrics_at=options.metrics)
     return backend.watch(run, options, tail_bytes=ATTACH_TAIL_BYTES if attached else 0)
 
 

@@ -22,6 +22,7 @@ from nodekit.deploy.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
+from nodekit.slurm import metrics
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
@@ -110,7 +111,11 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
     from nodekit.deploy.up import sigterm_interrupts
 
-    with login(restore(run.inventory), options.ssh) as link, sigterm_interrupts():
+    with (
+        login(restore(run.inventory), options.ssh) as link,
+        metrics.served(run, link, options.metrics),
+        sigterm_interrupts(),
+    ):
         slurm, job_id = Slurm(link), run.slurm["job_id"]
         shown = _Shown(link, run, tail_bytes, quiet=options.quiet)
         try:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import events
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.link import Link
+from nodekit.deploy.metrics_port import Place
 from nodekit.deploy.runs import Run
 from nodekit.deploy.start import Options
 from nodekit.deploy.up import ATTACH_TAIL_BYTES, sigterm_interrupts
-from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, fits_screen, status_line
+from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, fits_screen
 from nodekit.deploy.watched import Watched
 from nodekit.inventory.load import restore
-from nodekit.slurm import backend
+from nodekit.slurm import backend, metrics
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, execute, login, read
-from nodekit.slurm.show import record_of
+from nodekit.slurm.login import login
+from nodekit.slurm.source import Source
 
 TICK_S = 0.1
 LOOK_S = 1.0
 LOOK_AT_JOB_S = 5.0
-_TAIL_BYTES = 65536
-_OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
 
 
-def watch(run: Run, options: SshOptions, *, plain: bool = False, cancels: bool = False) -> int:
+def watch(
+    run: Run,
+    options: SshOptions,
+    *,
+    plain: bool = False,
+    cancels: bool = False,
+    metrics_at: Place | None = None,
+) -> int:
     """Show a run until its job is over or the user leaves; the exit status is kit's, 0 where the user left.
 
     Args:
@@ -38,6 +40,7 @@ def watch(run: Run, options: SshOptions, *, plain: bool = False, cancels: bool =
         options: how to reach the login node.
         plain: lines in a terminal too.
         cancels: whether Ctrl-C cancels the job, as in `kit up`.
+        metrics_at: where metrics for Prometheus are served meanwhile.
     """
     if not fits_screen(plain=plain):
         return _print(run, options)
@@ -46,6 +49,7 @@ def watch(run: Run, options: SshOptions, *, plain: bool = False, cancels: bool =
     doing = Doing(leaves=leaves, interrupts="cancel the job" if cancels else leaves)
     with (
         login(restore(run.inventory), options) as link,
+        metrics.served(run, link, metrics_at),
         FullScreen(watched, doing) as view,
         sigterm_interrupts(),
     ):
@@ -84,7 +88,7 @@ def _print(run: Run, options: SshOptions) -> int:
 
 def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
-    source = _Source(run, link)
+    source = Source(run, link)
     slurm = Slurm(link)
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, dict[str, Any]] = {}
@@ -108,70 +112,3 @@ def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
         view.see(statuses)
         view.keys()
         time.sleep(TICK_S)
-
-
-class _Source:
-    """What is new in the shared folder."""
-
-    def __init__(self, run: Run, link: Link) -> None:
-        self._run = run
-        self._link = link
-        self._folder = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
-        self._events_at: Sequence[Any] = ("", 0)
-        self._offsets: dict[str, int] | None = None
-        self._nodes: dict[str, str] = {}
-
-    def events(self) -> list[events.Event]:
-        """Those of the leader's record since the last call."""
-        found = self._link.call(
-            "events",
-            timeout_s=CALL_TIMEOUT_S,
-            node_dir=self._folder,
-            file=self._events_at[0],
-            offset=self._events_at[1],
-        )
-        if found:
-            self._events_at = found[-1][:2]
-        return events.parse_all(line for _, _, line in found)
-
-    def logs(self) -> list[tuple[str, str, str]]:
-        """Lines of the ranks, as the leader shows them: node, rank, line."""
-        self._offsets, found = self._link.call(
-            "logs",
-            timeout_s=CALL_TIMEOUT_S,
-            node_dir=f"{self._run.slurm['run_dir']}/slurm",
-            offsets=self._offsets,
-            tail_bytes=_TAIL_BYTES if self._offsets is None else None,
-        )
-        lines = (line for _, text in found for line in text.splitlines())
-        return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
-
-    def statuses(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Each node's status, and its line; none before the leader has a record."""
-        if not self._nodes:
-            record = record_of(self._run, self._link)
-            self._nodes = {name: node["node_dir"] for name, node in (record.nodes if record else {}).items()}
-            if not self._nodes:
-                return {}, {}
-        told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
-        absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
-        paths = {f"{node_dir}/status.json": name for name, node_dir in self._nodes.items()}
-        # All in one round trip, whatever their number.
-        said = execute(self._link, "grep", "-sHZ", "", "--", *paths)["out"]
-        found = parse_statuses(said, paths)
-        lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
-        return found, {**lines, **dict.fromkeys(absent, "lost")}
-
-
-def parse_statuses(text: str, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Each node's status, from `grep -HZ` of their files; one that is being written is left out."""
-    found = {}
-    for line in text.split("\n"):
-        path, _, content = line.partition("\0")
-        try:
-            status = json.loads(content)
-        except ValueError:
-            continue
-        if path in paths and isinstance(status, dict):
-            found[paths[path]] = {**status, "alive": True}
-    return found

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -85,16 +86,35 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
 def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: Path) -> None:
     told = site.lab.slurm.shared / "told"
     tell = ["sh", "-c", 'cat >> "$1"; echo >> "$1"', "tell", str(told)]  # on the leader's node, in the job
-    file = site.inventory("seen", TRAIN, {"nodes": 2}, logs={"fetch": True}, notify={"command": tell})
-    up = site.kit("up", file.name, timeout_s=240)
-    assert up.returncode == 0, up.stdout + up.stderr
-    found = re.search(r"run (seen-\S+)", up.stdout)
-    assert found, up.stdout
-    run_id = found[1]
+    run = Story(site, "seen", nodes=2)
+    site.inventory("seen", TRAIN, {"nodes": 2}, logs={"fetch": True}, notify={"command": tell})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    refused = site.kit("up", run.file, "-d", "--metrics-port", str(port))
+    assert (refused.returncode, "under Slurm nothing of kit stays on this machine" in refused.stderr) == (
+        1,
+        True,
+    )
+    run.hold()
+    run.begin("--metrics-port", str(port))
+    run.wait_for(STARTED)
+    run_id = run.run_id
+    wanted = [f'nodekit_node_up{{node="node{number}",run="{run_id}"}} 1.0' for number in (1, 2)]
+    wanted += [f'nodekit_target_step{{run="{run_id}"}} {float(STEPS)}', "nodekit_goodput_ratio{"]
+
+    def scraped() -> bool:
+        with contextlib.suppress(OSError):
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+            return all(each in text for each in wanted)
+        return False
+
+    until(scraped, timeout_s=60, what=f"all of {wanted} at port {port}")
+    assert run.end() == 0, run.said()
     messages = [json.loads(line) for line in told.read_text().splitlines()]
     assert [(each["kind"], each["run"]) for each in messages] == [("start", run_id), ("end", run_id)]
 
-    assert f"logs of 2 nodes are in ~/.local/state/nodekit/runs/{run_id}/" in up.stdout
+    assert f"logs of 2 nodes are in ~/.local/state/nodekit/runs/{run_id}/" in run.said()
     fetched = sorted(path.parent.name for path in runs.folder().glob(f"{run_id}/logs/*/rank*.log"))
     assert fetched == ["node1", "node2"]
 

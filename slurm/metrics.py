@@ -1,0 +1,59 @@
+"""`kit up --metrics-port` of a job: what it writes in the shared folder, for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+
+from nodekit.deploy import metrics_port
+from nodekit.deploy.link import Link
+from nodekit.deploy.metrics_port import Place
+from nodekit.deploy.runs import Run
+from nodekit.deploy.supervise import Observer
+from nodekit.inventory.errors import KitError
+from nodekit.slurm.show import record_of
+from nodekit.slurm.source import LOST, Source
+
+LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
+
+
+@contextlib.contextmanager
+def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
+    """Serve a job's metrics there meanwhile; nothing where `place` is None."""
+    if place is None:
+        yield
+        return
+    own = dataclasses.replace(run)  # its generation and its nodes are the leader's to say
+    observers = metrics_port.serve(own, place, lambda text: print(text, flush=True))
+    closing = threading.Event()
+    thread = threading.Thread(target=_feed, args=(own, link, observers, closing), name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join(1.0)  # a login node that does not answer holds nobody up
+        for each in observers:
+            each.close()
+
+
+def _feed(run: Run, link: Link, observers: Sequence[Observer], closing: threading.Event) -> None:
+    source = Source(run, link)
+    while observers:
+        with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
+            if (record := record_of(run, link)) is not None:
+                run.generation, run.nodes, run.clock_offsets = (
+                    record.generation,
+                    record.nodes,
+                    record.clock_offsets,
+                )
+            events = source.events()
+            statuses, lines = source.statuses()
+            for each in observers:
+                for event in events:
+                    each.event(event)
+                each.see({name: status for name, status in statuses.items() if lines.get(name) != LOST})
+        if closing.wait(LOOK_S):
+            return
