@@ -145,8 +145,10 @@ def test_kit_up_refuses_before_anything_starts(
     assert "is another run's there?" in capsys.readouterr().err
     slurm = tmp_path / "slurm.yaml"
     slurm.write_text("name: c\nslurm: {nodes: 1, shared_dir: ~/n}\n")
-    assert main(["up", str(slurm), "--metrics-port", "9000"]) == 1
-    assert "--metrics-port is for runs over SSH" in capsys.readouterr().err
+    assert main(["up", str(slurm), "-d", "--metrics-port", "9000"]) == 1
+    assert "under Slurm nothing of kit stays on this machine" in capsys.readouterr().err
+    assert main(["up", str(slurm), "--metrics-port", "9000", "--sweep", "lr=1,2"]) == 1
+    assert "--metrics-port serves one run, and this is a sweep" in capsys.readouterr().err
     assert runs.all_runs() == []
 
 
