@@ -5,7 +5,6 @@ Standard library only, and Python 3.8 syntax, so that an old interpreter can sti
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import platform
@@ -21,6 +20,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from nodekit.deploy import nics
 
+_boot_ids: List[str] = []  # read once: it is asked for five times a second
 SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 
@@ -72,14 +72,15 @@ def _user() -> str:
         return str(os.getuid())
 
 
-@functools.lru_cache(maxsize=None)
 def boot_id() -> str:
     """This boot of the host: a pid means nothing after another one."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    if not _boot_ids:
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                _boot_ids.append(file.read().strip())
+        except OSError:
+            _boot_ids.append("")
+    return _boot_ids[0]
 
 
 def folder_id(folder: str) -> str:

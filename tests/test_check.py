@@ -677,7 +677,7 @@ def test_a_leftover_worker_is_found_and_ended_and_a_running_run_is_left_alone(ki
     assert check(kit, rc=0) == []
     done = kit.run("clean", "lab.yaml", "--yes")
     assert (done.returncode, "it is running" in done.stdout, "0 ended" in done.stdout) == (0, True, True), (
-        done.stdout
+        done.stdout + done.stderr
     )
     assert is_there(kit, child)
 
