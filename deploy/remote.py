@@ -598,7 +598,7 @@ def follow(
             events_at = found[-1][:2] if found else events_at
         if "folder" in changed:
             now = status(node_dir)
-            now["alive"] = alive
+            now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
             last_looked = time.monotonic()
         if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
             part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
