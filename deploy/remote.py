@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import importlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ NO_WORKERS_GRACE_S = 3.0
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
 _POLL_S = 0.2
 _CALM_S = 0.5
+_IN_MOVED_TO = 0x80  # of linux/inotify.h
 _BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
@@ -573,56 +575,93 @@ def follow(
     last_sent, last_looked = 0.0, 0.0
     changes = _Changes(node_dir)
     more: Set[str] = set()
-
-    def rest() -> None:
-        # While ranks train each look takes its share of a core from them; the agent's end is told at once.
-        _wait_for_end(agent, _CALM_S if now.get("state") == "running" else _POLL_S)
-
-    while True:
-        changed = changes.look() | more
-        if "folder" in changed:
-            agent = _load(os.path.join(node_dir, "agent.json"))
-        # Asked before the logs are read: what was written last is not missed.
-        alive = _pid_if_alive(agent) is not None or agent_alive(node_dir) is not None
-        if not alive or time.monotonic() - last_looked >= _BEAT_S:
-            changed = {"folder", "events", "logs"}
-        if not changed:
-            rest()
-            continue
-        lines: List[Tuple[str, str]] = []
-        if "logs" in changed:
-            offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
-        found: List[List[Any]] = []
-        if "events" in changed and events_at is not None:
-            found = events(node_dir, *events_at)
-            events_at = found[-1][:2] if found else events_at
-        if "folder" in changed:
-            now = status(node_dir)
-            now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
-            last_looked = time.monotonic()
-        if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
-            part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
-            last_status, last_sent = now, time.monotonic()
-        if not alive and not lines and not found:
-            return now
-        more = {"events", "logs"} if lines or found else set()  # of one file only so much is read at a time
-        if not more:
-            rest()
-
-
-def _wait_for_end(agent: Any, timeout_s: float) -> None:
-    """Wait until that agent has ended, at most so long."""
+    alarm = _Alarm(node_dir)
     try:
-        handle: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
-    except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
-        time.sleep(min(timeout_s, _POLL_S))
-        return
-    try:
-        ends = select.poll()
-        ends.register(handle, select.POLLIN)
-        ends.poll(timeout_s * 1000)
+        while True:
+            changed = changes.look() | more
+            if "folder" in changed:
+                agent = _load(os.path.join(node_dir, "agent.json"))
+            # Asked before the logs are read: what was written last is not missed.
+            alive = _pid_if_alive(agent) is not None or agent_alive(node_dir) is not None
+            if not alive or time.monotonic() - last_looked >= _BEAT_S:
+                changed = {"folder", "events", "logs"}
+            if not changed:
+                more = alarm.wait(agent, now)
+                continue
+            lines: List[Tuple[str, str]] = []
+            if "logs" in changed:
+                offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
+            found: List[List[Any]] = []
+            if "events" in changed and events_at is not None:
+                found = events(node_dir, *events_at)
+                events_at = found[-1][:2] if found else events_at
+            if "folder" in changed:
+                now = status(node_dir)
+                now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
+                last_looked = time.monotonic()
+            if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
+                part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
+                last_status, last_sent = now, time.monotonic()
+            if not alive and not lines and not found:
+                return now
+            # Of one file only so much is read at a time.
+            more = {"events", "logs"} if lines or found else alarm.wait(agent, now)
     finally:
-        os.close(handle)
+        alarm.close()
+
+
+class _Alarm:
+    """Ends a rest as soon as a file of a node's folder is replaced, as its status is, or its agent has ended.
+
+    So there is little to look at in between: while ranks train each look takes its share of a core from them.
+    """
+
+    def __init__(self, node_dir: str) -> None:
+        self._node_dir = node_dir
+        self._is_set = False
+        self._handle: Optional[int] = None
+
+    def _set(self) -> None:
+        self._is_set = True
+        try:
+            libc = importlib.import_module("ctypes").CDLL(None)
+            handle: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            if handle >= 0:
+                self._handle = handle
+                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_MOVED_TO) < 0:
+                    self.close()
+        except (ImportError, OSError, AttributeError):  # no ctypes in this python, or no inotify
+            pass
+
+    def wait(self, agent: Any, status: Mapping[str, Any]) -> Set[str]:
+        """Rest; ``{"folder"}`` if something there was replaced, since the rest before if there was one."""
+        if not self._is_set:
+            self._set()
+            return {"folder"}  # what was replaced before it was set
+        try:
+            end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
+        except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
+            time.sleep(_POLL_S)
+            return set()
+        try:
+            ends = select.poll()
+            for handle in (end, self._handle):
+                if handle is not None:
+                    ends.register(handle, select.POLLIN)
+            is_calm = self._handle is not None and status.get("state") == "running"
+            fired = dict(ends.poll((_CALM_S if is_calm else _POLL_S) * 1000))
+        finally:
+            os.close(end)
+        if self._handle is None or self._handle not in fired:
+            return set()
+        os.read(self._handle, 1 << 16)
+        return {"folder"}
+
+    def close(self) -> None:
+        """Hear no more."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 class _Changes:

@@ -3,7 +3,9 @@
 import json
 import os
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,15 +163,16 @@ def followed(
     rests = iter(meanwhile)
     sent: list[list[dict[str, Any]]] = [[]]
 
-    def rest(agent: object, timeout_s: float) -> None:
-        assert (agent, timeout_s) == (own, remote._CALM_S)
+    def rest(alarm: object, agent: object, status: dict[str, Any]) -> set[str]:
+        assert (agent, status["state"]) == (own, "running")
         sent.append([])
         time.sleep(0.02)  # more than a tick of the file system's clock
         if (change := next(rests, None)) is None:
             raise Enough
         change()
+        return set()
 
-    monkeypatch.setattr(remote, "_wait_for_end", rest)
+    monkeypatch.setattr(remote._Alarm, "wait", rest)
     monkeypatch.setattr(remote, "_BEAT_S", 1e9)
     with pytest.raises(Enough):
         remote.follow(str(node_dir), lambda part: sent[-1].append(part), events_at=["", 0])
@@ -221,6 +224,31 @@ def test_each_change_is_seen_and_nothing_else_is_sent(
         ([], [], 7, 3),
         ([], ['{"time": 3.5}\n'], 7, 3),
     ]
+
+
+def test_a_rest_ends_when_a_file_is_replaced_or_the_agent_has_ended(tmp_path: Path) -> None:
+    agent = subprocess.Popen(["sleep", "60"])
+    alarm = remote._Alarm(str(tmp_path))
+    try:
+
+        def rest() -> tuple[set[str], bool]:
+            begun = time.monotonic()
+            found = alarm.wait({"pid": agent.pid}, {"state": "running"})
+            return found, time.monotonic() - begun > 0.8 * remote._CALM_S
+
+        assert rest() == ({"folder"}, False), "what was there before"
+        assert rest() == (set(), True)
+        (tmp_path / "events.jsonl").write_text("x")
+        assert rest() == (set(), True), "what grows is looked at in its turn"
+        threading.Timer(0.1, remote.write_private, (str(tmp_path / "status.json"), b"{}")).start()
+        assert rest() == ({"folder"}, False)
+        assert rest() == (set(), True), "once"
+        threading.Timer(0.1, agent.kill).start()
+        assert rest() == (set(), False)
+    finally:
+        alarm.close()
+        agent.kill()
+        agent.wait()
 
 
 def test_one_failure_hides_no_other() -> None:
