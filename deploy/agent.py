@@ -268,7 +268,7 @@ class Agent:
         """`_pause`, without reading what is in the node's folder while that does not change."""
         self._stop.check()
         try:
-            changed = os.stat(self._spec.node_dir).st_mtime_ns  # noqa: PTH116  # five times a second
+            changed = os.stat(self._spec.node_dir).st_mtime_ns  # noqa: PTH116  # four times a second
         except OSError:
             changed = 0
         # A change within the same tick of the file system's clock as the last look is seen by the next read.

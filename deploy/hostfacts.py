@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from nodekit.deploy import nics
 
-_boot_ids: List[str] = []  # read once: it is asked for five times a second
+_boot_ids: List[str] = []  # read once: it is asked for several times a second
 SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 

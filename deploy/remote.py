@@ -271,7 +271,7 @@ def _is_running(pid: int, started: Optional[int]) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """A small file, in a third of the system calls that `open` makes: some are read five times a second."""
+    """A small file, in a third of the system calls that `open` makes: some are read several times a second."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = b""
@@ -667,7 +667,7 @@ class _Alarm:
 class _Changes:
     """What of a node's folder has changed since it was looked at last, told by a few calls of `stat`.
 
-    Reading all of it five times a second would take a core's share from the job. A file that is replaced shows as
+    Reading all of it several times a second would take a core's share from the job. A file that is replaced shows as
     a change of its folder. A change within the same tick of the file system's clock may be missed.
     """
 

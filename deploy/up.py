@@ -273,12 +273,22 @@ def _view(run: Run, rules: judge.Rules, options: Options, *, is_asked: bool) -> 
     """A live screen where a user sits at a terminal that can show one, else lines."""
     if not is_asked or not fits_screen(plain=options.plain or options.quiet):
         return View(list(rules.nodes), logs=not options.quiet)
+    return full_screen(
+        run,
+        rules,
+        leaves="leave the job running, and this view; kit watch opens it again",
+        interrupts="stop the job on all nodes, after a snapshot",
+    )
+
+
+def full_screen(run: Run, rules: judge.Rules, *, leaves: str, interrupts: str) -> FullScreen:
+    """The live screen of a run, not yet open; what leaving it and Ctrl-C do is said in words."""
     from nodekit.deploy import drain
     from nodekit.deploy.watched import Watched
 
     doing = Doing(
-        leaves="leave the job running, and this view; kit watch opens it again",
-        interrupts="stop the job on all nodes, after a snapshot",
+        leaves=leaves,
+        interrupts=interrupts,
         drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
         drained=lambda: run.drained,
     )

@@ -7,14 +7,14 @@ import shutil
 import sys
 import time
 
-from nodekit.deploy import arguments, cluster, drain, past, runs, up
+from nodekit.deploy import arguments, cluster, past, runs, up
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import Hands
 from nodekit.deploy.judge import Rules
 from nodekit.deploy.runs import Run, SupervisorLock
 from nodekit.deploy.start import rules_of
 from nodekit.deploy.supervise import Supervisor
-from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, View, fits_screen
+from nodekit.deploy.view import Left, StopAsked, View, fits_screen
 from nodekit.deploy.watched import Watched
 
 PLAIN_WIDTH = 100  # where there is no terminal to ask
@@ -100,13 +100,8 @@ def _is_led(run: Run) -> bool:
 def _view(run: Run, rules: Rules, *, plain: bool) -> View:
     if not fits_screen(plain=plain):
         return View(list(rules.nodes))
-    doing = Doing(
-        leaves="leave this view; the job goes on",
-        interrupts="leave this view; the job goes on",
-        drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
-        drained=lambda: run.drained,
-    )
-    return FullScreen(Watched(run.run_id, rules.nodes, run.clock_offsets), doing)
+    leaves = "leave this view; the job goes on"
+    return up.full_screen(run, rules, leaves=leaves, interrupts=leaves)
 
 
 def run_watch(args: argparse.Namespace) -> int:

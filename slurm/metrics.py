@@ -22,11 +22,11 @@ LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
 @contextlib.contextmanager
 def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
     """Serve a job's metrics there meanwhile; nothing where `place` is None."""
-    if place is None:
+    own = dataclasses.replace(run)  # its generation and its nodes are the leader's to say
+    observers = metrics_port.serve(own, place, lambda text: print(text, flush=True)) if place else []
+    if not observers:
         yield
         return
-    own = dataclasses.replace(run)  # its generation and its nodes are the leader's to say
-    observers = metrics_port.serve(own, place, lambda text: print(text, flush=True))
     closing = threading.Event()
     thread = threading.Thread(target=_feed, args=(own, link, observers, closing), name="metrics", daemon=True)
     thread.start()
@@ -41,7 +41,7 @@ def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
 
 def _feed(run: Run, link: Link, observers: Sequence[Observer], closing: threading.Event) -> None:
     source = Source(run, link)
-    while observers:
+    while True:
         with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
             if (record := record_of(run, link)) is not None:
                 run.generation, run.nodes, run.clock_offsets = (
