@@ -1,4 +1,4 @@
-"""What an agent writes down: ``status.json`` (the present, replaced in one step), ``events.jsonl`` (the past).
+"""What an agent writes down: its node's events, in ``events.jsonl``; of `status` ones the newest, in ``status.json``.
 
 Standard library only.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,21 @@ class Record:
         self._status.update(progress=None, progress_time=None)
 
     def update(self, **changes: Any) -> None:
-        """Change the status; what did not change is not written."""
+        """Change the status, and write it as an event that replaces the one before; not if nothing has changed."""
         with self._lock:
             new = {**self._status, **changes}
             if new != self._status or "state" in changes:
                 self._status = new
-                self._write(json.dumps({**new, "time": time.time()}).encode())
+                self._replace_status(self._line("status", new))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event."""
-        line = {
-            "run": self._spec.run_id,
-            "time": time.time(),
-            "node": self._spec.name,
-            "kind": kind,
-            **fields,
-        }
         with contextlib.suppress(OSError):  # a full disk must not end the job
-            remote.append_private(str(self._folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
+            remote.append_private(str(self._folder / "events.jsonl"), self._line(kind, fields))
+
+    def _line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        which = {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name, "kind": kind}
+        return json.dumps({**which, **fields}).encode() + b"\n"
 
     def failed(self, failures: list[dict[str, Any]]) -> None:
         """Record failures of workers."""
@@ -144,7 +142,7 @@ class Record:
         """The step the node's least advanced rank has told of; None: it tells no number."""
         return hang.Progress.parse(str(self._status["progress"] or ""), 0.0).step
 
-    def _write(self, data: bytes) -> None:
+    def _replace_status(self, data: bytes) -> None:
         path = str(self._folder / "status.json")
         try:
             remote.write_private(path, data)

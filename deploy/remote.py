@@ -414,7 +414,8 @@ def _settle_status(node_dir: str) -> None:
     found = _load(path)
     if found and found.get("state") not in ("succeeded", "failed", "stopped"):
         try:
-            write_private(path, json.dumps(dict(found, state="stopped", workers=[])).encode())
+            now = dict(found, time=time.time(), state="stopped", workers=[])
+            write_private(path, json.dumps(now).encode() + b"\n")
         except OSError:
             pass
 

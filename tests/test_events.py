@@ -1,5 +1,6 @@
 """Events: gathered from the nodes once each, whoever gathers; torn lines; what an agent notes by itself."""
 
+import ast
 import json
 import os
 import re
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agents import Agents
 
 from nodekit.deploy import events, notes, remote
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
+from nodekit.deploy.record import Record
 from nodekit.deploy.usage import Usage
 
 
@@ -114,6 +117,39 @@ def test_every_kind_is_documented():
     assert len(said) > 25
     documented = set(re.findall(r"`([a-z-]+)`", (root / "docs/events.md").read_text()))
     assert said <= documented
+
+
+def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: Agents):
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = Record(spec)
+    for state in ("rendezvous", "running"):
+        record.update(state=state)
+        (now,) = map(events.parse, (folder / "status.json").read_text().splitlines())
+        assert now is not None
+        assert (now.node, now.kind, now.get("state")) == ("n0", "status", state)
+        assert now.time == pytest.approx(time.time(), abs=60)
+    record.end("stopped")
+    assert [event.kind for event in events.read(folder)] == ["agent-started", "agent-ended"]
+
+
+def test_every_field_of_a_status_is_documented():
+    root = Path(__file__).parents[1]
+    writers, said = ("self", "record", "self._record", "self._status"), set()
+    for name in ("agent", "record"):
+        for node in ast.walk(ast.parse((root / f"deploy/{name}.py").read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=of, attr="update" | "end"), keywords=given) if (
+                    ast.unparse(of) in writers
+                ):
+                    said |= {each.arg for each in given if each.arg}
+                case ast.AnnAssign(target=ast.Attribute(attr="_status"), value=ast.Dict(keys=keys)):
+                    said |= {ast.literal_eval(key) for key in keys if key}
+    assert len(said) > 15
+    text = (root / "docs/events.md").read_text()
+    table = text.partition("## What a node does now")[2].partition("## From")[0]
+    assert said <= set(re.findall(r"`(\w+)`", table))
 
 
 def test_a_week_has_few_samples_however_many_nodes():
