@@ -152,7 +152,7 @@ class Hands:
         def gather(link: Link) -> None:
             at = gatherer.at(link.host)
             while found := link.call(
-                "events",
+                "hostfollow.events",
                 timeout_s=EVENTS_TIMEOUT_S,
                 node_dir=self.node(link.host).node_dir,
                 file=at[0],

@@ -30,8 +30,8 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "board_host", "nics", "hostfacts", "hostshell", "linkspeed", "logbook", "logread", "netprobe", "points", "probes",
-    "removal", "survey", "tree",
+    "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "netprobe",
+    "points", "probes", "removal", "survey", "tree",
 )  # fmt: skip
 """The modules whose functions a host can be asked to call."""
 

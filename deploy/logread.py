@@ -14,7 +14,7 @@ import time
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
-from nodekit.deploy import logbook, remote
+from nodekit.deploy import hostfollow, logbook, remote
 
 PAGE_BYTES = 256 * 1024  # of text in one answer
 PAGE_S = 1.0  # or as much as is found in this time, so that an answer comes also where nothing matches
@@ -90,13 +90,13 @@ class Tail:
         if room <= 0:
             return None
         with open(self._path, "rb") as file:
-            begin, data = remote.read_data(file.fileno(), self._at, room)
+            begin, data = hostfollow.read_data(file.fileno(), self._at, room)
         data = data[: max(0, limit - begin)]
         found = []
         if begin > self._at:
             if self._held:
                 found.append((self._at, self._held))
-            found.append((begin, remote.left_out(begin - self._at).encode()))
+            found.append((begin, hostfollow.left_out(begin - self._at).encode()))
             self._held, self._skips = b"", True
         self._at = begin + len(data)
         if self._skips and data:  # what is left of the line that the hole begins in
@@ -289,7 +289,7 @@ def piece(folder: str, file: str, start: int) -> Dict[str, Any]:
     path = os.path.join(os.path.expanduser(folder), os.path.basename(file))
     try:
         with open(path, "rb") as opened:
-            begin, data = remote.read_data(opened.fileno(), start, PIECE_BYTES)
+            begin, data = hostfollow.read_data(opened.fileno(), start, PIECE_BYTES)
     except FileNotFoundError:
         return {"begin": start, "data": ""}  # removed for want of room
     return {"begin": begin, "data": base64.b64encode(zlib.compress(data, 1)).decode() if data else ""}

@@ -9,12 +9,9 @@ version. One JSON object per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}
 from __future__ import annotations
 
 import errno
-import glob
-import importlib
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -23,16 +20,12 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from nodekit.deploy import hostfacts
 
-LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 NO_WORKERS_GRACE_S = 3.0
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
-_POLL_S = 0.2
-_CALM_S = 0.5
-_IN_MOVED_TO = 0x80  # of linux/inotify.h
 _BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
@@ -79,7 +72,7 @@ def warm(
     if alive:
         raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
     full = _environment(kit_dir, env)
-    full.update((_load(env_file) or {}) if env_file else {})
+    full.update((load(env_file) or {}) if env_file else {})
     full["PYTHONUNBUFFERED"] = "1"
     log = os.open(
         os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -118,7 +111,7 @@ def go(
     """
     node_dir = os.path.expanduser(node_dir)
     agent = _agents[node_dir]
-    own = _load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+    own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
     if spec.get("is_host") and own["generation"] == spec["generation"]:
         raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
     _enter(node_dir, own, spec, called_off)
@@ -143,12 +136,12 @@ def go(
 def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[str, Any]:
     """Call a live agent into the generation of another spec, which it finds in place of its own."""
     node_dir = os.path.expanduser(node_dir)
-    own = _load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+    own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
     if agent_alive(node_dir) is None:
         raise RuntimeError("no agent is alive here")
     _enter(node_dir, own, spec, called_off)
     if own["generation"] == spec["generation"]:
-        state = (_load(os.path.join(node_dir, "status.json")) or {}).get("state")
+        state = (load(os.path.join(node_dir, "status.json")) or {}).get("state")
         has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
         if state != "fenced" and not (state == "orphaned" and has_moved):
             return status(node_dir)  # it knows all that, and tries again by itself
@@ -161,7 +154,7 @@ def fence(node_dir: str, generation: int) -> Dict[str, Any]:
     """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
     node_dir = os.path.expanduser(node_dir)
     if _fence_in(node_dir) < generation:
-        _set_fence(node_dir, _load(os.path.join(node_dir, "spec.json")) or {}, generation)
+        _set_fence(node_dir, load(os.path.join(node_dir, "spec.json")) or {}, generation)
     return status(node_dir)
 
 
@@ -201,7 +194,7 @@ def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
     """Write down an electorate (deploy/quorum.py), unless a newer one is there."""
     node_dir = os.path.expanduser(node_dir)
     path = os.path.join(node_dir, "electorate.json")
-    own, old = _load(os.path.join(node_dir, "spec.json")), _load(path)
+    own, old = load(os.path.join(node_dir, "spec.json")), load(path)
     if not own or own["generation"] != electorate["generation"]:
         return
     order = ("generation", "version")
@@ -282,7 +275,8 @@ def _read(path: str) -> bytes:
         os.close(handle)
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """What a JSON file holds; None without one, or for one that is torn."""
     try:
         return json.loads(_read(path))
     except (OSError, ValueError):
@@ -291,10 +285,11 @@ def _load(path: str) -> Any:
 
 def agent_alive(node_dir: str) -> Optional[int]:
     """The pid of this node's agent if exactly the recorded process is running, else None."""
-    return _pid_if_alive(_load(os.path.join(os.path.expanduser(node_dir), "agent.json")))
+    return pid_if_alive(load(os.path.join(os.path.expanduser(node_dir), "agent.json")))
 
 
-def _pid_if_alive(record: Any) -> Optional[int]:
+def pid_if_alive(record: Any) -> Optional[int]:
+    """The pid of the process that an ``agent.json`` names, if exactly that one is running, else None."""
     if (
         record
         and record["boot_id"] == hostfacts.boot_id()
@@ -310,17 +305,17 @@ def status(node_dir: str) -> Dict[str, Any]:
     agent = _agents.get(node_dir)
     if agent is not None:
         agent.poll()  # reaps it, so that a dead agent is not taken for a live one
-    record = _load(os.path.join(node_dir, "agent.json"))
-    alive = _pid_if_alive(record)
-    found: Dict[str, Any] = _load(os.path.join(node_dir, "status.json")) or {}
+    record = load(os.path.join(node_dir, "agent.json"))
+    alive = pid_if_alive(record)
+    found: Dict[str, Any] = load(os.path.join(node_dir, "status.json")) or {}
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
     found["fence"] = _fence_in(node_dir)
-    found["granted"] = _load(os.path.join(node_dir, "electorate.json"))
+    found["granted"] = load(os.path.join(node_dir, "electorate.json"))
     found["snapshot"] = _newest_snapshot(node_dir)
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
-        spec = _load(os.path.join(node_dir, "spec.json")) or {}
+        spec = load(os.path.join(node_dir, "spec.json")) or {}
         found["generation"] = max(found.get("generation", -1), spec.get("generation", -1))
         found["agent_log"] = tail(os.path.join(node_dir, "agent.log"))
     return found
@@ -329,7 +324,7 @@ def status(node_dir: str) -> Dict[str, Any]:
 def _snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
     """Where the workers of a spec, by default the one that is here, have their snapshots."""
     if spec is None:
-        spec = _load(os.path.join(node_dir, "spec.json")) or {}
+        spec = load(os.path.join(node_dir, "spec.json")) or {}
     folder: str = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
     return folder
 
@@ -364,7 +359,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     """
     node_dir = os.path.expanduser(node_dir)
     warm_agent = _agents.get(node_dir)
-    record = _load(os.path.join(node_dir, "agent.json"))
+    record = load(os.path.join(node_dir, "agent.json"))
     if (
         warm_agent is not None
         and warm_agent.poll() is None
@@ -388,7 +383,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         if warm_agent is not None:
             warm_agent.poll()
         # Without workers nothing can be lost, and an agent that waits for its peers inside torch hears no signal.
-        has_workers = (_load(os.path.join(node_dir, "status.json")) or {}).get("workers")
+        has_workers = (load(os.path.join(node_dir, "status.json")) or {}).get("workers")
         wait_s = 0.0 if force else grace_s if has_workers else min(grace_s, NO_WORKERS_GRACE_S)
         if not killed and time.monotonic() - start >= wait_s:
             killed = True
@@ -411,7 +406,7 @@ def _say_stop(node_dir: str) -> None:
 def _settle_status(node_dir: str) -> None:
     """An agent that could not write down its own end, being killed, was stopped all the same."""
     path = os.path.join(node_dir, "status.json")
-    found = _load(path)
+    found = load(path)
     if found and found.get("state") not in ("succeeded", "failed", "stopped"):
         try:
             now = dict(found, time=time.time(), state="stopped", workers=[])
@@ -422,7 +417,7 @@ def _settle_status(node_dir: str) -> None:
 
 def _kill_workers(node_dir: str) -> None:
     """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
-    for worker in (_load(os.path.join(node_dir, "status.json")) or {}).get("workers", []):
+    for worker in (load(os.path.join(node_dir, "status.json")) or {}).get("workers", []):
         if _is_running(worker["pid"], worker["start_time"]):
             try:
                 os.killpg(worker["pid"], signal.SIGKILL)
@@ -454,7 +449,7 @@ def inject(
     if target in ("agent", "node") and agent is not None:
         _kill(agent, number)
         pids.append(agent)
-    workers = (_load(os.path.join(node_dir, "status.json")) or {}).get("workers", [])
+    workers = (load(os.path.join(node_dir, "status.json")) or {}).get("workers", [])
     if target == "worker":
         workers = [each for each in workers if rank in (None, each["rank"])][:1]
     for worker in workers if target != "agent" else []:
@@ -486,243 +481,7 @@ def _sizes_in(folder: str) -> Dict[str, int]:
         return {}
 
 
-# --- logs ---------------------------------------------------------------------------------------------------
-
-
-def logs(
-    node_dir: str,
-    offsets: Optional[Mapping[str, int]] = None,
-    tail_bytes: Optional[int] = None,
-    final: bool = False,
-) -> Tuple[Dict[str, int], List[Tuple[str, str]]]:
-    """New whole lines of each log file since `offsets`: ``(new offsets, [[file, text], ...])``.
-
-    With `tail_bytes`, a file seen for the first time starts that far before its end. `final`: nothing more will
-    be written, so a last line without its newline is given one.
-    """
-    new = dict(offsets or {})
-    found: List[Tuple[str, str]] = []
-    folder = os.path.join(os.path.expanduser(node_dir), "logs")
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.log"))):
-        name = os.path.basename(path)
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                start = new.get(name)
-                if start is None:
-                    start = max(0, size - tail_bytes) if tail_bytes is not None else 0
-                if size <= start:
-                    new[name] = start
-                    continue
-                begin, data = read_data(file.fileno(), start, LOG_CHUNK_BYTES)
-        except FileNotFoundError:
-            continue  # of an earlier attempt, and removed for want of room
-        whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if whole == 0 and len(data) == LOG_CHUNK_BYTES:
-            whole = len(data)  # one endless line
-        new[name] = begin + whole
-        is_cut = len(data) < LOG_CHUNK_BYTES and begin + len(data) < size  # by a hole that begins there
-        if whole < len(data) and (is_cut or (final and begin + len(data) == size)):
-            new[name] = begin + len(data)
-            data += b"\n"
-            whole = len(data)
-        if whole or begin > start:
-            text = data[:whole].decode("utf-8", "replace")
-            if begin > start:
-                text = left_out(begin - start) + "\n" + text.partition("\n")[2]
-            found.append((name, text))
-    return new, found
-
-
-def read_data(handle: int, start: int, limit: int) -> Tuple[int, bytes]:
-    """Where the next data of a file is, from `start` on, and at most `limit` bytes of it: holes are passed over.
-
-    Without data it is where the file ends.
-    """
-    while True:
-        try:
-            begin = os.lseek(handle, start, os.SEEK_DATA)
-            data = os.pread(handle, limit, begin)
-            # Asked again now that it is read: what has become a hole meanwhile was no data.
-            if os.lseek(handle, begin, os.SEEK_DATA) == begin:
-                return begin, data[: os.lseek(handle, begin, os.SEEK_HOLE) - begin]
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # there is none
-                raise
-            return max(start, os.fstat(handle).st_size), b""
-
-
-def left_out(num_bytes: int) -> str:
-    """What stands for so much of a log that is not kept."""
-    amount = "%.0f MB" % (num_bytes / 1e6) if num_bytes >= 1e7 else "%.1f MB" % (num_bytes / 1e6)
-    return "… %s left out …" % amount
-
-
-def follow(
-    node_dir: str,
-    part: Callable[[Any], None],
-    offsets: Optional[Mapping[str, int]] = None,
-    tail_bytes: Optional[int] = None,
-    events_at: Optional[Sequence[Any]] = None,
-) -> Dict[str, Any]:
-    """Send status and new log lines as they come, at least one message every second, until the agent is gone.
-
-    And new events since `events_at`, where it is given.
-    """
-    node_dir = os.path.expanduser(node_dir)
-    now: Dict[str, Any] = {}
-    agent: Any = None
-    last_status: Optional[Dict[str, Any]] = None
-    last_sent, last_looked = 0.0, 0.0
-    changes = _Changes(node_dir)
-    more: Set[str] = set()
-    alarm = _Alarm(node_dir)
-    try:
-        while True:
-            changed = changes.look() | more
-            if "folder" in changed:
-                agent = _load(os.path.join(node_dir, "agent.json"))
-            # Asked before the logs are read: what was written last is not missed.
-            alive = _pid_if_alive(agent) is not None or agent_alive(node_dir) is not None
-            if not alive or time.monotonic() - last_looked >= _BEAT_S:
-                changed = {"folder", "events", "logs"}
-            if not changed:
-                more = alarm.wait(agent, now)
-                continue
-            lines: List[Tuple[str, str]] = []
-            if "logs" in changed:
-                offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
-            found: List[List[Any]] = []
-            if "events" in changed and events_at is not None:
-                found = events(node_dir, *events_at)
-                events_at = found[-1][:2] if found else events_at
-            if "folder" in changed:
-                now = status(node_dir)
-                now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
-                last_looked = time.monotonic()
-            if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
-                part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
-                last_status, last_sent = now, time.monotonic()
-            if not alive and not lines and not found:
-                return now
-            # Of one file only so much is read at a time.
-            more = {"events", "logs"} if lines or found else alarm.wait(agent, now)
-    finally:
-        alarm.close()
-
-
-class _Alarm:
-    """Ends a rest as soon as a file of a node's folder is replaced, as its status is, or its agent has ended.
-
-    So there is little to look at in between: while ranks train each look takes its share of a core from them.
-    """
-
-    def __init__(self, node_dir: str) -> None:
-        self._node_dir = node_dir
-        self._is_set = False
-        self._handle: Optional[int] = None
-
-    def _set(self) -> None:
-        self._is_set = True
-        try:
-            libc = importlib.import_module("ctypes").CDLL(None)
-            handle: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-            if handle >= 0:
-                self._handle = handle
-                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_MOVED_TO) < 0:
-                    self.close()
-        except (ImportError, OSError, AttributeError):  # no ctypes in this python, or no inotify
-            pass
-
-    def wait(self, agent: Any, status: Mapping[str, Any]) -> Set[str]:
-        """Rest; ``{"folder"}`` if something there was replaced, since the rest before if there was one."""
-        if not self._is_set:
-            self._set()
-            return {"folder"}  # what was replaced before it was set
-        try:
-            end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
-        except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
-            time.sleep(_POLL_S)
-            return set()
-        try:
-            ends = select.poll()
-            for handle in (end, self._handle):
-                if handle is not None:
-                    ends.register(handle, select.POLLIN)
-            is_calm = self._handle is not None and status.get("state") == "running"
-            fired = dict(ends.poll((_CALM_S if is_calm else _POLL_S) * 1000))
-        finally:
-            os.close(end)
-        if self._handle is None or self._handle not in fired:
-            return set()
-        os.read(self._handle, 1 << 16)
-        return {"folder"}
-
-    def close(self) -> None:
-        """Hear no more."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-
-class _Changes:
-    """What of a node's folder has changed since it was looked at last, told by a few calls of `stat`.
-
-    Reading all of it several times a second would take a core's share from the job. A file that is replaced shows as
-    a change of its folder. A change within the same tick of the file system's clock may be missed.
-    """
-
-    def __init__(self, node_dir: str) -> None:
-        self._node_dir = node_dir
-        self._logs: List[str] = []
-        self._last: Dict[str, Any] = {}
-
-    def look(self) -> Set[str]:
-        """Of ``folder``, ``events`` and ``logs`` those that have changed."""
-        folder = os.path.join(self._node_dir, "logs")
-        listed = _changed(folder)
-        if listed != self._last.get("listed"):
-            self._logs = glob.glob(os.path.join(glob.escape(folder), "*.log"))
-        now: Dict[str, Any] = {
-            "listed": listed,
-            "folder": _changed(self._node_dir),
-            "events": _changed(os.path.join(self._node_dir, "events.jsonl")),
-            "logs": [listed, *map(_changed, self._logs)],
-        }
-        found = {name for name in ("folder", "events", "logs") if now[name] != self._last.get(name)}
-        self._last = now
-        return found
-
-
-def _changed(path: str) -> Optional[Tuple[int, int]]:
-    try:
-        found = os.stat(path)
-    except OSError:  # not there yet, or just removed
-        return None
-    return found.st_mtime_ns, found.st_size
-
-
-def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
-    """A node's events since `offset` of its `file`, all where that is another: ``[[file, where it ends, line]]``.
-
-    A file is known by the time of its first event: a node whose disk is new begins another.
-    """
-    found: List[List[Any]] = []
-    try:
-        with open(os.path.join(os.path.expanduser(node_dir), "events.jsonl"), "rb") as events_file:
-            try:
-                name = repr(json.loads(events_file.readline())["time"])
-            except (ValueError, KeyError, TypeError):
-                name = "?"
-            place = offset if name == file else 0
-            events_file.seek(place)
-            data = events_file.read(LOG_CHUNK_BYTES)
-    except OSError:
-        return found
-    for line in data[: data.rfind(b"\n") + 1].splitlines(True):
-        place += len(line)
-        found.append([name, place, line.decode("utf-8", "replace")])
-    return found
+# --- files and programs --------------------------------------------------------------------------------------
 
 
 def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
@@ -822,9 +581,6 @@ OPS: Dict[str, Callable[..., Any]] = {
         status,
         stop,
         inject,
-        logs,
-        follow,
-        events,
         read_file,
         tail,
         write_file,

@@ -242,7 +242,7 @@ class Supervisor:
                     self._queue.put((name, "unknown", None))
                 else:
                     final = self._links[name].stream(
-                        "follow",
+                        "hostfollow.follow",
                         take,
                         silence_s=SILENCE_S,
                         node_dir=self._run.nodes[name]["node_dir"],

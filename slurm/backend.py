@@ -161,7 +161,7 @@ class _Shown:
     def more(self, *, final: bool = False) -> bool:
         """Show what is new; whether anything was."""
         self._offsets, found = self._link.call(
-            "logs",
+            "hostfollow.logs",
             timeout_s=CALL_TIMEOUT_S,
             node_dir=self._folder,
             offsets=self._offsets,

@@ -47,7 +47,9 @@ def events_of(run: Run, link: Link) -> list[str]:
     folder = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
     lines: list[str] = []
     at: Sequence[Any] = ("", 0)
-    while found := link.call("events", timeout_s=CALL_TIMEOUT_S, node_dir=folder, file=at[0], offset=at[1]):
+    while found := link.call(
+        "hostfollow.events", timeout_s=CALL_TIMEOUT_S, node_dir=folder, file=at[0], offset=at[1]
+    ):
         lines += [line for _, _, line in found]
         at = found[-1][:2]
     return lines

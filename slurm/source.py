@@ -34,7 +34,7 @@ class Source:
     def events(self) -> list[events.Event]:
         """Those of the leader's record since the last call."""
         found = self._link.call(
-            "events",
+            "hostfollow.events",
             timeout_s=CALL_TIMEOUT_S,
             node_dir=self._folder,
             file=self._events_at[0],
@@ -47,7 +47,7 @@ class Source:
     def logs(self) -> list[tuple[str, str, str]]:
         """Lines of the ranks, as the leader shows them: node, rank, line."""
         self._offsets, found = self._link.call(
-            "logs",
+            "hostfollow.logs",
             timeout_s=CALL_TIMEOUT_S,
             node_dir=f"{self._run.slurm['run_dir']}/slurm",
             offsets=self._offsets,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from agents import Agents
 
-from nodekit.deploy import events, notes, remote
+from nodekit.deploy import events, hostfollow, notes
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.record import Record
 from nodekit.deploy.usage import Usage
@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def gather(gatherer: events.Gatherer, folder: Path, *, clock_offset: float = 0.0) -> None:
-    found = remote.events(str(folder), *gatherer.at(folder.name))
+    found = hostfollow.events(str(folder), *gatherer.at(folder.name))
     gatherer.take(folder.name, found, clock_offset=clock_offset)
 
 

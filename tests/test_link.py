@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import hostfacts, remote
+from nodekit.deploy import hostfacts, hostfollow, remote
 from nodekit.deploy import link as links
 from nodekit.deploy.link import Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.inventory.errors import HostError
@@ -134,26 +134,26 @@ def test_log_lines_come_whole_and_once(link: Link, tmp_path: Path) -> None:
     logs.mkdir()
     log = logs / "rank0-attempt0.0.log"
     log.write_bytes("één\nhalf".encode())
-    offsets, found = link.call("logs", timeout_s=5, node_dir=str(tmp_path))
+    offsets, found = link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path))
     assert found == [[log.name, "één\n"]]
     log.write_bytes("één\nhalf a line\n".encode())
-    offsets, found = link.call("logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)
+    offsets, found = link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)
     assert found == [[log.name, "half a line\n"]]
     log.write_bytes("één\nhalf a line\nlast words".encode())
-    assert link.call("logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
-    assert link.call("logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True)[1] == [
-        [log.name, "last words\n"]
-    ]
+    assert link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
+    assert link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True)[
+        1
+    ] == [[log.name, "last words\n"]]
 
 
 class Enough(Exception):
-    """Ends `remote.follow`, where it would rest."""
+    """Ends `hostfollow.follow`, where it would rest."""
 
 
 def followed(
     node_dir: Path, monkeypatch: pytest.MonkeyPatch, *meanwhile: Callable[[], object]
 ) -> list[list[dict[str, Any]]]:
-    """What `remote.follow` sends before each rest, of a node whose agent is this process; it looks at changes alone."""
+    """What `hostfollow.follow` sends before each rest, of a node whose agent is this process; changes alone wake it."""
     own = {"pid": os.getpid(), "start_time": remote.start_time(os.getpid()), "boot_id": hostfacts.boot_id()}
     (node_dir / "logs").mkdir(parents=True)
     (node_dir / "agent.json").write_text(json.dumps(own))
@@ -172,10 +172,10 @@ def followed(
         change()
         return set()
 
-    monkeypatch.setattr(remote._Alarm, "wait", rest)
-    monkeypatch.setattr(remote, "_BEAT_S", 1e9)
+    monkeypatch.setattr(hostfollow._Alarm, "wait", rest)
+    monkeypatch.setattr(hostfollow, "_BEAT_S", 1e9)
     with pytest.raises(Enough):
-        remote.follow(str(node_dir), lambda part: sent[-1].append(part), events_at=["", 0])
+        hostfollow.follow(str(node_dir), lambda part: sent[-1].append(part), events_at=["", 0])
     return sent[:-1]
 
 
@@ -230,10 +230,10 @@ def test_a_rest_ends_when_a_file_is_replaced_or_the_agent_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = subprocess.Popen(["sleep", "900"])
-    alarm = remote._Alarm(str(tmp_path))
+    alarm = hostfollow._Alarm(str(tmp_path))
 
     def rest(most_s: float) -> set[str]:
-        monkeypatch.setattr(remote, "_CALM_S", most_s)
+        monkeypatch.setattr(hostfollow, "_CALM_S", most_s)
         return alarm.wait({"pid": agent.pid}, {"state": "running"})
 
     status = (str(tmp_path / "status.json"), b"{}")

@@ -17,7 +17,7 @@ import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
-from nodekit.deploy import fetchlogs, logbook, loglines, logread, remote, showlogs
+from nodekit.deploy import fetchlogs, hostfollow, logbook, loglines, logread, showlogs
 from nodekit.deploy.link import Link, open_local
 from nodekit.deploy.logbook import Logbook, Marks
 from nodekit.deploy.loglines import Line, Source, Style, Wanted, Window
@@ -339,10 +339,10 @@ def test_a_log_that_grows_too_large_loses_its_middle_while_it_is_written_and_fol
             file.write(b"%08d %s\n" % (number, b"x" * 90))
             if number % 2000 == 1999:
                 book.look()
-                offsets, found = remote.logs(str(tmp_path), offsets)
+                offsets, found = hostfollow.logs(str(tmp_path), offsets)
                 while found:
                     followed += [line[:8] for _, text in found for line in text.splitlines()]
-                    offsets, found = remote.logs(str(tmp_path), offsets)
+                    offsets, found = hostfollow.logs(str(tmp_path), offsets)
                 book.bound()
     book.close()
     assert followed == [f"{number:08d}" for number in range(60_000)], "who keeps up misses nothing"
@@ -364,7 +364,7 @@ def test_a_log_that_grows_too_large_loses_its_middle_while_it_is_written_and_fol
 def remote_all(node_dir: Path) -> Iterator[tuple[str, str]]:
     offsets: dict[str, int] = {}
     while True:
-        offsets, found = remote.logs(str(node_dir), offsets, final=True)
+        offsets, found = hostfollow.logs(str(node_dir), offsets, final=True)
         if not found:
             return
         yield from found
