@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import check, cluster, plan, sync
+from nodekit.deploy import check, cluster, plan, script, sync
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.judge import State
 from nodekit.deploy.link import Link, on_all
@@ -241,10 +241,5 @@ def take(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> s
     code = Path(inventory.job.code).expanduser()
     if not code.is_dir():
         raise KitError(f"job.code: {code.resolve()} is no folder")
-    script = (command or inventory.job.command or ("",))[0]
-    if script.endswith(".py") and not Path(script).is_absolute() and not (code / script).is_file():
-        raise KitError(
-            f"no {script} in {code.resolve()}, the folder that is synced; "
-            "run kit from your code's folder, or set job.code"
-        )
+    script.find(inventory, command)
     return sync.take(code)

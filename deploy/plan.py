@@ -23,6 +23,10 @@ from nodekit.training.tasks.rows import read_splits
 
 TRAINING_MODULE = ("-m", "nodekit.training")
 PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
+_LAUNCHERS = {
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
+    "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +106,30 @@ class Plan:
 
 
 def argv_of(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ...]:
-    """What a rank runs: the command line's command, the inventory's, or the shared module."""
+    """What a rank runs: the command line's command, the inventory's, or the shared module.
+
+    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered.
+
+    Raises:
+        KitError: it is another launcher.
+    """
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
-    return (PYTHON, "-u", *argv) if argv[0] == "-m" or argv[0].endswith(".py") else argv
+    target = argv[1:] if argv[0] == PYTHON and len(argv) > 1 else argv
+    _refuse_launcher(target)
+    return (PYTHON, "-u", *target) if target[0] == "-m" or target[0].endswith(".py") else argv
+
+
+def _refuse_launcher(target: tuple[str, ...]) -> None:
+    """Each rank would launch a world of its own, and train apart from all others with nothing looking wrong."""
+    name = target[1] if target[0] == "-m" and len(target) > 1 else Path(target[0]).name
+    if name not in _LAUNCHERS:
+        return
+    script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
+    instead = shlex.join(target[script:]) if script is not None else "train.py …"
+    raise KitError(
+        f"the command begins with {name}; kit starts the ranks on all hosts in its place. "
+        f"Give the script alone: kit up … -- {instead}"
+    )
 
 
 def refuse_options(

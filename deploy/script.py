@@ -41,6 +41,27 @@ class Script:
     """Top-level names that it needs to start, its own modules' too, without those that are in the code."""
 
 
+def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
+    """The file that a job's Python runs, in the code as it lies here; None for a module, a program, or the hosts' own.
+
+    Raises:
+        KitError: it is not there.
+    """
+    argv = plan.argv_of(inventory, command)
+    # What begins with a dash is -m, or an option of the interpreter.
+    if argv[:2] != (plan.PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
+        return None
+    code, name = Path(inventory.job.code).expanduser(), argv[2]
+    if Path(name).is_absolute():
+        return None
+    if not (code / name).is_file():
+        raise KitError(
+            f"no {name} in {code.resolve()}, the folder that is synced; run kit from your code's folder, "
+            "or set job.code"
+        )
+    return code / name
+
+
 def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
     """The script of a job.
 
@@ -49,30 +70,21 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
     """
     code = Path(inventory.job.code).expanduser()
     argv = plan.argv_of(inventory, command)
-    if argv[0] != plan.PYTHON:
-        return Script()
-    if argv[2] != "-m":
-        path, name = code / argv[2], argv[2]  # an absolute one stays as it is, and is the hosts' own
-        if Path(name).is_absolute():
-            return Script()
-        if not path.is_file():
-            raise KitError(
-                f"no {name} in {code.resolve()}, the folder that is synced; run kit from your code's folder, "
-                "or set job.code"
-            )
-    elif argv[2:4] == plan.TRAINING_MODULE or len(argv) < 4:
-        return Script()  # what it needs besides torch, `plan.refuse_options` knows
+    roots = [code]
+    if (path := find(inventory, command)) is not None:
+        roots = [path.parent, code]
+    elif argv[:3] != (plan.PYTHON, "-u", "-m") or argv[2:4] == plan.TRAINING_MODULE or len(argv) < 4:
+        return Script()  # what the shared module needs besides torch, `plan.refuse_options` knows
     else:
         module = argv[3]
-        found = _file_of([code], module.split("."))
-        if found is not None and found.name == "__init__.py":
-            found = found.with_name("__main__.py")
-        if found is None or not found.is_file():
+        path = _file_of([code], module.split("."))
+        if path is not None and path.name == "__init__.py":
+            path = path.with_name("__main__.py")
+        if path is None or not path.is_file():
             return Script(name=module, imports=(module.partition(".")[0],))
-        path, name = found, str(found.relative_to(code))
     source = path.read_text(encoding="utf-8", errors="replace")
-    roots = [path.parent, code] if argv[2] != "-m" else [code]
-    return Script(name=name, source=source, imports=tuple(sorted(_outside(path, roots))))
+    imports = tuple(sorted(_outside(path, roots)))
+    return Script(name=str(path.relative_to(code)), source=source, imports=imports)
 
 
 def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:

@@ -191,6 +191,7 @@ def start(
     secrets = secrets_of(inventory)
     if not placed:  # else they were looked at where the job was submitted
         notify.secrets_of(inventory)
+        script.find(inventory, options.command)
     run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
     # The code is read while the hosts are reached: a run has what was there when it was asked for.

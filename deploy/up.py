@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nodekit.deploy import apply, cluster, judge, metrics_port, notify, plan, runs, start
+from nodekit.deploy import apply, cluster, judge, metrics_port, notify, plan, runs, script, start
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
@@ -194,6 +194,7 @@ def dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     secrets_of(inventory)
     notify.secrets_of(inventory)
+    script.find(inventory, options.command)
     planned = start.planned(inventory, options)
     print(planned.to_json() if options.json else planned.to_text())
     return 0

@@ -1,5 +1,6 @@
 """`kit check` and `kit clean`: what is wrong with a host is found, named and given a cure."""
 
+import contextlib
 import json
 import os
 import re
@@ -17,13 +18,25 @@ from agents import until
 from kit_runs import Kit, run_id
 from test_plan import facts, inventory
 
-from nodekit.deploy import check_report, checkup, hostfacts, leftovers, nvidia_smi, script, software
+from nodekit.deploy import (
+    check_report,
+    checkup,
+    hostfacts,
+    leftovers,
+    nvidia_smi,
+    script,
+    software,
+    start,
+    up,
+)
 from nodekit.deploy.check import clocks
 from nodekit.deploy.checkup import Report, Seen
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.nvidia_smi import SmiError
 from nodekit.deploy.runs import Run
 from nodekit.deploy.script import Script
+from nodekit.deploy.start import Options
+from nodekit.inventory.errors import KitError
 
 RECORDED = Path(__file__).parent / "recorded"
 A100 = "nvidia-smi-535.54.03-a100-mig.xml"
@@ -423,6 +436,12 @@ def test_imports_are_followed_through_the_projects_own_files(
         (["-m", "lightning.run"], Script(name="lightning.run", imports=("lightning",))),
         (["-m", "pkg"], Script(name="pkg/__main__.py", source="import a", imports=("a",))),
         (["-m", "pkg.job"], Script(name="pkg/job.py", source="import b", imports=("b",))),
+        (["python", "pkg/job.py"], Script(name="pkg/job.py", source="import b", imports=("b",))),
+        (["python", "-m", "pkg.job", "1"], Script(name="pkg/job.py", source="import b", imports=("b",))),
+        *(
+            (["python", *rest], Script())
+            for rest in ((), ("-m",), ("-u",), ("-c", "pass"), ("-u", "-O", "x.py"))
+        ),
     ],
 )
 def test_what_the_command_runs_is_what_is_read(
@@ -433,6 +452,21 @@ def test_what_the_command_runs_is_what_is_read(
     for name, text in {"__init__": "", "__main__": "import a", "job": "import b"}.items():
         (tmp_path / f"pkg/{name}.py").write_text(text)
     assert script.read(inventory(tmp_path, ONE), command) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("nope.py 3", "no nope.py in "), ("torchrun train.py", "the command begins with torchrun")],
+)
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_what_cannot_run_is_refused_before_any_host_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str, is_dry: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = inventory(tmp_path, ONE)  # which does not exist: that would be told, had it been looked for
+    options = Options(inventory=found.path, command=tuple(command.split()))
+    with contextlib.ExitStack() as stack, pytest.raises(KitError, match=f"^{said}"):
+        up.dry_run(found, options) if is_dry else start.start(stack, found, None, options)
 
 
 # --- leftovers and the report -------------------------------------------------------------------------------

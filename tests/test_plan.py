@@ -107,6 +107,12 @@ def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path
         (None, ("python", "-u", "-m", "nodekit.training")),
         (("train.py", "--lr", "0.1"), ("python", "-u", "train.py", "--lr", "0.1")),
         (("-m", "pkg.train", "$HOME; rm"), ("python", "-u", "-m", "pkg.train", "$HOME; rm")),
+        (("python", "train.py", "--lr"), ("python", "-u", "train.py", "--lr")),
+        (("python", "-m", "pkg.train"), ("python", "-u", "-m", "pkg.train")),
+        (("python", "-u", "train.py"), ("python", "-u", "train.py")),
+        (("python", "-O", "train.py"), ("python", "-O", "train.py")),
+        (("python",), ("python",)),
+        (("python3", "train.py"), ("python3", "train.py")),
         (("./run.sh", "a b"), ("./run.sh", "a b")),
     ],
 )
@@ -114,6 +120,25 @@ def test_a_python_command_runs_in_the_nodes_python_and_any_other_as_it_is(
     tmp_path: Path, command: tuple[str, ...] | None, argv: tuple[str, ...]
 ) -> None:
     assert build(inventory(tmp_path, TWO), TWO_FACTS, command=command).nodes[0].argv == argv
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "instead"),
+    [
+        ("torchrun --nproc-per-node 8 train.py --lr 1", "torchrun", "train.py --lr 1"),
+        ("/venv/bin/accelerate launch train.py", "accelerate", "train.py"),
+        ("python -m torch.distributed.run -m pkg.train", "torch.distributed.run", "train.py …"),
+        ("-m torch.distributed.launch src/train.py", "torch.distributed.launch", "src/train.py"),
+        ("srun torchrun train.py", "srun", "train.py"),
+    ],
+)
+def test_another_launcher_is_refused_with_what_to_say_in_its_place(
+    tmp_path: Path, command: str, name: str, instead: str
+) -> None:
+    with pytest.raises(KitError) as refused:
+        plan.argv_of(inventory(tmp_path, TWO), command.split())
+    assert str(refused.value).startswith(f"the command begins with {name}; kit starts the ranks")
+    assert str(refused.value).endswith(f"kit up … -- {instead}")
 
 
 def test_the_plan_reads_well_and_is_json_for_programs(tmp_path: Path) -> None:
