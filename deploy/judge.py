@@ -394,7 +394,8 @@ def _take_note(turn: _Turn) -> None:
             old,
             agent=each.agent or old.agent,
             present=here or (old.present and not gone),
-            asked="" if is_other or is_cut_short or failed else old.asked,
+            # Of one that came and is lost, nothing more comes of what it was asked.
+            asked="" if is_other or is_cut_short or failed or lost else old.asked,
             problem=each.problem or old.problem,
         )
 
@@ -665,7 +666,10 @@ def _fill(turn: _Turn) -> None:
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
     spares = turn.rules.nodes
     if not turn.rounds and state.may_train(unseen := electorate.difference(turn.in_sight)):
-        taken |= unseen  # they may be training, with nobody knows how many others
+        # They may be training, with those who did when they were seen, and nobody knows how many others.
+        taken |= unseen | {
+            name for name in turn.rules.nodes if turn.known[name].present and not seen[name].reachable
+        }
         spares = ()
     for name in dict.fromkeys([state.host, *state.electorate.nodes, *spares]):
         each = seen[name]

@@ -917,8 +917,10 @@ class Simulation:
             else set()
         )
         rest = [name for name in self.names if name not in dead]
-        members = self.group.members if self.group else ()  # what the electorate may become at any moment
-        if len(rest) < self.rules.min_nodes or 2 * len(set(members) & dead) > len(members):
+        # What the electorate may become at any moment: those who train, or did when they were looked at last.
+        rounds = [self.group.members] if self.group else []
+        rounds += [each.members for each in self.supervisor.seen.values()]
+        if len(rest) < self.rules.min_nodes or any(2 * len(set(each) & dead) > len(each) for each in rounds):
             dead = set()
         if self.counts["wiped"] or self.newest_snapshot not in [self.nodes[name].snapshot for name in rest]:
             dead = set()

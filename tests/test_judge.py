@@ -115,6 +115,24 @@ def test_a_spare_comes_in_for_a_node_its_peers_train_without() -> None:
     assert story.sees(c=lost(story.seen["c"]), **three) == [Start("e", is_new=True)]
 
 
+def test_one_that_was_called_in_and_is_lost_is_not_called_again_while_as_many_train_as_may() -> None:
+    story = Story().all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    older = agent("fenced", generation=-1)
+    assert story.sees(c=lost(story.seen["c"]), e=older, **three) == [Join("e")]
+    four = {name: running(*FOUR) for name in FOUR}
+    assert story.sees(1, e=agent("rendezvous"), **four) == []
+    assert story.sees(30, e=ended("rendezvous"), **four) == []
+
+
+def test_all_that_trained_when_they_were_seen_are_counted_while_out_of_sight() -> None:
+    rules = Rules(nodes=FOUR, min_nodes=2, max_nodes=3)
+    story = Story(rules, nodes=("a", "b", "c")).all_run(("a", "b", "c"))
+    three = {name: running("a", "b", "d") for name in "abd"}  # d has no vote yet
+    assert story.sees(1, c=ended("ended"), **three) == []
+    assert story.sees(1, **{name: lost(seen) for name, seen in three.items()}) == []
+
+
 def test_with_no_node_in_sight_nothing_is_done_and_it_is_said_once() -> None:
     story = Story().all_run()
     done = story.all(900, **{name: lost(story.seen[name]) for name in NODES})
