@@ -114,7 +114,8 @@ def argv_of(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, .
         KitError: it is another launcher.
     """
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
-    target = argv[1:] if argv[0] == PYTHON and len(argv) > 1 else argv
+    begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
+    target = argv[begin:] or argv  # the interpreter alone is a program as any other
     _refuse_launcher(target)
     return (PYTHON, "-u", *target) if target[0] == "-m" or target[0].endswith(".py") else argv
 
