@@ -67,10 +67,11 @@ ORPHANED_OFTEN_S = 600.0
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
-# While ranks train, each look takes its share of a core from them. A rank's end is told at once.
-_LOOK_S = 0.25  # at what has changed in the node's folder, and how long the logs are
-_FOLDER_S = 1.0  # at what is in it, whether it seems to have changed or not
-_MEMBERS_S = 0.5  # at who waits to come in, who is lost, and whether this hangs
+# While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
+# A rank's end is told at once.
+_LOOK_S = 0.5
+_FOLDER_S = 1.0  # until what is in the node's folder is read, though it does not seem to have changed
+_MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 
 
 class Superseded(Exception):
@@ -268,7 +269,7 @@ class Agent:
         """`_pause`, without reading what is in the node's folder while that does not change."""
         self._stop.check()
         try:
-            changed = os.stat(self._spec.node_dir).st_mtime_ns  # noqa: PTH116  # four times a second
+            changed = os.stat(self._spec.node_dir).st_mtime_ns  # noqa: PTH116  # twice a second
         except OSError:
             changed = 0
         # A change within the same tick of the file system's clock as the last look is seen by the next read.
@@ -439,7 +440,8 @@ class Agent:
         while True:
             if self._workers.wait(_LOOK_S):
                 exits = self._poll()
-            self._logbook.look()  # here, where this thread is awake: the logbook's own would wake the core once more
+            self._logbook.look()
+            self._record.look_soon()
             self._pause_briefly()
             if any(exits.values()):
                 return self._after_failure()
@@ -506,10 +508,9 @@ class Agent:
     def _tell_end(self, why: str) -> None:
         """The ranks have ended: what they told last is what counts."""
         self._logbook.look()
-        self._record.read_progress()
         if self._is_on:
             self._is_on = False
-            self._record.note(is_last=True)
+            self._record.look(is_last=True)
             seconds = round(time.monotonic() - self._started, 3)
             self._record.event(
                 "attempt-ended", attempt=self._attempt, step=self._record.step, seconds=seconds, why=why

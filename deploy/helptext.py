@@ -258,7 +258,7 @@ values of variables are left out. Only you can read the file.
 LOGS = """\
 Print what the ranks of a run have written: all nodes' and all ranks' lines in the
 order of time, the nodes' clocks put right by what they were off. A line is dated to
-within a quarter of a second. Earlier attempts are there too; what was left out
+within half a second. Earlier attempts are there too; what was left out
 because the logs had grown too large (logs.keep in the inventory) is told in its place.
 
 In a terminal each line has its time (yours) and its node a colour; in a pipe it is

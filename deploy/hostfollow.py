@@ -18,8 +18,10 @@ from nodekit.deploy import remote
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 _POLL_S = 0.2
-_CALM_S = 0.5
-_BEAT_S = 1.0
+_BEAT_S = 1.0  # the status is looked at, and sent, at least so often
+_SWEEP_S = 5.0  # all is looked at, whether it seems to have changed or not
+# While ranks train their node's status is replaced every second, and that ends a rest: this is for when it is not.
+_CALM_S = 1.25
 _IN_MOVED_TO = 0x80  # of linux/inotify.h
 
 
@@ -99,15 +101,16 @@ def follow(
     tail_bytes: Optional[int] = None,
     events_at: Optional[Sequence[Any]] = None,
 ) -> Dict[str, Any]:
-    """Send status and new log lines as they come, at least one message every second, until the agent is gone.
+    """Send status and new log lines as they come, a message every second or so at least, until the agent is gone.
 
-    And new events since `events_at`, where it is given.
+    And new events since `events_at`, where it is given. While ranks train it looks about once a second: each look
+    takes its share of a core from them.
     """
     node_dir = os.path.expanduser(node_dir)
     now: Dict[str, Any] = {}
     agent: Any = None
     last_status: Optional[Dict[str, Any]] = None
-    last_sent, last_looked = 0.0, 0.0
+    last_sent, last_looked, last_swept = 0.0, 0.0, 0.0
     changes = _Changes(node_dir)
     more: Set[str] = set()
     alarm = _Alarm(node_dir)
@@ -118,8 +121,12 @@ def follow(
                 agent = remote.load(os.path.join(node_dir, "agent.json"))
             # Asked before the logs are read: what was written last is not missed.
             alive = remote.pid_if_alive(agent) is not None or remote.agent_alive(node_dir) is not None
-            if not alive or time.monotonic() - last_looked >= _BEAT_S:
+            begun = time.monotonic()
+            if not alive or begun - last_swept >= _SWEEP_S:
                 changed = {"folder", "events", "logs"}
+                last_swept = begun
+            elif begun - last_looked >= _BEAT_S:
+                changed.add("folder")
             if not changed:
                 more = alarm.wait(agent, now)
                 continue
@@ -133,14 +140,16 @@ def follow(
             if "folder" in changed:
                 now = remote.status(node_dir)
                 now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
-                last_looked = time.monotonic()
-            if lines or found or now != last_status or time.monotonic() - last_sent > _BEAT_S:
+                last_looked = begun
+            if lines or found or now != last_status or begun - last_sent >= _BEAT_S:
                 part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
-                last_status, last_sent = now, time.monotonic()
+                last_status, last_sent = now, begun
             if not alive and not lines and not found:
                 return now
-            # Of one file only so much is read at a time.
-            more = {"events", "logs"} if lines or found else alarm.wait(agent, now)
+            # Of one file only so much is read at a time; a full reading may be a quarter as many characters.
+            size = sum(len(text) for _, text in lines) + sum(len(line) for _, _, line in found)
+            is_more = not alive or size > LOG_CHUNK_BYTES // 8
+            more = {"events", "logs"} if is_more else alarm.wait(agent, now)
     finally:
         alarm.close()
 

@@ -2,7 +2,7 @@
 
 A rank writes straight into its file and nothing stands between: it must not stop because its agent has. So lines
 have no times of their own. A thread of the agent looks at the files instead, and writes beside each how long it was
-when (``rank0-attempt0.1.times``): a line is dated to within a quarter of a second. What the logs of a node may take is
+when (``rank0-attempt0.1.times``): a line is dated to within half a second. What the logs of a node may take is
 bounded: those of earlier attempts go first, then a hole is made in the middle of the present ones. A hole moves no
 byte: who follows the file by its length finds his place again, and whoever writes to it does not notice.
 """
@@ -23,7 +23,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from nodekit.deploy import remote
 
-LOOK_S = 1.0  # while ranks train, the agent asks four times as often
+LOOK_S = 2.0  # while ranks train, the agent asks four times as often
 CHECK_S = 5.0  # how often the room that the logs take is looked at
 HEAD_BYTES = 1 << 20  # of each log stays whatever happens: versions, settings, the first steps
 MAX_MARKS = 1 << 16  # of one log: 1.5 MB

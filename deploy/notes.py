@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -71,7 +70,6 @@ class Notes:
         self._snapshots = snapshots
         self._usage = usage
         self._num_nodes = num_nodes
-        self._lock = threading.Lock()
         self._began = self._measured = time.monotonic()
         self._due = {"sample": 0.0, "snapshot": 0.0, "evaluation": 0.0}
         self._attempt = ""
@@ -83,20 +81,15 @@ class Notes:
 
     def begin(self, attempt: str, *, sees_snapshots: bool) -> None:
         """An attempt begins; what ranks of an earlier one told is gone. One node sees to a shared snapshot folder."""
-        with self._lock:
-            self._attempt, self._has_stepped, self._sees_snapshots = attempt, False, sees_snapshots
-            self._known = set(self._manifests())
-            self._offsets = {}
-            with contextlib.suppress(OSError):
-                for stale in self._told.iterdir():
-                    stale.unlink(missing_ok=True)
+        self._attempt, self._has_stepped, self._sees_snapshots = attempt, False, sees_snapshots
+        self._known = set(self._manifests())
+        self._offsets = {}
+        with contextlib.suppress(OSError):
+            for stale in self._told.iterdir():
+                stale.unlink(missing_ok=True)
 
     def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Mapping[str, Any] | None:
         """Note what is new; a sample of what the node uses, when it is time for another."""
-        with self._lock:
-            return self._look(progress, is_training=is_training, is_last=is_last)
-
-    def _look(self, progress: str, *, is_training: bool, is_last: bool) -> Mapping[str, Any] | None:
         said = parse_progress(progress)
         if not self._has_stepped and not hang.Progress.parse(progress, 0.0).is_start:
             self._has_stepped = True

@@ -20,6 +20,7 @@ from nodekit.deploy.spec import AgentSpec
 from nodekit.deploy.usage import Usage
 
 STATUS_INTERVAL_S = 1.0
+MAX_STATUS_INTERVAL_S = 1.5  # where nobody asks for a look
 RESERVE_BYTES = 256 * 1024
 MAX_RESULT_BYTES = 4096
 
@@ -31,8 +32,11 @@ class Record:
         self._folder = Path(spec.node_dir)
         self.progress_dir = self._folder / "progress"
         self.told_dir = self._folder / "told"
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the status
+        self._looking = threading.Lock()  # at what the ranks tell
         self._ended = threading.Event()
+        self._is_asked = threading.Event()  # for a look
+        self._looked = 0.0
         self._spec = spec
         self._status: dict[str, Any] = {
             "state": "starting",
@@ -44,6 +48,7 @@ class Record:
             "failures": [],
             "progress": None,
             "progress_time": None,
+            "usage": None,
             "address": spec.local_addr,
         }
         self._reserve = self._folder / "reserve"
@@ -51,7 +56,7 @@ class Record:
             remote.write_private(str(self._reserve), bytes(RESERVE_BYTES))
         for name in ("logs", "progress", "told", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
-        self.forget_progress()
+        self._forget_progress()
         remote.end_torn_line(str(self._folder / "events.jsonl"))
         self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -69,11 +74,12 @@ class Record:
 
     def begin(self, attempt: str, *, group_rank: int) -> None:
         """An attempt begins: forget what ranks of an earlier one have told."""
-        self.forget_progress()
         is_shared = self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
-        self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not is_shared)
+        with self._looking:
+            self._forget_progress()
+            self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not is_shared)
 
-    def forget_progress(self) -> None:
+    def _forget_progress(self) -> None:
         """Remove what ranks of an earlier attempt said of theirs."""
         for stale in self.progress_dir.iterdir():
             stale.unlink(missing_ok=True)
@@ -105,29 +111,38 @@ class Record:
     def end(self, state: str, **changes: Any) -> None:
         """The last status."""
         self._ended.set()
-        self.read_progress()
-        self.note(is_last=True)
+        self.look(is_last=True)
         result = self._result() if state == "succeeded" else None
         told = {name: changes[name] for name in ("message", "no_progress") if changes.get(name)}
         self.event("agent-ended", state=state, **told, **({"result": result} if result else {}))
         self.update(state=state, **changes)
 
-    def read_progress(self) -> None:
-        """Take over what the ranks say of their progress: the least advanced one speaks for the node."""
-        said = hang.read_progress(self.progress_dir).values()
-        if said:
-            changed, text = min((each.mtime, each.text.strip()) for each in said)
-            self.update(progress=text, progress_time=changed)
+    def look(self, *, is_last: bool = False) -> None:
+        """Take over what the ranks tell; note it, and what the node uses, if it is time to. The status changes once."""
+        with self._looking:
+            self._looked = time.monotonic()
+            changes = self._progress()
+            usage = self._notes.look(
+                str({**self._status, **changes}["progress"] or ""),
+                is_training=self._status["state"] == "running",
+                is_last=is_last,
+            )
+            if usage is not None:
+                changes["usage"] = usage
+            self.update(**changes)
 
-    def note(self, *, is_last: bool = False) -> None:
-        """Note what the ranks have told and what the node uses, if it is time to."""
-        usage = self._notes.look(
-            str(self._status["progress"] or ""),
-            is_training=self._status["state"] == "running",
-            is_last=is_last,
-        )
-        if usage is not None:
-            self.update(usage=usage)
+    def look_soon(self) -> None:
+        """Have the thread that looks do so if a second has passed: who asks is awake, so the core is woken once."""
+        if time.monotonic() - self._looked > STATUS_INTERVAL_S * 0.9:
+            self._is_asked.set()
+
+    def _progress(self) -> dict[str, Any]:
+        """What the ranks say of their progress: the least advanced one speaks for the node."""
+        said = hang.read_progress(self.progress_dir).values()
+        if not said:
+            return {}
+        changed, text = min((each.mtime, each.text.strip()) for each in said)
+        return {"progress": text, "progress_time": changed}
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""
@@ -153,6 +168,8 @@ class Record:
                 remote.write_private(path, data)
 
     def _watch_progress(self) -> None:
-        while not self._ended.wait(STATUS_INTERVAL_S):
-            self.read_progress()
-            self.note()
+        while not self._ended.is_set():
+            self._is_asked.wait(MAX_STATUS_INTERVAL_S)
+            self._is_asked.clear()
+            if not self._ended.is_set():
+                self.look()

@@ -207,11 +207,13 @@ def write_private(path: str, data: bytes, durable: bool = False) -> None:
     draft = "%s.%d.%d" % (path, os.getpid(), threading.get_ident())
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        try:
+            while data:
+                data = data[os.write(handle, data) :]
             if durable:
-                file.flush()
                 os.fsync(handle)
+        finally:
+            os.close(handle)
         os.replace(draft, path)
     except OSError:
         os.unlink(draft)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from agents import Agents
 
-from nodekit.deploy import events, hostfollow, notes
+from nodekit.deploy import events, hostfollow, notes, remote
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.record import Record
 from nodekit.deploy.usage import Usage
@@ -132,6 +132,24 @@ def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: A
         assert now.time == pytest.approx(time.time(), abs=60)
     record.end("stopped")
     assert [event.kind for event in events.read(folder)] == ["agent-started", "agent-ended"]
+
+
+def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.MonkeyPatch):
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = Record(spec)
+    record.end("stopped")  # nothing else looks any more
+    (folder / "progress/rank0").write_text("7/9 loss 1.0\n")
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(notes, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(
+        remote,
+        "write_private",
+        lambda _, data: seen.append((json.loads(data)["progress"], json.loads(data)["usage"]["memory"])),
+    )
+    record.look()
+    assert [(progress, memory > 0) for progress, memory in seen] == [("7/9 loss 1.0", True)]
 
 
 def test_every_field_of_a_status_is_documented():
