@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import events, fetchlogs, runs, showlogs
+from nodekit.deploy import events, fetchlogs, runs, script, showlogs
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.fetchlogs import Copy, Fetched
 from nodekit.deploy.link import Link
@@ -202,6 +202,7 @@ def _logs_there(run: Run, link: Link, options: SshOptions, wanted: Wanted, args:
 
 def dry_run(inventory: Inventory, options: Options) -> int:
     """Print what would be submitted, and submit nothing."""
+    script.find(inventory, options.command)
     settings = settings_of(inventory)
     asked = parameters(
         inventory,

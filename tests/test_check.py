@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from nodekit.deploy.runs import Run
 from nodekit.deploy.script import Script
 from nodekit.deploy.start import Options
 from nodekit.inventory.errors import KitError
+from nodekit.slurm import show
 
 RECORDED = Path(__file__).parent / "recorded"
 A100 = "nvidia-smi-535.54.03-a100-mig.xml"
@@ -458,15 +460,16 @@ def test_what_the_command_runs_is_what_is_read(
     ("command", "said"),
     [("nope.py 3", "no nope.py in "), ("torchrun train.py", "the command begins with torchrun")],
 )
-@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize("how", [start.start, up.dry_run, show.dry_run])
 def test_what_cannot_run_is_refused_before_any_host_is_reached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str, is_dry: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str, how: Callable[..., Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = inventory(tmp_path, ONE)  # which does not exist: that would be told, had it been looked for
+    # Which does not exist: that would be told, had it been looked for.
+    found = inventory(tmp_path, "slurm: {nodes: 1}\n" if how is show.dry_run else ONE)
     options = Options(inventory=found.path, command=tuple(command.split()))
     with contextlib.ExitStack() as stack, pytest.raises(KitError, match=f"^{said}"):
-        up.dry_run(found, options) if is_dry else start.start(stack, found, None, options)
+        how(stack, found, None, options) if how is start.start else how(found, options)
 
 
 # --- leftovers and the report -------------------------------------------------------------------------------
