@@ -177,7 +177,9 @@ def test_two_nodes_under_way_agree_on_the_history(tmp_path: Path) -> None:
     losses = {each["step"]: pytest.approx(each["loss"]) for each in lines[1] if "loss" in each}
     assert {each["attempt"] for each in lines[1]} == {"0.0", "1.0"}
     found = read(folders[1] / "tensorboard")
-    assert found["train/loss"] == losses
+    drawn = found["train/loss"]  # not each of such quick steps is a point
+    assert drawn == {step: losses[step] for step in drawn}
+    assert {1, max(losses)} <= drawn.keys()
     assert sorted(losses) == list(range(1, max(losses) + 1))
     accuracy = {each["step"]: pytest.approx(each["test"]["accuracy"]) for each in lines[1] if "test" in each}
     assert found["test/accuracy"] == accuracy
