@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import io
 import itertools
 import json
 import os
@@ -27,19 +29,21 @@ from nodekit.deploy.notes import Notes
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
 START_S = 60.0
-WHOLE, UNWATCHED, ALONE = "whole", "unwatched", "alone"
+WHOLE, UNWATCHED, UNSEEN, ALONE = "whole", "unwatched", "unseen", "alone"
 EDGE_S = 0.05  # of a window, on either side: what stops and goes on takes a moment
 SETTLE_S = 0.4  # after a stop: what was left undone is done
 LOGGING = ("logbook", "status")  # threads of the agent: lines are dated and bounded, steps and uses noted
 DESCRIPTION = """\
-Four costs of seeing a run.
+Five costs of seeing a run.
 
   training   a node of one core trains the shared module, which takes all of it; the supervisor is on another
-             core, as it is on another machine. What watches (the link's far end, the supervisor) is stopped by
-             SIGSTOP in some windows, and all of kit in others: how many steps per second there are with it, as a
-             ratio to those without. It is the hardest case: no second core, and no GPU, hides any of it.
+             core, as it is on another machine. What watches (the link's far end, the supervisor) is stopped in
+             some windows, what logs (threads of the agent) too in others, and all of kit in the rest: how many
+             steps per second there are with it, as a ratio to those without. It is the hardest case: no second
+             core, and no GPU, hides any of it.
   a core     what kit takes of it meanwhile: the link's far end, which watches, the agent's threads that log, and
              all of it. The rest of the agent looks after the job: rendezvous, hangs, copies of snapshots.
+  a step     what the training module itself takes to note one: metrics.jsonl, TensorBoard's curves, progress.
   events     of a week, by the real code with a clock of its own: nodes with 8 GPUs, a snapshot a minute, an
              evaluation every five.
   redraw     of `kit watch`, for 64 nodes in a window of 120 by 40.
@@ -163,6 +167,43 @@ def _pin(pid: int, core: int) -> None:
             os.sched_setaffinity(int(task.name), {core})
 
 
+@contextlib.contextmanager
+def stopped(pids: Sequence[int], threads: Sequence[int] = ()) -> Iterator[None]:
+    """These do nothing meanwhile: processes by SIGSTOP, single threads by ptrace(2), whose others go on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for thread in threads:
+        _ptrace(_SEIZE, thread)
+        _ptrace(_INTERRUPT, thread)
+        os.waitpid(thread, _WALL)
+    try:
+        yield
+    finally:
+        for thread in threads:
+            _ptrace(_DETACH, thread)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000  # of linux/ptrace.h and linux/wait.h
+
+
+def _ptrace(request: int, thread: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(request, thread, None, None) != 0:
+        number = ctypes.get_errno()
+        raise BenchError(f"a thread of the agent cannot be stopped: {os.strerror(number)}; as root it can")
+
+
+def _threads(pid: int, names: Sequence[str] = ()) -> list[int]:
+    """The threads of a process, or those that have these names."""
+    return [
+        int(task.name)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if not names or (task / "comm").read_text().strip() in names
+    ]
+
+
 def _server_of(agent: int) -> int:
     """The agent's fork server: the child that is python itself, and has the ranks as its children."""
     return next(pid for pid in _children(agent) if _children(pid))
@@ -173,10 +214,8 @@ def _cpu_s(pids: Sequence[int], names: Sequence[str] = ()) -> float:
 
     With `names`, only their threads of these names.
     """
-    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
-    if names:
-        tasks = (task for task in tasks if (task / "comm").read_text().strip() in names)
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    threads = (Path(f"/proc/{pid}/task/{thread}") for pid in pids for thread in _threads(pid, names))
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
@@ -195,25 +234,30 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
     cpu = {name: (_cpu_s(*args) - before[name]) / spent for name, args in groups.items()}
     note(f"and in turns with kit stopped, {seconds:.0f} s")
     begun = time.monotonic()
-    stopped = {WHOLE: [], UNWATCHED: [job.supervisor, *job.links], ALONE: job.all}
+    watching = [job.supervisor, *job.links]
+    logging = [thread for pid in agents for thread in _threads(pid, LOGGING)]
+    without = {UNWATCHED: (watching, []), UNSEEN: (watching, logging), ALONE: (job.all, [])}
     windows: list[tuple[str, float, float]] = []
+
+    def train(turn: str) -> None:
+        start = time.time()
+        time.sleep(window_s)
+        windows.append((turn, start, time.time()))
+
+    order = random.Random(0)
+    train(WHOLE)
     while time.monotonic() < begun + seconds:
-        # Between two stops all goes on: for longer than kit's patience nothing is to be silent.
-        for turn in (WHOLE, UNWATCHED, WHOLE, UNWATCHED, WHOLE, ALONE):
-            for pid in stopped[turn]:
-                os.kill(pid, signal.SIGSTOP)
-            start = time.time()
-            time.sleep(window_s)
-            windows.append((turn, start, time.time()))
-            for pid in stopped[turn]:
-                os.kill(pid, signal.SIGCONT)
-            if turn != WHOLE:
-                time.sleep(SETTLE_S)
+        for turn in order.sample(list(without), k=len(without)):
+            with stopped(*without[turn]):
+                train(turn)
+            # Between two stops all goes on: for longer than kit's patience nothing is to be silent.
+            time.sleep(SETTLE_S)
+            train(WHOLE)
     time.sleep(1.0)
     steps = job.steps()
     rates = [(turn, _rate(steps, start + EDGE_S, end - EDGE_S)) for turn, start, end in windows]
-    rates_of = {name: [rate for turn, rate in rates if turn == name] for name in stopped}
-    ratios: dict[str, list[float]] = {UNWATCHED: [], ALONE: []}
+    rates_of = {name: [rate for turn, rate in rates if turn == name] for name in (WHOLE, *without)}
+    ratios: dict[str, list[float]] = {turn: [] for turn in without}
     for (_, before_it), (turn, less), (_, after_it) in zip(rates, rates[1:], rates[2:], strict=False):
         if turn != WHOLE:  # of its two neighbours: a machine that grows faster or slower does not show
             ratios[turn].append((before_it + after_it) / 2 / less)
@@ -227,11 +271,41 @@ def _rate(steps: Sequence[tuple[float, int]], start: float, end: float) -> float
     return 1 / statistics.mean(took)
 
 
+def middle(values: Sequence[float]) -> float:
+    """The mean without the tenth that is least and the tenth that is most: other work on the machine is in those."""
+    few = len(values) // 10
+    return statistics.mean(sorted(values)[few : len(values) - few])
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median is, with 90 %, by drawing from the values again and again."""
+    """Where the middle is, with 90 %, by drawing from the values again and again."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[100], medians[-101]
+    middles = sorted(middle(draw.choices(values, k=len(values))) for _ in range(2000))
+    return middles[100], middles[-101]
+
+
+def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
+    """Microseconds of processor that the shared module takes at each step to note it, in all its threads."""
+    from nodekit.training.report import Report
+    from nodekit.training.world import World
+
+    def took(report: Report | None) -> float:
+        begun = time.process_time()
+        for step in range(2, num_steps):
+            time.sleep(step_s)
+            if report is not None:
+                report.step(step, epoch=1, loss=1.0 / step, lr=1e-3, num_samples=64, ended=time.time())
+        return (time.process_time() - begun) / (num_steps - 2) * 1e6
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as unseen:
+        world = World.from_env({"NODEKIT_PROGRESS_FILE": f"{folder}/progress"})
+        with (
+            contextlib.redirect_stderr(unseen),  # no bar
+            Report(world, Path(folder), step=0, total_steps=10 * num_steps, is_evaluated=True) as report,
+        ):
+            report.step(1, epoch=1, loss=1.0, lr=1e-3, num_samples=64, ended=time.time())
+            report.settle()  # TensorBoard is imported
+            return took(report) - took(None)
 
 
 # --- a week's events ------------------------------------------------------------------------------------------
@@ -371,12 +445,13 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
 
     def ratio(turn: str) -> str:
         low, high = interval(found["ratios"][turn])
-        middle = statistics.median(found["ratios"][turn])
-        return f"{middle:.4f} ({low:.4f}–{high:.4f}); {rates[WHOLE]:.1f} to {rates[turn]:.1f} steps/s"
+        here = middle(found["ratios"][turn])
+        return f"{here:.4f} ({low:.4f}–{high:.4f}); {rates[WHOLE]:.1f} to {rates[turn]:.1f} steps/s"
 
     return [
-        ["training, watched to unwatched", ratio(UNWATCHED), f"{1 - GOAL_SHARE:.3f}"],
-        ["training, with kit to without", ratio(ALONE), ""],
+        ["training, watched and logged to neither", ratio(UNSEEN), f"{1 - GOAL_SHARE:.3f}"],
+        ["training, watched to unwatched", ratio(UNWATCHED), ""],
+        ["training, with all of kit to none", ratio(ALONE), ""],
         ["of one core per node, watching", f"{cpu['watching']:.2%}", ""],
         ["of one core per node, logging", f"{cpu['logging']:.2%}", ""],
         ["of one core per node, all of kit", f"{cpu['kit']:.2%}", f"{GOAL_CORE:.0%}"],
@@ -408,6 +483,7 @@ def main() -> int:
     except BenchError as error:
         print(f"bench/overhead: {error}", file=sys.stderr)
         return 1
+    rows.append(["of a step, the module's own notes", f"{noted_us():.0f} µs", ""])
     rows += [
         [
             f"events of a week, {count} node{'s' * (count > 1)}",
