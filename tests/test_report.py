@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nodekit.training.report import Report
+from nodekit.training.world import World
 
 
 class Clock:
@@ -75,3 +76,19 @@ def test_throughput_is_rank_0s_and_memory_that_of_who_needed_most(clock: Clock, 
     own = train(clock, [1.0, 2.0], tmp_path).costs()["peak_memory_bytes"]
     assert own is not None
     assert 2**26 < own < 2**40  # torch alone is more than the lesser
+
+
+def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_are_told(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    curves = SimpleNamespace(add=lambda values: drawn.append(values["step"]), close=lambda: None)
+    monkeypatch.setattr("nodekit.training.report.Curves", lambda *_, **__: curves)
+    ends = [*(each / 50 for each in range(1, 11)), *(float(each) for each in range(1, 6)), 5.01, 5.02]
+    with Report(World.from_env({}), tmp_path, step=0, total_steps=17, is_evaluated=True) as report:
+        for step, ended in enumerate(ends, start=1):
+            if step <= 10:  # what comes then is told at once
+                clock.now_s = 100.0 + ended
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=ended)
+    assert drawn == [1, 4, 7, 10, *range(11, 16), 17]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 17

@@ -161,10 +161,11 @@ class Report:
             if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
                 self._last_slow_curves = now
                 values["samples_per_s"] = rate
-            is_drawn = now - self._last_point >= _POINT_EVERY_S or step == self._total_steps
-            if is_drawn:
-                self._last_point = now
-            self._keep(values, is_drawn=is_drawn)
+            # By when it ended: ranks that talk once a second are told many steps at once.
+            is_point = abs(ended - self._last_point) >= _POINT_EVERY_S or "samples_per_s" in values
+            if is_point:
+                self._last_point = ended
+            self._keep(values, is_drawn=is_point or step == self._total_steps)
         if self._timed_from_s is None:
             self._timed_from_s = time.monotonic()
 
