@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
+from agents import Agents, until
 
 from nodekit.deploy import events, hostfollow, notes, remote
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
@@ -150,6 +150,18 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     )
     record.look()
     assert [(progress, memory > 0) for progress, memory in seen] == [("7/9 loss 1.0", True)]
+
+
+def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nodekit.deploy.record.MAX_STATUS_INTERVAL_S", 600.0)  # longer than a test may take
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = Record(spec)
+    (folder / "progress/rank0").write_text("7/9 loss 1.0\n")
+    record.look_soon()
+    until(lambda: record.step == 7)
+    record.end("stopped")
 
 
 def test_every_field_of_a_status_is_documented():

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -172,7 +173,8 @@ def followed(
         return set()
 
     monkeypatch.setattr(hostfollow._Alarm, "wait", rest)
-    monkeypatch.setattr(hostfollow, "_BEAT_S", 1e9)
+    for name in ("_BEAT_S", "_SWEEP_S"):
+        monkeypatch.setattr(hostfollow, name, 1e9)
     with pytest.raises(Enough):
         hostfollow.follow(str(node_dir), lambda part: sent[-1].append(part), events_at=["", 0])
     return sent[:-1]
@@ -182,6 +184,21 @@ def test_a_long_log_is_sent_without_a_rest(tmp_path: Path, monkeypatch: pytest.M
     (sent,) = followed(tmp_path / "n0", monkeypatch)
     text = "".join(text for part in sent for _, text in part["logs"])
     assert (len(sent) > 3, len(text)) == (True, 6 + 1_000_000)
+
+
+def test_what_has_come_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = [mock.Mock(wraps=hostfollow.logs), mock.Mock(wraps=hostfollow.events)]
+    for name, reader in zip(("logs", "events"), readers, strict=True):
+        monkeypatch.setattr(hostfollow, name, reader)
+
+    def add() -> None:
+        for name, reader in zip(("logs/rank0-attempt0.0.log", "events.jsonl"), readers, strict=True):
+            reader.reset_mock()
+            with (tmp_path / "n0" / name).open("a") as file:
+                file.write('{"time": 2.5}\n')
+
+    followed(tmp_path / "n0", monkeypatch, add)
+    assert [reader.call_count for reader in readers] == [1, 1]
 
 
 def test_each_change_is_seen_and_nothing_else_is_sent(

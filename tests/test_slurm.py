@@ -24,6 +24,7 @@ import yaml
 from agents import until
 from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
+from test_curves import points
 
 from nodekit.deploy import runs
 from nodekit.deploy.link import on_all
@@ -131,9 +132,10 @@ def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: P
     )[0]
     asked = f"{url}data/plugin/scalars/scalars?run={run_id}&tag=train/loss"
     curve = until(lambda: _answer(asked), timeout_s=60, what=f"a curve at {url}")
-    drawn = [step for _, step, _ in curve]
-    assert drawn == sorted(set(drawn)), "each once, in one line"
-    assert (drawn[0], drawn[-1]) == (1, STEPS)
+    (drawn,) = run.run_dir.glob("*/output/tensorboard")
+    lines = [json.loads(line) for line in (drawn.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [step for _, step, _ in curve] == points(lines)
+    assert (curve[0][1], curve[-1][1]) == (1, STEPS)
     board.send_signal(signal.SIGINT)
     assert board.wait(30) == 0, log.read_text()
 
