@@ -20,6 +20,7 @@ import yaml
 from contestants import FIRST_PORT, SSH
 from rounds import Bench, BenchError
 
+from nodekit.deploy import events
 from nodekit.deploy.lab_process import ProcessRecord, kill
 
 MIN_NODES = 2
@@ -202,8 +203,8 @@ class Kit(Session):
             self.bench.upper(name, f"{node['node_dir']}/events.jsonl") for name, node in run["nodes"].items()
         ]
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-        events: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        return sorted(events, key=lambda event: float(event["time"]))
+        found: list[dict[str, Any]] = [json.loads(line) for line in lines if events.parse_all([line])]
+        return sorted(found, key=lambda event: float(event["time"]))
 
 
 def wait_for(condition: Any, *, timeout_s: float) -> bool:

@@ -734,7 +734,7 @@ def _supervise(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from nodekit.deploy import cluster, runs, up
+    from nodekit.deploy import cluster, events, runs, up
     from nodekit.deploy.view import status_line
 
     if members := runs.sweep(args.run_id):
@@ -749,9 +749,13 @@ def _status(args: argparse.Namespace) -> int:
     with cluster.links(up.inventory_of(run).hosts, arguments.ssh_options(args), some=True) as links:
         found = up.statuses(run, links)
     alive = any(status["alive"] for status in found.values())
+    last = {
+        name: status for name, status in events.now(run.folder).items() if name in run.nodes.keys() - found
+    }
     state = run.state if run.state in runs.ENDED or alive else "ended while nobody watched; kit up goes on"
     if args.json:
-        print(json.dumps({**runs.public(run), "state": state, "status": found}, indent=2))
+        told = {**found, **{name: {**status, "alive": None} for name, status in last.items()}}
+        print(json.dumps({**runs.public(run), "state": state, "status": told}, indent=2))
         return 0
     print(f"{run.run_id}  {state}" + (f": {run.verdict}" if run.verdict else ""))
     width = max(map(len, run.nodes), default=0)
@@ -759,6 +763,9 @@ def _status(args: argparse.Namespace) -> int:
         status = found.get(name)
         if status is None:
             line = "unreachable"
+            if name in last:
+                when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
+                line += f"; {when}: {status_line(last[name], now=last[name]['time'])}"
         else:
             if not status["alive"] and status.get("state") not in runs.ENDED:
                 status["state"] = "gone"

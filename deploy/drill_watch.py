@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nodekit.deploy import cluster
+from nodekit.deploy import cluster, events, hostfollow
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.drill_report import Step, Trace
 from nodekit.deploy.link import Link, LinkLost, on_all
@@ -51,6 +52,7 @@ class Watch:
         self._steps: dict[tuple[str, int, float], Step] = {}
         self._progress: dict[tuple[str, str, int], Step] = {}
         self._said: list[tuple[float, str]] = []
+        self._events_at: dict[str, tuple[str, int]] = {}
         self._read: dict[tuple[str, str], str] = {}
         self._closing = threading.Event()
         self._is_over = False
@@ -132,7 +134,16 @@ class Watch:
         link = self.link(name)
         try:
             status = link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=node_dir)
-            events = self._file(link, f"{node_dir}/events.jsonl")
+            happened = self._new_events(
+                name,
+                lambda file, offset: link.call(
+                    "hostfollow.events",
+                    timeout_s=CALL_TIMEOUT_S * 2,
+                    node_dir=node_dir,
+                    file=file,
+                    offset=offset,
+                ),
+            )
             metrics = self._file(link, f"{node_dir}/output/metrics.jsonl")
         except KitError:
             with self._lock:
@@ -144,7 +155,7 @@ class Watch:
             known = len(self._steps) + len(self._progress)
             self.statuses[name] = status
             self._take_progress(name, status)
-            for event in events:
+            for event in happened:
                 event["time"] = self.local_time(name, event["time"])
                 self._events.setdefault(name, []).append(event)
             for line in metrics:
@@ -168,11 +179,9 @@ class Watch:
         return self._new_lines((link.host, path), text)
 
     def _read_own(self) -> None:
-        with contextlib.suppress(OSError):
-            text = (self.run.folder / "events.jsonl").read_text(encoding="utf-8")
-            new = self._new_lines(("", "events"), text)
-            with self._lock:
-                self._events.setdefault("", []).extend(new)
+        new = self._new_events("", functools.partial(hostfollow.events, str(self.run.folder)))
+        with self._lock:
+            self._events.setdefault("", []).extend(new)
         with contextlib.suppress(OSError):
             text = self._output.read_text(encoding="utf-8", errors="replace")
             before = self._read.get(("", "said"), "")
@@ -180,6 +189,14 @@ class Watch:
             lines = text[len(before) :].splitlines()
             with self._lock:
                 self._said += [(time.time(), line) for line in lines]
+
+    def _new_events(self, name: str, read: Callable[[str, int], list[list[Any]]]) -> list[dict[str, Any]]:
+        """What has happened by a file of events since it was last read."""
+        told = []
+        while found := read(*self._events_at.get(name, ("", 0))):
+            self._events_at[name] = found[-1][0], found[-1][1]
+            told += [json.loads(line) for _, _, line in found if events.parse_all([line])]
+        return told
 
     def _new_lines(self, key: tuple[str, str], text: str) -> list[dict[str, Any]]:
         before = self._read.get(key, "")

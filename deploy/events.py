@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nodekit.deploy import present
 from nodekit.deploy.remote import append_private
 
 FILE = "events.jsonl"
+_REWRITTEN = (present.KIND, present.MOVED)
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,26 @@ def parse(line: str | bytes) -> Event | None:
 
 
 def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
-    """The events of some lines, in the order of time; what two supervisors have gathered is there once."""
+    """What has happened, by some lines, in the order of time; what two supervisors have gathered is there once."""
     found: dict[Any, Event] = {}
     for number, line in enumerate(lines):
-        if event := parse(line):
+        if (event := parse(line)) and event.kind not in _REWRITTEN:
             at = event.get("at")
             found[(event.node, *at) if at else number] = event
     return sorted(found.values(), key=lambda event: event.time)
 
 
 def read(folder: Path) -> list[Event]:
-    """All events of the run whose record lies in `folder`, in the order of time; none without a file."""
+    """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file."""
     try:
         return parse_all((folder / FILE).read_bytes().splitlines())
     except OSError:
         return []
+
+
+def now(folder: Path) -> dict[str, dict[str, Any]]:
+    """What each node of that run does, as it was last heard of."""
+    return present.statuses(str(folder))
 
 
 class Follower:
@@ -90,6 +97,8 @@ class Gatherer:
     def __init__(self, folder: Path) -> None:
         """Find out what is there already, and mend a last line that a crash has torn."""
         self._path = folder / FILE
+        self._present = present.Present(str(self._path))
+        self._statuses: dict[str, Mapping[str, Any]] = {}
         self._read: dict[str, tuple[str, int]] = {}
         with contextlib.suppress(OSError):
             data = self._path.read_bytes()
@@ -113,9 +122,29 @@ class Gatherer:
             self._read[node] = (file, end)
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 fields = json.loads(text)
-                for name in {"time", "when"} & fields.keys():
-                    fields[name] -= clock_offset
-                lines.append(json.dumps({**fields, "at": [file, end]}).encode() + b"\n")
+                if fields["kind"] in _REWRITTEN:
+                    continue  # `heard` is told of these
+                lines.append(
+                    json.dumps({**_by_our_clock(fields, clock_offset), "at": [file, end]}).encode() + b"\n"
+                )
         if lines:
             with contextlib.suppress(OSError):  # a full disk here must not end the run
                 append_private(str(self._path), b"".join(lines))
+
+    def heard(self, node: str, status: Mapping[str, Any], *, clock_offset: float) -> None:
+        """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
+        if status == self._statuses.get(node) or "time" not in status:
+            return
+        told = _by_our_clock(status, clock_offset)
+        failures = [_by_our_clock(each, clock_offset) for each in status.get("failures", ())]
+        with contextlib.suppress(OSError):
+            self._present.write({**told, **({"failures": failures} if failures else {}), "node": node})
+            self._statuses[node] = status
+
+
+def _by_our_clock(fields: Mapping[str, Any], clock_offset: float) -> dict[str, Any]:
+    """What a node has told, with its times by the clock here; `clock_offset` is its clock minus ours."""
+    times = {
+        name: fields[name] - clock_offset for name in ("time", "when", "progress_time") if fields.get(name)
+    }
+    return {**fields, **times}

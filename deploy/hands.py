@@ -151,15 +151,19 @@ class Hands:
 
         def gather(link: Link) -> None:
             at = gatherer.at(link.host)
+            clock_offset = self.run.clock_offsets.get(link.host, 0.0)
+            node_dir = self.node(link.host).node_dir
             while found := link.call(
                 "hostfollow.events",
                 timeout_s=EVENTS_TIMEOUT_S,
-                node_dir=self.node(link.host).node_dir,
+                node_dir=node_dir,
                 file=at[0],
                 offset=at[1],
             ):
-                gatherer.take(link.host, found, clock_offset=self.run.clock_offsets.get(link.host, 0.0))
+                gatherer.take(link.host, found, clock_offset=clock_offset)
                 at = gatherer.at(link.host)
+            status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
+            gatherer.heard(link.host, status, clock_offset=clock_offset)
 
         on_all({name: link for name, link in self.links.items() if name in self.run.nodes}, gather)
 

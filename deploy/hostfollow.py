@@ -20,9 +20,9 @@ LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output mu
 _POLL_S = 0.2
 _BEAT_S = 1.0  # the status is looked at, and sent, at least so often
 _SWEEP_S = 5.0  # all is looked at, whether it seems to have changed or not
-# While ranks train their node's status is replaced every second, and that ends a rest: this is for when it is not.
+# While ranks train their node's status is rewritten every second, and that ends a rest: this is for when it is not.
 _CALM_S = 1.25
-_IN_MOVED_TO = 0x80  # of linux/inotify.h
+_IN_MODIFY, _IN_MOVED_TO = 0x02, 0x80  # of linux/inotify.h
 
 
 def logs(
@@ -155,7 +155,7 @@ def follow(
 
 
 class _Alarm:
-    """Ends a rest as soon as a file of a node's folder is replaced, as its status is, or its agent has ended.
+    """Ends a rest as soon as a file of a node's folder has changed, as its events do, or its agent has ended.
 
     So there is little to look at in between: while ranks train each look takes its share of a core from them.
     """
@@ -172,16 +172,16 @@ class _Alarm:
             handle: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             if handle >= 0:
                 self._handle = handle
-                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_MOVED_TO) < 0:
+                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_MODIFY | _IN_MOVED_TO) < 0:
                     self.close()
         except (ImportError, OSError, AttributeError):  # no ctypes in this python, or no inotify
             pass
 
     def wait(self, agent: Any, status: Mapping[str, Any]) -> Set[str]:
-        """Rest; ``{"folder"}`` if something there was replaced, since the rest before if there was one."""
+        """Rest; ``{"folder"}`` if something there has changed, since the rest before if there was one."""
         if not self._is_set:
             self._set()
-            return {"folder"}  # what was replaced before it was set
+            return {"folder"}  # what has changed before it was set
         try:
             end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
         except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
@@ -226,10 +226,11 @@ class _Changes:
         listed = _changed(folder)
         if listed != self._last.get("listed"):
             self._logs = glob.glob(os.path.join(glob.escape(folder), "*.log"))
+        events_file = _changed(os.path.join(self._node_dir, "events.jsonl"))
         now: Dict[str, Any] = {
             "listed": listed,
-            "folder": _changed(self._node_dir),
-            "events": _changed(os.path.join(self._node_dir, "events.jsonl")),
+            "folder": (_changed(self._node_dir), events_file),  # the status is rewritten among the events
+            "events": events_file and events_file[1],
             "logs": [listed, *map(_changed, self._logs)],
         }
         found = {name for name in ("folder", "events", "logs") if now[name] != self._last.get(name)}

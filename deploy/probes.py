@@ -24,7 +24,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
-from nodekit.deploy import hostfacts
+from nodekit.deploy import hostfacts, present
 
 _OTHERS_TIMEOUT_S = 2.0
 _PAGE_BYTES = 4096
@@ -301,7 +301,7 @@ def runs(workdir: str) -> List[Dict[str, Any]]:
 
 
 def _run(node_dir: str, record: Dict[str, Any], processes: Dict[int, Dict[str, Any]]) -> Dict[str, Any]:
-    status = _load(os.path.join(node_dir, "status.json")) or {}
+    status = present.statuses(node_dir).get(os.path.basename(node_dir), {})
     run_id = os.path.basename(os.path.dirname(node_dir))
     agent = _same(record, processes)
     workers = {each["pid"]: each for each in status.get("workers", [])}

@@ -1,4 +1,4 @@
-"""What an agent writes down: its node's events, in ``events.jsonl``; of `status` ones the newest, in ``status.json``.
+"""What an agent writes down: its node's events, in ``events.jsonl``, and there what the node does at present.
 
 Standard library only.
 """
@@ -10,11 +10,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import hang, remote
+from nodekit.deploy import hang, present, remote
 from nodekit.deploy.notes import Notes
 from nodekit.deploy.spec import AgentSpec
 from nodekit.deploy.usage import Usage
@@ -57,7 +57,9 @@ class Record:
         for name in ("logs", "progress", "told", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
-        remote.end_torn_line(str(self._folder / "events.jsonl"))
+        self._events = str(self._folder / "events.jsonl")
+        self._present = present.Present(self._events)
+        remote.end_torn_line(self._events)
         self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
         usage = Usage(
@@ -86,21 +88,30 @@ class Record:
         self._status.update(progress=None, progress_time=None)
 
     def update(self, **changes: Any) -> None:
-        """Change the status, and write it as an event that replaces the one before; not if nothing has changed."""
+        """Change the status, and rewrite its line in the events; not if nothing has changed."""
         with self._lock:
             new = {**self._status, **changes}
             if new != self._status or "state" in changes:
                 self._status = new
-                self._replace_status(self._line("status", new))
+                self._write(lambda: self._present.write({**self._which(), **new}))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event."""
-        with contextlib.suppress(OSError):  # a full disk must not end the job
-            remote.append_private(str(self._folder / "events.jsonl"), self._line(kind, fields))
+        line = json.dumps({**self._which(), "kind": kind, **fields}).encode() + b"\n"
+        self._write(lambda: remote.append_private(self._events, line))
 
-    def _line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        which = {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name, "kind": kind}
-        return json.dumps({**which, **fields}).encode() + b"\n"
+    def _which(self) -> dict[str, Any]:
+        return {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name}
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write; a full disk must not end the job."""
+        try:
+            write()
+        except OSError:
+            # What was set aside for this is given up, so that the end can still be told.
+            self._reserve.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                write()
 
     def failed(self, failures: list[dict[str, Any]]) -> None:
         """Record failures of workers."""
@@ -156,16 +167,6 @@ class Record:
     def step(self) -> int | None:
         """The step the node's least advanced rank has told of; None: it tells no number."""
         return hang.Progress.parse(str(self._status["progress"] or ""), 0.0).step
-
-    def _replace_status(self, data: bytes) -> None:
-        path = str(self._folder / "status.json")
-        try:
-            remote.write_private(path, data)
-        except OSError:
-            # The disk is full: what was set aside for this is given up, so that the end can still be told.
-            self._reserve.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                remote.write_private(path, data)
 
     def _watch_progress(self) -> None:
         while not self._ended.is_set():

@@ -22,7 +22,7 @@ import traceback
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
-from nodekit.deploy import hostfacts
+from nodekit.deploy import hostfacts, present
 
 NO_WORKERS_GRACE_S = 3.0
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
@@ -118,9 +118,11 @@ def go(
     if port is not None:
         spec = dict(spec, listen_fd=_held_ports[port].fileno())
     write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
-    for name in ("stop", "status.json"):
-        if os.path.exists(os.path.join(node_dir, name)):
-            os.unlink(os.path.join(node_dir, name))
+    if os.path.exists(os.path.join(node_dir, "stop")):
+        os.unlink(os.path.join(node_dir, "stop"))
+    before = _said(node_dir)
+    if before:  # by another agent
+        present.of(node_dir).write(dict({key: before[key] for key in ("run", "node")}, time=time.time()))
     record = {"pid": agent.pid, "start_time": start_time(agent.pid), "boot_id": hostfacts.boot_id()}
     write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
     assert agent.stdin is not None
@@ -141,7 +143,7 @@ def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[s
         raise RuntimeError("no agent is alive here")
     _enter(node_dir, own, spec, called_off)
     if own["generation"] == spec["generation"]:
-        state = (load(os.path.join(node_dir, "status.json")) or {}).get("state")
+        state = _said(node_dir).get("state")
         has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
         if state != "fenced" and not (state == "orphaned" and has_moved):
             return status(node_dir)  # it knows all that, and tries again by itself
@@ -309,7 +311,7 @@ def status(node_dir: str) -> Dict[str, Any]:
         agent.poll()  # reaps it, so that a dead agent is not taken for a live one
     record = load(os.path.join(node_dir, "agent.json"))
     alive = pid_if_alive(record)
-    found: Dict[str, Any] = load(os.path.join(node_dir, "status.json")) or {}
+    found = _said(node_dir)
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
     found["fence"] = _fence_in(node_dir)
@@ -321,6 +323,11 @@ def status(node_dir: str) -> Dict[str, Any]:
         found["generation"] = max(found.get("generation", -1), spec.get("generation", -1))
         found["agent_log"] = tail(os.path.join(node_dir, "agent.log"))
     return found
+
+
+def _said(node_dir: str) -> Dict[str, Any]:
+    """The last status that this node's agent wrote; {} before the first."""
+    return max(present.statuses(node_dir).values(), key=lambda each: float(each["time"]), default={})
 
 
 def _snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
@@ -385,7 +392,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         if warm_agent is not None:
             warm_agent.poll()
         # Without workers nothing can be lost, and an agent that waits for its peers inside torch hears no signal.
-        has_workers = (load(os.path.join(node_dir, "status.json")) or {}).get("workers")
+        has_workers = _said(node_dir).get("workers")
         wait_s = 0.0 if force else grace_s if has_workers else min(grace_s, NO_WORKERS_GRACE_S)
         if not killed and time.monotonic() - start >= wait_s:
             killed = True
@@ -407,19 +414,17 @@ def _say_stop(node_dir: str) -> None:
 
 def _settle_status(node_dir: str) -> None:
     """An agent that could not write down its own end, being killed, was stopped all the same."""
-    path = os.path.join(node_dir, "status.json")
-    found = load(path)
+    found = _said(node_dir)
     if found and found.get("state") not in ("succeeded", "failed", "stopped"):
         try:
-            now = dict(found, time=time.time(), state="stopped", workers=[])
-            write_private(path, json.dumps(now).encode() + b"\n")
+            present.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
         except OSError:
             pass
 
 
 def _kill_workers(node_dir: str) -> None:
     """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
-    for worker in (load(os.path.join(node_dir, "status.json")) or {}).get("workers", []):
+    for worker in _said(node_dir).get("workers", []):
         if _is_running(worker["pid"], worker["start_time"]):
             try:
                 os.killpg(worker["pid"], signal.SIGKILL)
@@ -451,7 +456,7 @@ def inject(
     if target in ("agent", "node") and agent is not None:
         _kill(agent, number)
         pids.append(agent)
-    workers = (load(os.path.join(node_dir, "status.json")) or {}).get("workers", [])
+    workers = _said(node_dir).get("workers", [])
     if target == "worker":
         workers = [each for each in workers if rank in (None, each["rank"])][:1]
     for worker in workers if target != "agent" else []:

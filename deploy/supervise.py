@@ -299,6 +299,9 @@ class Supervisor:
                 self._log(name, file, text)
             self._gather(name, value["events"])
         self._statuses[name] = status
+        if self._acts:
+            offset = self._run.clock_offsets.get(name, 0.0)
+            self._gatherer.heard(name, status, clock_offset=offset)
         self._tell(name, status)
         new = seen_of(status, problem=seen.problem if not status["alive"] else "")
         if new.state != seen.state:

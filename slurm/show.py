@@ -35,16 +35,20 @@ STOPPED_EXIT = 130
 SHARED_POLL_S = 0.5  # all nodes' logs are looked at from one place, over a file server
 
 
+def leader_folder(run: Run) -> str:
+    """Where the leader has its record of a run."""
+    return f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
+
+
 def record_of(run: Run, link: Link) -> Run | None:
     """The leader's record of a run; None before it has one."""
-    path = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}/run.json"
-    text = read(link, path)
+    text = read(link, f"{leader_folder(run)}/run.json")
     return Run(**json.loads(text)) if text else None
 
 
 def events_of(run: Run, link: Link) -> list[str]:
     """The lines of the leader's events."""
-    folder = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
+    folder = leader_folder(run)
     lines: list[str] = []
     at: Sequence[Any] = ("", 0)
     while found := link.call(
@@ -53,6 +57,14 @@ def events_of(run: Run, link: Link) -> list[str]:
         lines += [line for _, _, line in found]
         at = found[-1][:2]
     return lines
+
+
+def now(run: Run, link: Link) -> dict[str, dict[str, Any]]:
+    """What each node does, as the leader has heard it last."""
+    found: dict[str, dict[str, Any]] = link.call(
+        "present.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
+    )
+    return found
 
 
 def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
@@ -83,9 +95,8 @@ def status(run: Run, options: SshOptions, *, as_json: bool) -> int:
     with login(restore(run.inventory), options) as link:
         job = Slurm(link).job(run.slurm["job_id"])
         record = record_of(run, link)
-        found = {}
-        for name, node in (record.nodes if record else {}).items():
-            found[name] = json.loads(read(link, f"{node['node_dir']}/status.json") or "{}")
+        heard = now(run, link)
+        found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
         told = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
         absent = told.get("nodes", []) if told.get("job") == job.job_id else []
         used = None

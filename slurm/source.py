@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nodekit.deploy import events
 from nodekit.deploy.link import Link
 from nodekit.deploy.runs import Run
 from nodekit.deploy.view import status_line
-from nodekit.slurm.login import CALL_TIMEOUT_S, execute, read
-from nodekit.slurm.show import record_of
+from nodekit.slurm.login import CALL_TIMEOUT_S, read
+from nodekit.slurm.show import leader_folder, now, record_of
 
 LOST = "lost"  # the line of a node that the leader counts out
 _TAIL_BYTES = 65536
@@ -26,10 +26,10 @@ class Source:
     def __init__(self, run: Run, link: Link) -> None:
         self._run = run
         self._link = link
-        self._folder = f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
+        self._folder = leader_folder(run)
         self._events_at: Sequence[Any] = ("", 0)
         self._offsets: dict[str, int] | None = None
-        self._nodes: dict[str, str] = {}
+        self._nodes: list[str] = []
 
     def events(self) -> list[events.Event]:
         """Those of the leader's record since the last call."""
@@ -57,31 +57,14 @@ class Source:
         return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
 
     def statuses(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Each node's status, and its line; none before the leader has a record."""
+        """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
         if not self._nodes:
             record = record_of(self._run, self._link)
-            self._nodes = {name: node["node_dir"] for name, node in (record.nodes if record else {}).items()}
+            self._nodes = list(record.nodes) if record else []
             if not self._nodes:
                 return {}, {}
         told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
         absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
-        paths = {f"{node_dir}/status.json": name for name, node_dir in self._nodes.items()}
-        # All in one round trip, whatever their number.
-        said = execute(self._link, "grep", "-sHZ", "", "--", *paths)["out"]
-        found = parse_statuses(said, paths)
+        found = now(self._run, self._link)
         lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
         return found, {**lines, **dict.fromkeys(absent, LOST)}
-
-
-def parse_statuses(text: str, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Each node's status, from `grep -HZ` of their files; one that is being written is left out."""
-    found = {}
-    for line in text.split("\n"):
-        path, _, content = line.partition("\0")
-        try:
-            status = json.loads(content)
-        except ValueError:
-            continue
-        if path in paths and isinstance(status, dict):
-            found[paths[path]] = {**status, "alive": True}
-    return found

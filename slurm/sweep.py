@@ -27,7 +27,7 @@ from nodekit.slurm import backend, show
 from nodekit.slurm.jobs import Job, Slurm, indexes
 from nodekit.slurm.login import login, read, settings_of
 from nodekit.slurm.prepare import prepare
-from nodekit.slurm.show import record_of, settle
+from nodekit.slurm.show import now, record_of, settle
 
 LOOK_S = 2.0
 STOPPED = 130
@@ -293,7 +293,7 @@ def _progress(link: Link, run: Run) -> dict[str, Any]:
     )
     if node is None:
         return {"progress": "", "result": {}}
-    told = json.loads(read(link, f"{node['node_dir']}/status.json") or "{}")
+    told = now(run, link).get(node["name"], {})
     result: Any = None
     with contextlib.suppress(ValueError):
         result = json.loads(read(link, f"{node['node_dir']}/output/result.json") or "{}")

@@ -18,6 +18,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from nodekit.deploy import present
+
 FOLDER = Path(__file__).parent / "recorded" / "failures"
 NODES = ("gpu1", "gpu2")
 TAIL_LINES = 80
@@ -433,7 +435,7 @@ def record(name: str, folder: Path, small: Path, cgroup: Path) -> None:
 
     nodes = {}
     for node, plan in about["nodes"].items():
-        status = json.loads(Path(plan["node_dir"], "status.json").read_text())
+        status = present.statuses(plan["node_dir"])[node]
         logs = {}
         for log in sorted(Path(plan["node_dir"], "logs").glob("rank*-attempt*.log")):
             lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]

@@ -19,7 +19,7 @@ from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
-from nodekit.deploy import remote
+from nodekit.deploy import present, remote
 from nodekit.deploy.drill import NotPossible, chosen, conclude, table
 from nodekit.deploy.drill_job import copied
 from nodekit.deploy.drill_report import (
@@ -292,7 +292,8 @@ def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: boo
     started = remote.start_time(worker.pid)
     assert started is not None
     recorded = {"rank": 3, "pid": worker.pid, "start_time": started if is_it else started - 1}
-    (tmp_path / "status.json").write_text(json.dumps({"workers": [recorded]}))
+    (tmp_path / "events.jsonl").write_text('{"time": 1.5}\n')
+    present.of(str(tmp_path)).write({"node": tmp_path.name, "time": 2.5, "workers": [recorded]})
     return str(tmp_path)
 
 

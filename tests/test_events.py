@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from agents import Agents, until
 
-from nodekit.deploy import events, hostfollow, notes, remote
+from nodekit.deploy import events, hostfollow, notes, present
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.record import Record
 from nodekit.deploy.usage import Usage
@@ -126,9 +126,9 @@ def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: A
     record = Record(spec)
     for state in ("rendezvous", "running"):
         record.update(state=state)
-        (now,) = map(events.parse, (folder / "status.json").read_text().splitlines())
-        assert now is not None
-        assert (now.node, now.kind, now.get("state")) == ("n0", "status", state)
+        lines = (folder / events.FILE).read_text().splitlines()
+        (now,) = [event for event in map(events.parse, lines) if event and event.kind == "status"]
+        assert (now.node, now.get("state")) == ("n0", state)
         assert now.time == pytest.approx(time.time(), abs=60)
     record.end("stopped")
     assert [event.kind for event in events.read(folder)] == ["agent-started", "agent-ended"]
@@ -144,9 +144,9 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(notes, "SAMPLE_S", 0.0)
     monkeypatch.setattr(
-        remote,
-        "write_private",
-        lambda _, data: seen.append((json.loads(data)["progress"], json.loads(data)["usage"]["memory"])),
+        present.Present,
+        "write",
+        lambda _, status: seen.append((status["progress"], status["usage"]["memory"])),
     )
     record.look()
     assert [(progress, memory > 0) for progress, memory in seen] == [("7/9 loss 1.0", True)]

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from nodekit.deploy import hostfacts, hostfollow, remote
+from nodekit.deploy import hostfacts, hostfollow, present, remote
 from nodekit.deploy import link as links
 from nodekit.deploy.link import Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.inventory.errors import HostError
@@ -146,6 +146,9 @@ def test_log_lines_come_whole_and_once(link: Link, tmp_path: Path) -> None:
     assert found == [[log.name, "last words\n"]]
 
 
+STATUS = {"run": "r", "node": "n0", "time": 2.5}
+
+
 class Enough(Exception):
     """Ends `hostfollow.follow`, where it would rest."""
 
@@ -157,8 +160,8 @@ def followed(
     own = {"pid": os.getpid(), "start_time": remote.start_time(os.getpid()), "boot_id": hostfacts.boot_id()}
     (node_dir / "logs").mkdir(parents=True)
     (node_dir / "agent.json").write_text(json.dumps(own))
-    (node_dir / "status.json").write_text('{"state": "running"}')
     (node_dir / "events.jsonl").write_text('{"time": 1.5}\n')
+    present.of(str(node_dir)).write({**STATUS, "state": "running"})
     (node_dir / "logs/rank0-attempt0.0.log").write_text("begun\n" + 1_000 * (999 * "x" + "\n"))
     rests = iter(meanwhile)
     sent: list[list[dict[str, Any]]] = [[]]
@@ -216,7 +219,7 @@ def test_each_change_is_seen_and_nothing_else_is_sent(
         lambda: add("logs/rank0-attempt0.0.log", "more\n"),
         lambda: None,
         lambda: add("logs/rank1-attempt0.0.log", "another\n"),
-        lambda: remote.write_private(str(folder / "status.json"), b'{"state": "running", "step": 7}'),
+        lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7}),
         lambda: add("events.jsonl", '{"time": 2.5}\n'),
         lambda: remote.write_private(str(folder / "fence"), b"3"),
         lambda: add("events.jsonl", '{"time": 3.5'),
@@ -242,7 +245,7 @@ def test_each_change_is_seen_and_nothing_else_is_sent(
     ]
 
 
-def test_a_rest_ends_when_a_file_is_replaced_or_the_agent_has_ended(
+def test_a_rest_ends_when_the_folder_has_changed_or_the_agent_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = subprocess.Popen(["sleep", "900"])
@@ -252,18 +255,22 @@ def test_a_rest_ends_when_a_file_is_replaced_or_the_agent_has_ended(
         monkeypatch.setattr(hostfollow, "_CALM_S", most_s)
         return alarm.wait({"pid": agent.pid}, {"state": "running"})
 
-    status = (str(tmp_path / "status.json"), b"{}")
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"time": 1.5}\n')
+    (tmp_path / "logs").mkdir()
     forever_s = 600.0  # longer than a test may take
     try:
         assert rest(forever_s) == {"folder"}, "what was there before"
         assert rest(0.1) == set()
-        (tmp_path / "events.jsonl").write_text("x")
-        assert rest(0.1) == set(), "what grows is looked at in its turn"
-        remote.write_private(*status)
+        (tmp_path / "logs/rank0-attempt0.0.log").write_text("x")
+        assert rest(0.1) == set(), "what ranks write is looked at in its turn"
+        present.of(str(tmp_path)).write(STATUS)
         assert rest(forever_s) == {"folder"}
         assert rest(0.1) == set(), "once"
-        threading.Timer(0.1, remote.write_private, status).start()
-        assert rest(forever_s) == {"folder"}
+        threading.Timer(0.1, present.of(str(tmp_path)).write, [{**STATUS, "time": 3.5}]).start()
+        assert rest(forever_s) == {"folder"}, "rewritten where it stands"
+        threading.Timer(0.1, remote.write_private, [str(tmp_path / "fence"), b"3"]).start()
+        assert rest(forever_s) == {"folder"}, "replaced"
         threading.Timer(0.1, agent.kill).start()
         assert rest(forever_s) == set()
     finally:

@@ -22,6 +22,7 @@ from agents import until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
+from nodekit.deploy import present
 from nodekit.deploy.lab_cluster import Lab
 
 pytestmark = pytest.mark.lab
@@ -53,12 +54,7 @@ class Story:
 
     def status(self, host: str) -> dict[str, Any]:
         """What the agent of a host has written, read from the host's disk."""
-        path = self.disk(host) / "status.json"
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found
+        return present.statuses(str(self.disk(host))).get(host, {})
 
     def disk(self, host: str) -> Path:
         """A node's folder of the run, on its host's disk."""
