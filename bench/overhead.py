@@ -23,7 +23,7 @@ from unittest import mock
 
 from rounds import BenchError, machine, note, table
 
-from nodekit.deploy import notes
+from nodekit.deploy import notes, present
 from nodekit.deploy.notes import Notes
 
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
@@ -347,6 +347,13 @@ def week_mb(num_nodes: int) -> float:
 
         node = Notes(say=say, told=told, snapshots=snapshots, usage=lambda: sample, num_nodes=num_nodes)
         node.begin("0.0", sees_snapshots=True)
+        written = Path(folder, "events.jsonl")
+        written.write_text('{"time": 1.5}\n')
+        now, own = present.of(folder), {"run": "lab-1122-061157-e9c4", "node": "gpu-17", "usage": sample}
+        workers = [
+            {"local_rank": rank, "rank": rank, "pid": 12345, "start_time": 123456789} for rank in range(8)
+        ]
+        names = [f"gpu-{number}" for number in range(num_nodes)]
         first = 0  # of these bytes, those that only rank 0's node writes
         step = 0
         while clock.now < WEEK_S:
@@ -369,6 +376,16 @@ def week_mb(num_nodes: int) -> float:
                 node.look(f"{step}/9000000 epoch 3 loss 1.2345", is_training=False)
                 first += size - before
             node.look(f"{step}/9000000 epoch 3 loss 1.2345", is_training=True)
+            now.write(
+                {
+                    **own,
+                    "time": clock.now,
+                    "progress": f"{step}/9000000",
+                    "workers": workers,
+                    "members": names,
+                }
+            )
+        size += written.stat().st_size
     return ((size - first) * num_nodes + first) / 1e6
 
 

@@ -765,7 +765,7 @@ def _status(args: argparse.Namespace) -> int:
             line = "unreachable"
             if name in last:
                 when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
-                line += f"; {when}: {status_line(last[name], now=last[name]['time'])}"
+                line += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
         else:
             if not status["alive"] and status.get("state") not in runs.ENDED:
                 status["state"] = "gone"
