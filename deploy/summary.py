@@ -6,11 +6,12 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nodekit.deploy import events, runs
 from nodekit.deploy.history import History
+from nodekit.deploy.notes import parse_progress
 from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 
@@ -78,7 +79,18 @@ def summary(run: Run) -> Summary:
         data = {"version": VERSION, "events_bytes": size_bytes, "summary": asdict(found)}
         with contextlib.suppress(OSError):  # a full disk, or a record that is only to be read
             write_private(str(run.folder / FILE), json.dumps(data).encode())
-    return found
+        return found
+    return replace(found, step=_step_now(run) or found.step)
+
+
+def _step_now(run: Run) -> int | None:
+    """That of the least advanced node, as it was last heard of: samples are minutes apart in a long run."""
+    said = [
+        str(each.get("progress") or "")
+        for each in events.now(run.folder).values()
+        if each.get("state") == "running"
+    ]
+    return min((step for each in said if (step := parse_progress(each)["step"]) is not None), default=None)
 
 
 def _load(run: Run) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import cli, plot, runs_compare, runs_table, summary
+from nodekit.deploy import cli, plot, present, runs_compare, runs_table, summary
 from nodekit.deploy.plot import Curve
 from nodekit.deploy.runs import Run, SupervisorLock, starting
 from nodekit.deploy.summary import Summary
@@ -82,6 +82,23 @@ def test_the_table_says_how_far_and_how_well(capsys: pytest.CaptureFixture[str])
         "big-1122-060200-bbbb  2026-11-22 06:02  1 s   2      –      –               –        failed     "
         "gpu2: CUDA out of memory",
     ]
+
+
+def test_of_a_run_that_goes_on_the_step_is_that_of_now(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record("lab-1122-060100-aaaa", state="running", losses=(2.0, 1.0))
+    for node, state, progress in (
+        ("gpu1", "running", "17/20"),
+        ("gpu2", "running", "16/20"),
+        ("gpu3", "starting", ""),
+        ("gpu4", "fenced", "12/20"),
+    ):
+        present.of(str(run.folder)).write(
+            {"run": run.run_id, "time": START, "node": node, "state": state, "progress": progress}
+        )
+    assert " 16/20 " in table(capsys)[1]
+
+    run.finish("stopped", "")
+    assert " 20/20 " in table(capsys)[1], "as its events have it"
 
 
 @pytest.mark.parametrize(
