@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import select
+import struct
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -108,6 +109,7 @@ def follow(
     """
     node_dir = os.path.expanduser(node_dir)
     now: Dict[str, Any] = {}
+    snapshots = ""
     agent: Any = None
     last_status: Optional[Dict[str, Any]] = None
     last_sent, last_looked, last_swept = 0.0, 0.0, 0.0
@@ -126,7 +128,7 @@ def follow(
                 changed = {"folder", "events", "logs"}
                 last_swept = begun
             elif begun - last_looked >= _BEAT_S:
-                changed.add("folder")
+                changed.add("status" if alarm.hears else "folder")
             if not changed:
                 more = alarm.wait(agent, now)
                 continue
@@ -138,8 +140,12 @@ def follow(
                 found = events(node_dir, *events_at)
                 events_at = found[-1][:2] if found else events_at
             if "folder" in changed:
-                now = remote.status(node_dir)
+                now, snapshots = remote.status(node_dir), remote.snapshot_folder(node_dir)
                 now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
+                last_looked = begun
+            elif "status" in changed:
+                of_host = {name: now[name] for name in ("alive", "known", "fence", "granted", "agent")}
+                now = dict(remote.said(node_dir), snapshot=remote.newest_snapshot(snapshots), **of_host)
                 last_looked = begun
             if lines or found or now != last_status or begun - last_sent >= _BEAT_S:
                 part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
@@ -161,6 +167,8 @@ class _Alarm:
     """
 
     def __init__(self, node_dir: str) -> None:
+        self.hears = False
+        """Whether it was told of what changed there, in the last rest."""
         self._node_dir = node_dir
         self._is_set = False
         self._handle: Optional[int] = None
@@ -178,10 +186,11 @@ class _Alarm:
             pass
 
     def wait(self, agent: Any, status: Mapping[str, Any]) -> Set[str]:
-        """Rest; ``{"folder"}`` if something there has changed, since the rest before if there was one."""
+        """Rest; what has changed there, as of `_Changes`, since the rest before if there was one."""
         if not self._is_set:
             self._set()
             return {"folder"}  # what has changed before it was set
+        self.hears = False
         try:
             end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
         except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
@@ -196,10 +205,15 @@ class _Alarm:
             fired = dict(ends.poll((_CALM_S if is_calm else _POLL_S) * 1000))
         finally:
             os.close(end)
+        self.hears = self._handle is not None
         if self._handle is None or self._handle not in fired:
             return set()
-        os.read(self._handle, 1 << 16)
-        return {"folder"}
+        heard, is_moved, at = os.read(self._handle, 1 << 16), False, 0
+        while at < len(heard):  # struct inotify_event
+            _, mask, _, length = struct.unpack_from("iIII", heard, at)
+            is_moved |= not mask & _IN_MODIFY
+            at += 16 + length
+        return {"folder"} if is_moved else {"status"}
 
     def close(self) -> None:
         """Hear no more."""
@@ -221,7 +235,7 @@ class _Changes:
         self._last: Dict[str, Any] = {}
 
     def look(self) -> Set[str]:
-        """Of ``folder``, ``events`` and ``logs`` those that have changed."""
+        """Of ``folder`` (a file there was replaced), ``status``, ``events`` and ``logs`` those that have changed."""
         folder = os.path.join(self._node_dir, "logs")
         listed = _changed(folder)
         if listed != self._last.get("listed"):
@@ -229,11 +243,12 @@ class _Changes:
         events_file = _changed(os.path.join(self._node_dir, "events.jsonl"))
         now: Dict[str, Any] = {
             "listed": listed,
-            "folder": (_changed(self._node_dir), events_file),  # the status is rewritten among the events
+            "folder": _changed(self._node_dir),
+            "status": events_file,  # it is rewritten among the events
             "events": events_file and events_file[1],
             "logs": [listed, *map(_changed, self._logs)],
         }
-        found = {name for name in ("folder", "events", "logs") if now[name] != self._last.get(name)}
+        found = {name for name in ("folder", "status", "events", "logs") if now[name] != self._last.get(name)}
         self._last = now
         return found
 

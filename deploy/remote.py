@@ -120,7 +120,7 @@ def go(
     write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
     if os.path.exists(os.path.join(node_dir, "stop")):
         os.unlink(os.path.join(node_dir, "stop"))
-    before = _said(node_dir)
+    before = said(node_dir)
     if before:  # by another agent
         present.of(node_dir).write(dict({key: before[key] for key in ("run", "node")}, time=time.time()))
     record = {"pid": agent.pid, "start_time": start_time(agent.pid), "boot_id": hostfacts.boot_id()}
@@ -143,7 +143,7 @@ def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[s
         raise RuntimeError("no agent is alive here")
     _enter(node_dir, own, spec, called_off)
     if own["generation"] == spec["generation"]:
-        state = _said(node_dir).get("state")
+        state = said(node_dir).get("state")
         has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
         if state != "fenced" and not (state == "orphaned" and has_moved):
             return status(node_dir)  # it knows all that, and tries again by itself
@@ -162,7 +162,7 @@ def fence(node_dir: str, generation: int) -> Dict[str, Any]:
 
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
     for folder in (
-        _snapshot_folder(node_dir, spec),
+        snapshot_folder(node_dir, spec),
         node_dir,
     ):  # nodekit.training looks where it writes, which may be a shared folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -311,12 +311,12 @@ def status(node_dir: str) -> Dict[str, Any]:
         agent.poll()  # reaps it, so that a dead agent is not taken for a live one
     record = load(os.path.join(node_dir, "agent.json"))
     alive = pid_if_alive(record)
-    found = _said(node_dir)
+    found = said(node_dir)
     found["alive"] = alive is not None
     found["known"] = os.path.isdir(node_dir)
     found["fence"] = _fence_in(node_dir)
     found["granted"] = load(os.path.join(node_dir, "electorate.json"))
-    found["snapshot"] = _newest_snapshot(node_dir)
+    found["snapshot"] = newest_snapshot(snapshot_folder(node_dir))
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
         spec = load(os.path.join(node_dir, "spec.json")) or {}
@@ -325,12 +325,12 @@ def status(node_dir: str) -> Dict[str, Any]:
     return found
 
 
-def _said(node_dir: str) -> Dict[str, Any]:
+def said(node_dir: str) -> Dict[str, Any]:
     """The last status that this node's agent wrote; {} before the first."""
     return max(present.statuses(node_dir).values(), key=lambda each: float(each["time"]), default={})
 
 
-def _snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
+def snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
     """Where the workers of a spec, by default the one that is here, have their snapshots."""
     if spec is None:
         spec = load(os.path.join(node_dir, "spec.json")) or {}
@@ -338,10 +338,10 @@ def _snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) ->
     return folder
 
 
-def _newest_snapshot(node_dir: str) -> List[int]:
-    """(generation, step) of the newest snapshot that is committed here; (-1, 0) without one."""
+def newest_snapshot(folder: str) -> List[int]:
+    """(generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one."""
     try:
-        names = os.listdir(_snapshot_folder(node_dir))
+        names = os.listdir(folder)
     except OSError:  # not there yet
         names = []
     found = (_SNAPSHOT.fullmatch(name) for name in names)
@@ -392,7 +392,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         if warm_agent is not None:
             warm_agent.poll()
         # Without workers nothing can be lost, and an agent that waits for its peers inside torch hears no signal.
-        has_workers = _said(node_dir).get("workers")
+        has_workers = said(node_dir).get("workers")
         wait_s = 0.0 if force else grace_s if has_workers else min(grace_s, NO_WORKERS_GRACE_S)
         if not killed and time.monotonic() - start >= wait_s:
             killed = True
@@ -414,7 +414,7 @@ def _say_stop(node_dir: str) -> None:
 
 def _settle_status(node_dir: str) -> None:
     """An agent that could not write down its own end, being killed, was stopped all the same."""
-    found = _said(node_dir)
+    found = said(node_dir)
     if found and found.get("state") not in ("succeeded", "failed", "stopped"):
         try:
             present.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
@@ -424,7 +424,7 @@ def _settle_status(node_dir: str) -> None:
 
 def _kill_workers(node_dir: str) -> None:
     """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
-    for worker in _said(node_dir).get("workers", []):
+    for worker in said(node_dir).get("workers", []):
         if _is_running(worker["pid"], worker["start_time"]):
             try:
                 os.killpg(worker["pid"], signal.SIGKILL)
@@ -456,7 +456,7 @@ def inject(
     if target in ("agent", "node") and agent is not None:
         _kill(agent, number)
         pids.append(agent)
-    workers = _said(node_dir).get("workers", [])
+    workers = said(node_dir).get("workers", [])
     if target == "worker":
         workers = [each for each in workers if rank in (None, each["rank"])][:1]
     for worker in workers if target != "agent" else []:
@@ -468,7 +468,7 @@ def inject(
 
 def _wait_for_save(node_dir: str, timeout_s: float) -> bool:
     """Wait until a file of the snapshot folder is new or grows."""
-    folder = _snapshot_folder(node_dir)
+    folder = snapshot_folder(node_dir)
     deadline = time.monotonic() + timeout_s
     before = _sizes_in(folder)
     while time.monotonic() < deadline:

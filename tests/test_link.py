@@ -1,5 +1,6 @@
 """Calls into a host's hands, here on this machine."""
 
+import itertools
 import json
 import os
 import socket
@@ -204,6 +205,31 @@ def test_what_has_come_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [reader.call_count for reader in readers] == [1, 1]
 
 
+def test_of_a_new_status_no_more_is_read_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes its share of a core from the ranks."""
+    folder, reader = tmp_path / "n0", mock.Mock(wraps=remote.status)
+    monkeypatch.setattr(remote, "status", reader)
+    counts: list[int] = []
+
+    def then(change: Callable[[], object]) -> Callable[[], None]:
+        def do() -> None:
+            counts.append(reader.call_count)
+            change()
+
+        return do
+
+    sent = followed(
+        folder,
+        monkeypatch,
+        then(lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7})),
+        then(lambda: remote.write_private(str(folder / "fence"), b"3")),
+        then(lambda: None),
+    )
+    (_, *seen) = [(part["status"].get("step"), part["status"]["fence"]) for parts in sent for part in parts]
+    assert seen[-2:] == [(7, -1), (7, 3)]
+    assert [after - before for before, after in itertools.pairwise(counts)] == [0, 1]
+
+
 def test_each_change_is_seen_and_nothing_else_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,10 +291,10 @@ def test_a_rest_ends_when_the_folder_has_changed_or_the_agent_has_ended(
         (tmp_path / "logs/rank0-attempt0.0.log").write_text("x")
         assert rest(0.1) == set(), "what ranks write is looked at in its turn"
         present.of(str(tmp_path)).write(STATUS)
-        assert rest(forever_s) == {"folder"}
+        assert rest(forever_s) == {"status"}
         assert rest(0.1) == set(), "once"
         threading.Timer(0.1, present.of(str(tmp_path)).write, [{**STATUS, "time": 3.5}]).start()
-        assert rest(forever_s) == {"folder"}, "rewritten where it stands"
+        assert rest(forever_s) == {"status"}, "rewritten where it stands"
         threading.Timer(0.1, remote.write_private, [str(tmp_path / "fence"), b"3"]).start()
         assert rest(forever_s) == {"folder"}, "replaced"
         threading.Timer(0.1, agent.kill).start()
