@@ -23,7 +23,7 @@ _BEAT_S = 1.0  # the status is looked at, and sent, at least so often
 _SWEEP_S = 5.0  # all is looked at, whether it seems to have changed or not
 # While ranks train their node's status is rewritten every second, and that ends a rest: this is for when it is not.
 _CALM_S = 1.25
-_IN_MODIFY, _IN_MOVED_TO = 0x02, 0x80  # of linux/inotify.h
+_IN_ATTRIB, _IN_MOVED_TO = 0x04, 0x80  # of linux/inotify.h
 
 
 def logs(
@@ -161,7 +161,7 @@ def follow(
 
 
 class _Alarm:
-    """Ends a rest as soon as a file of a node's folder has changed, as its events do, or its agent has ended.
+    """Ends a rest as soon as a node's status is written, a file of its folder is replaced, or its agent has ended.
 
     So there is little to look at in between: while ranks train each look takes its share of a core from them.
     """
@@ -180,7 +180,7 @@ class _Alarm:
             handle: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             if handle >= 0:
                 self._handle = handle
-                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_MODIFY | _IN_MOVED_TO) < 0:
+                if libc.inotify_add_watch(handle, os.fsencode(self._node_dir), _IN_ATTRIB | _IN_MOVED_TO) < 0:
                     self.close()
         except (ImportError, OSError, AttributeError):  # no ctypes in this python, or no inotify
             pass
@@ -211,7 +211,7 @@ class _Alarm:
         heard, is_moved, at = os.read(self._handle, 1 << 16), False, 0
         while at < len(heard):  # struct inotify_event
             _, mask, _, length = struct.unpack_from("iIII", heard, at)
-            is_moved |= not mask & _IN_MODIFY
+            is_moved |= not mask & _IN_ATTRIB
             at += 16 + length
         return {"folder"} if is_moved else {"status"}
 

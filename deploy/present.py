@@ -80,12 +80,13 @@ class Present:
                 own = [line for line in self._lines if line.said and line.said["node"] == fields["node"]]
                 if own and len(data) < own[-1].length:
                     own[-1].write(handle, data)
-                    return
-                self._add(data)
-                if own:
-                    which = {name: fields.get(name) for name in ("run", "time", "node")}
-                    own[-1].write(handle, encode(which, MOVED))
-                    self._lines.remove(own[-1])
+                else:
+                    self._add(data)
+                    if own:
+                        which = {name: fields.get(name) for name in ("run", "time", "node")}
+                        own[-1].write(handle, encode(which, MOVED))
+                        self._lines.remove(own[-1])
+                os.utime(handle)  # by which hostfollow is woken: once a second, not by each event as well
             finally:
                 os.close(handle)
 

@@ -289,7 +289,8 @@ def test_a_rest_ends_when_the_folder_has_changed_or_the_agent_has_ended(
         assert rest(forever_s) == {"folder"}, "what was there before"
         assert rest(0.1) == set()
         (tmp_path / "logs/rank0-attempt0.0.log").write_text("x")
-        assert rest(0.1) == set(), "what ranks write is looked at in its turn"
+        events.write_text('{"time": 1.5}\n{"time": 2.0}\n')
+        assert rest(0.1) == set(), "what grows is looked at in its turn"
         present.of(str(tmp_path)).write(STATUS)
         assert rest(forever_s) == {"status"}
         assert rest(0.1) == set(), "once"
