@@ -65,6 +65,7 @@ class Source:
                 return {}, {}
         told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
         absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
-        found = now(self._run, self._link)
+        heard = now(self._run, self._link)
+        found = {name: heard[name] for name in self._nodes if name in heard}
         lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
         return found, {**lines, **dict.fromkeys(absent, LOST)}

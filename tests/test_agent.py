@@ -43,11 +43,13 @@ def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
     events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["kind"] != "sample"] == [
         "agent-started",
+        "status",
         "rendezvous",
         "workers-started",
         "attempt-ended",
         "agent-ended",
     ]
+    assert events[1]["state"] == "succeeded", "what it does now stands where it stood at first"
     assert {(event["run"], event["node"]) for event in events} == {("r", "n0")}
 
 
