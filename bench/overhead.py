@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import ctypes
 import io
@@ -30,17 +31,21 @@ GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
 START_S = 60.0
 WHOLE, UNWATCHED, UNSEEN, ALONE = "whole", "unwatched", "unseen", "alone"
+AROUND_S = (-0.01, 0.05)  # when what a look takes is felt
 EDGE_S = 0.05  # of a window, on either side: what stops and goes on takes a moment
 SETTLE_S = 0.4  # after a stop: what was left undone is done
 LOGGING = ("logbook", "status")  # threads of the agent: lines are dated and bounded, steps and uses noted
 DESCRIPTION = """\
-Five costs of seeing a run.
+Six costs of seeing a run.
 
   training   a node of one core trains the shared module, which takes all of it; the supervisor is on another
              core, as it is on another machine. What watches (the link's far end, the supervisor) is stopped in
              some windows, what logs (threads of the agent) too in others, and all of kit in the rest: how many
              steps per second there are with it, as a ratio to those without. It is the hardest case: no second
              core, and no GPU, hides any of it.
+  a look     once a second the agent's status is written and the link's far end sends it. The steps around that
+             moment are compared with those of the second around it, which shows a tenth of a percent: what
+             runs from second to second, as a machine's speed does, does not show.
   a core     what kit takes of it meanwhile: the link's far end, which watches, the agent's threads that log, and
              all of it. The rest of the agent looks after the job: rendezvous, hangs, copies of snapshots.
   a step     what the training module itself takes to note one: metrics.jsonl, TensorBoard's curves, progress.
@@ -50,7 +55,7 @@ Five costs of seeing a run.
 """
 EPILOG = """\
 examples:
-  bench/overhead                    some eleven minutes; wants a machine that has nothing else to do
+  bench/overhead                    some fifteen minutes; wants a machine that has nothing else to do
   bench/overhead --seconds 30       a rough look
 
 Exit status: 0 unless something broke; a goal that is missed is no error.
@@ -227,9 +232,11 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
         "logging": [agents, LOGGING],
         "supervisor": [[job.supervisor]],
     }
-    note(f"training: {seconds / 10:.0f} s, to see what kit takes of a core")
+    note(
+        f"training: {seconds / 3:.0f} s, to see what kit takes of a core, and what a look takes of the steps around it"
+    )
     begun, before = time.monotonic(), {name: _cpu_s(*args) for name, args in groups.items()}
-    time.sleep(seconds / 10)
+    looks = _looks(job, seconds / 3)
     spent = time.monotonic() - begun
     cpu = {name: (_cpu_s(*args) - before[name]) / spent for name, args in groups.items()}
     note(f"and in turns with kit stopped, {seconds:.0f} s")
@@ -255,13 +262,45 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
             train(WHOLE)
     time.sleep(1.0)
     steps = job.steps()
+    done = [at for at, _ in steps]
+    lost = [each for look in looks if (each := lost_s(done, look)) is not None]
     rates = [(turn, _rate(steps, start + EDGE_S, end - EDGE_S)) for turn, start, end in windows]
     rates_of = {name: [rate for turn, rate in rates if turn == name] for name in (WHOLE, *without)}
     ratios: dict[str, list[float]] = {turn: [] for turn in without}
     for (_, before_it), (turn, less), (_, after_it) in zip(rates, rates[1:], rates[2:], strict=False):
         if turn != WHOLE:  # of its two neighbours: a machine that grows faster or slower does not show
             ratios[turn].append((before_it + after_it) / 2 / less)
-    return {"cpu": cpu, "ratios": ratios, "rates": rates_of}
+    return {"cpu": cpu, "ratios": ratios, "rates": rates_of, "lost": lost}
+
+
+def _looks(job: Job, seconds: float) -> list[float]:
+    """When the node was looked at meanwhile: its status is written then, and the link's far end woken by it."""
+    now = present.Present(str(next(iter(job.node_dirs.values())) / "events.jsonl"))
+    found: list[float] = []
+    begun = time.monotonic()
+    while time.monotonic() < begun + seconds:
+        found += [each["time"] for each in now.read().values() if each["time"] not in found[-1:]]
+        time.sleep(0.1)
+    return found
+
+
+def lost_s(done: Sequence[float], look: float) -> float | None:
+    """Seconds of training that are missing around a look, by the rate in the rest of the second around it."""
+
+    def count(at: float) -> float | None:
+        """Steps done by then, with the part of the one under way."""
+        index = bisect.bisect_right(done, at)
+        if not 0 < index < len(done):
+            return None
+        return index + (at - done[index - 1]) / (done[index] - done[index - 1])
+
+    before, after = AROUND_S
+    counts = [count(look + each) for each in (-0.5, before, after, 0.5)]
+    if None in counts:
+        return None
+    first, low, high, last = (each for each in counts if each is not None)
+    rest = (low - first + last - high) / (1 - (after - before))
+    return (after - before) - (high - low) / rest
 
 
 def _rate(steps: Sequence[tuple[float, int]], start: float, end: float) -> float:
@@ -465,7 +504,12 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
         here = middle(found["ratios"][turn])
         return f"{here:.4f} ({low:.4f}–{high:.4f}); {rates[WHOLE]:.1f} to {rates[turn]:.1f} steps/s"
 
+    lost = found["lost"]  # shares of a second
+    most_off = 1.645 * statistics.stdev(lost) / len(lost) ** 0.5  # with 90 %
+    here = statistics.mean(lost)
+    around = f"{here:.2%} ({here - most_off:.2%}–{here + most_off:.2%}); {len(lost)} looks"
     return [
+        ["training, lost around each look", around, f"{GOAL_SHARE:.1%}"],
         ["training, watched and logged to neither", ratio(UNSEEN), f"{1 - GOAL_SHARE:.3f}"],
         ["training, watched to unwatched", ratio(UNWATCHED), ""],
         ["training, with all of kit to none", ratio(ALONE), ""],
