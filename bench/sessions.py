@@ -203,8 +203,7 @@ class Kit(Session):
             self.bench.upper(name, f"{node['node_dir']}/events.jsonl") for name, node in run["nodes"].items()
         ]
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-        found: list[dict[str, Any]] = [json.loads(line) for line in lines if events.parse_all([line])]
-        return sorted(found, key=lambda event: float(event["time"]))
+        return sorted(events.objects(lines), key=lambda event: float(event["time"]))
 
 
 def wait_for(condition: Any, *, timeout_s: float) -> bool:

@@ -192,10 +192,10 @@ class Watch:
 
     def _new_events(self, name: str, read: Callable[[str, int], list[list[Any]]]) -> list[dict[str, Any]]:
         """What has happened by a file of events since it was last read."""
-        told = []
+        told: list[dict[str, Any]] = []
         while found := read(*self._events_at.get(name, ("", 0))):
             self._events_at[name] = found[-1][0], found[-1][1]
-            told += [json.loads(line) for _, _, line in found if events.parse_all([line])]
+            told += events.objects(line for _, _, line in found)
         return told
 
     def _new_lines(self, key: tuple[str, str], text: str) -> list[dict[str, Any]]:

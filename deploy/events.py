@@ -57,6 +57,17 @@ def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
     return sorted(found.values(), key=lambda event: event.time)
 
 
+def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
+    """What has happened, by some lines, as they have it; without those that are torn."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            fields = json.loads(line)
+            if fields["kind"] not in _REWRITTEN:
+                found.append(fields)
+    return found
+
+
 def read(folder: Path) -> list[Event]:
     """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file."""
     try:
@@ -135,10 +146,9 @@ class Gatherer:
         """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
         if status == self._statuses.get(node) or "time" not in status:
             return
-        told = _by_our_clock(status, clock_offset)
         failures = [_by_our_clock(each, clock_offset) for each in status.get("failures", ())]
         with contextlib.suppress(OSError):
-            self._present.write({**told, **({"failures": failures} if failures else {}), "node": node})
+            self._present.write({**_by_our_clock(status, clock_offset), "failures": failures, "node": node})
             self._statuses[node] = status
 
 

@@ -422,6 +422,14 @@ def test_the_supervisor_is_killed_and_another_takes_over(
     run.up = second
     run.lab.crash("node1")
     run.wait_world("node2", 2)
+    heard = r"^  node1  unreachable; last heard of \d\d-\d\d \d\d:\d\d:\d\d: running  rank \d of 3  step "
+    assert re.search(heard, run.kit.run("status").stdout, re.MULTILINE)
+    told = json.loads(run.kit.run("status", "--json").stdout)["status"]
+    assert {name: told[name]["alive"] for name in sorted(told)} == {
+        "node1": None,
+        "node2": True,
+        "node3": True,
+    }
     run.end()
     assert run.status("node2")["generation"] == 1
     run.trained_as(unbroken)
