@@ -1,6 +1,6 @@
 # Each target does its own set-up, from a fresh clone on a machine with python3, git and make.
 
-.PHONY: help up test quick check bench docs
+.PHONY: help up test quick check bench docs releases
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
@@ -8,6 +8,7 @@ help:
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
 	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about an hour)"
 	@echo "make check  ruff and mypy alone"
+	@echo "make releases  try the mends of torch's rendezvous against every line of torch releases"
 	@echo "make docs   the documentation as a site, in site/"
 
 up:
@@ -45,3 +46,7 @@ docs:
 	@.ci/setup dev
 	@.venv/bin/mkdocs build --strict --clean --quiet
 	@echo "the documentation: $(CURDIR)/site/index.html (with search: python3 -m http.server -d site)"
+
+releases:
+	@.ci/setup dev
+	@.venv/bin/python tests/releases.py

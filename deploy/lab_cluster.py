@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from nodekit.deploy import lab_disk, lab_needs, lab_network, lab_process
 from nodekit.deploy.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.deploy.lab_slurm import LabSlurm
+from nodekit.deploy.lab_slurm import STATE_FOLDERS, LabSlurm
 from nodekit.inventory.errors import HostError, KitError
 
 T = TypeVar("T")
@@ -127,6 +127,7 @@ class Lab:
         public_key = lab_disk.make_key(lab.identity_file, comment=f"the lab {name}")
         hidden = [Path("/tmp"), Path("/var/tmp"), lab_disk.root_home(), folder]  # noqa: S108
         if slurm:
+            hidden += STATE_FOLDERS
             lab.slurm.write_files()
             lab.slurm.start_control(public_key=public_key, hidden=hidden)
 

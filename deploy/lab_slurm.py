@@ -32,6 +32,8 @@ READY_S = 90
 """slurmctld asks a node whose cable was cut to register again after up to a minute."""
 GRACE_S = 3
 """How long after its signal a preempted job may go on; Slurm looks every few seconds only."""
+STATE_FOLDERS = [Path("/var/spool/slurmctld"), Path("/var/spool/slurmd"), Path("/var/lib/lab-database")]
+"""Where the daemons keep jobs and accounts, empty at first: a Slurm of this machine's may have left its own there."""
 REQUEUE_DELAY_S = 5
 """The least that Slurm takes: for so long it does not start a job again that it has put back."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import warm_python
 
 # Clipping is active and shows a wrong scale of the gradients, which AdamW alone would hide.
 SAME = [
@@ -62,8 +63,17 @@ def train(
     """Run the module to its end, and give what it said."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launcher]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "nodekit.training", "--output", str(folder), *SAME, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [
+            warm_python.program(),
+            *torchrun,
+            "-m",
+            "nodekit.training",
+            "--output",
+            str(folder),
+            *SAME,
+            *arguments,
+        ],
+        env={**os.environ, **warm_python.environment()},
         capture_output=True,
         text=True,
         timeout=150,

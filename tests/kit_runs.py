@@ -17,6 +17,7 @@ import pytest
 import yaml
 from agents import until
 
+from nodekit.deploy import runs
 from nodekit.deploy.lab_cluster import Lab
 
 RUN_ID = re.compile(r"^(?:run|resuming) (\S+?);?(?: |$)", re.MULTILINE)
@@ -152,6 +153,7 @@ def kit(lab: Lab, tmp_path: Path) -> Iterator[Kit]:
     yield started
     started.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        for path in (Path(os.environ["XDG_STATE_HOME"]) / "nodekit/runs").glob("*"):
-            started.run("down", path.name, "--force", timeout_s=60)
+        for each in runs.all_runs():
+            if each.state not in runs.ENDED:
+                started.run("down", each.run_id, "--force", timeout_s=60)
     assert not started.leftovers()

@@ -1,6 +1,7 @@
 """`kit test` and `kit predict`, and the module they run where the weights lie: exact counts, and what is refused."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from agents import processes_of, until
 from kit_runs import Kit
 from rich.cells import cell_len
@@ -105,8 +107,11 @@ def check_report(told: dict[str, Any], right: list[int], said: list[int], labels
 def run_module(
     folder: Path, *args: str, text: str = "", cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "nodekit.training.apply", str(folder), *args]
-    return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+    argv = [warm_python.program(), "-m", "nodekit.training.apply", str(folder), *args]
+    env = {**os.environ, **warm_python.environment()}
+    return subprocess.run(
+        argv, input=text, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env
+    )
 
 
 def test_every_count_is_what_plain_transformers_and_scikit_learn_give(text_folder: Path) -> None:

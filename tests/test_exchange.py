@@ -1,13 +1,13 @@
 """Snapshots go from node to node at the start: into files, read by all of a node's ranks; one copy where shared."""
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from test_training import finish, free_port, started
 
 from nodekit.training import Snapshots
@@ -64,12 +64,14 @@ def outcome(
     (folder / "shared" / "is one folder").touch()
     hold(folder / "shared" / "node0" / "snapshots", 7)
     (folder / "fenced" / "node1" / "snapshots" / "fence").write_text("3\n")
+    program = folder.parent / "exchange.py"
+    program.write_text(PROGRAM)
     port = free_port()
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
                 started(
-                    [sys.executable, "-c", PROGRAM, str(folder)],
+                    [warm_python.program(), str(program), str(folder)],
                     RANK=rank, WORLD_SIZE=4, LOCAL_RANK=rank % 2, LOCAL_WORLD_SIZE=2, GROUP_RANK=rank // 2,
                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                 )

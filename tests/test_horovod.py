@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from nodekit.training.engines import EngineError, build_horovod, check_engine
 from nodekit.training.options import parse
@@ -56,9 +56,9 @@ def train(
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launch]
     module = ["-m", "nodekit.training", "--output", "out", "--epochs", "1", "--micro-batch", "16"]
     return subprocess.run(
-        [sys.executable, "-m", *launcher, *module, "--lr", "0.0003", "--clip", "0.5", *arguments],
+        [warm_python.program(), "-m", *launcher, *module, "--lr", "0.0003", "--clip", "0.5", *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm_python.environment()},
         capture_output=True,
         text=True,
         timeout=150,

@@ -17,7 +17,7 @@ from nodekit.deploy import lab_cluster
 from nodekit.deploy.lab import Lab, add_commands, run_status
 from nodekit.deploy.lab_network import LabHost
 from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.deploy.lab_slurm import LabSlurm, slurm_conf
+from nodekit.deploy.lab_slurm import STATE_FOLDERS, LabSlurm, slurm_conf
 from nodekit.inventory.errors import KitError
 
 in_a_lab = pytest.mark.lab
@@ -81,6 +81,15 @@ def test_a_step_runs_on_every_host(cluster: Lab) -> None:
     # Who is logged in on a host needs no setting at all.
     output = on(cluster, "node2", "srun", "-N3", "--time=1", "hostname")
     assert sorted(output.split()) == ["node1", "node2", "node3"]
+
+
+@in_a_lab
+def test_no_daemon_sees_what_a_slurm_of_this_machine_has_left(cluster: Lab) -> None:
+    disks = sorted(cluster.folder.glob("hosts/*/upper"))
+    assert [disk.parent.name for disk in disks] == ["control", "node1", "node2", "node3"]
+    for disk in disks:
+        for folder in STATE_FOLDERS:  # opaque: what the machine has there does not shine through
+            assert os.getxattr(disk / folder.relative_to("/"), "trusted.overlay.opaque") == b"y"
 
 
 @in_a_lab

@@ -6,13 +6,13 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from test_training import environ, ranks, torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -93,7 +93,7 @@ def train(
     given = ["--task", task, "--output", folder, *OPTIONS, *arguments]
     if num_ranks == 1:
         done = subprocess.run(
-            [sys.executable, "-m", "nodekit.training", *map(str, given)],
+            [warm_python.program(), "-m", "nodekit.training", *map(str, given)],
             env=environ(**extra),
             capture_output=True,
             text=True,
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_write_keeps_all_from_it_and_training_goes_on(task: s
     assert steps(tmp_path / "snapshots") == [9, 12]
     assert len(list((tmp_path / "snapshots").iterdir())) == 4
     out = tmp_path / "out.pt"
-    gather = [sys.executable, "-m", "nodekit.training.gather", str(tmp_path / "snapshots"), str(out)]
+    gather = [warm_python.program(), "-m", "nodekit.training.gather", str(tmp_path / "snapshots"), str(out)]
     done = subprocess.run(gather, capture_output=True, text=True, timeout=60, check=True)
     weights = torch.load(out, weights_only=True)
     assert f"{len(weights)} tensors in {out.stat().st_size:,} bytes, of step 12 " in done.stdout

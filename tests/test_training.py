@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 from nodekit.training import Snapshots
 from nodekit.training.options import parse
@@ -76,7 +77,7 @@ class Faulty(Digits):
 
 
 def environ(**extra: object) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in extra.items()}}
+    return {**os.environ, **warm_python.environment(), **{name: str(value) for name, value in extra.items()}}
 
 
 def free_port() -> int:
@@ -89,7 +90,7 @@ def free_port() -> int:
 def torchrun(num_ranks: int, *arguments: object, **extra: object) -> Iterator[subprocess.Popen[str]]:
     """The module under real torchrun; nothing of it outlives the block."""
     launcher = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
+        warm_python.program(), "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
         "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "nodekit.training",
     ]  # fmt: skip
     with started([*launcher, *map(str, arguments)], **extra) as process:
@@ -115,15 +116,23 @@ def started(argv: list[str], **extra: object) -> Iterator[subprocess.Popen[str]]
 
 @contextlib.contextmanager
 def ranks(
-    world_size: int, program: list[str], *arguments: object, one_node: bool = False, **extra: Any
+    world_size: int,
+    program: list[str],
+    *arguments: object,
+    one_node: bool = False,
+    python: str = "",
+    **extra: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks started by hand, on one node or each on its own; an extra that is a list has a value per rank."""
+    """Ranks started by hand, on one node or each on its own; an extra that is a list has a value per rank.
+
+    `python` is `warm_python`'s, unless the pids have to be those of the ranks.
+    """
     port = free_port()
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
                 started(
-                    [sys.executable, *program, *map(str, arguments)],
+                    [python or warm_python.program(), *program, *map(str, arguments)],
                     RANK=rank,
                     WORLD_SIZE=world_size,
                     LOCAL_RANK=rank if one_node else 0,
@@ -262,7 +271,7 @@ def test_scaler_and_clipping_resume_identically_in_a_world_of_one(tmp_path: Path
     ]  # fmt: skip
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for output, kill_at, code in ((whole, 0, 0), (broken, 7, -signal.SIGKILL), (broken, 0, 0)):
-        argv = [sys.executable, *MODULE, *map(str, arguments), "--output", str(output)]
+        argv = [warm_python.program(), *MODULE, *map(str, arguments), "--output", str(output)]
         # The loss is so large that the scaler must learn its scale in the first steps.
         with started(argv, SEEN=tmp_path / "seen", KILL_AT=kill_at, LOSS_SCALE=1000) as process:
             finish(process, code)
@@ -311,7 +320,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_edge_with_a_snapshot(
 
 
 def test_a_stop_does_not_wait_for_a_silent_peer(tmp_path: Path) -> None:
-    with ranks(2, MODULE, "--epochs", 500, "--grace", 1, "--output", tmp_path, one_node=True) as processes:
+    arguments = ["--epochs", 500, "--grace", 1, "--output", tmp_path]
+    with ranks(2, MODULE, *arguments, one_node=True, python=sys.executable) as processes:
         wait_for_line(processes[0], "first step")
         processes[1].send_signal(signal.SIGSTOP)
         processes[0].send_signal(signal.SIGTERM)
@@ -367,7 +377,7 @@ def test_a_node_whose_disk_fails_trains_on_and_rank_0_says_so(tmp_path: Path) ->
     disk.write_text("not mounted")
     progress = tmp_path / "progress"
     with ranks(
-        2, MODULE, "--epochs", 500, "--snapshot-every", 3, "--output", tmp_path / "output",
+        2, MODULE, "--epochs", 500, "--snapshot-every", 3, "--output", tmp_path / "output", python=sys.executable,
         NODEKIT_SNAPSHOT_DIR=[tmp_path / "good", disk / "snapshots"],
         NODEKIT_PROGRESS_FILE=[progress, tmp_path / "other"],
     ) as processes:  # fmt: skip
@@ -424,17 +434,18 @@ def test_all_ranks_go_on_from_the_newest_whole_snapshot_that_any_node_holds(tmp_
     }
     for name, (held, _) in scenarios.items():
         for rank, ages in enumerate(held):
-            folder = tmp_path / name / f"node{rank}" / "snapshots"
+            folder = tmp_path / "nodes" / name / f"node{rank}" / "snapshots"
             folder.parent.mkdir(parents=True)
             for generation, step in ages:
                 state = {"age": [generation, step], "weights": torch.zeros(2000)}
                 assert Snapshots(folder, generation=generation).save(state, step=step)
-    damaged = tmp_path / "the newest is damaged" / "node0" / "snapshots"
+    damaged = tmp_path / "nodes" / "the newest is damaged" / "node0" / "snapshots"
     with (damaged / Snapshots(damaged).manifests()[0].payload).open("r+b") as file:
         file.seek(5000)
         file.write(b"damage")
-    (tmp_path / "nowhere to write" / "node0" / "snapshots").write_text("a file")
-    with ranks(3, ["-c", EXCHANGE], tmp_path) as processes:
+    (tmp_path / "nodes" / "nowhere to write" / "node0" / "snapshots").write_text("a file")
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    with ranks(3, [str(tmp_path / "exchange.py")], tmp_path / "nodes") as processes:
         said = [finish(process) for process in processes]
     for output in said:
         found = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
@@ -447,7 +458,7 @@ def test_all_ranks_go_on_from_the_newest_whole_snapshot_that_any_node_holds(tmp_
     assert "is another than its manifest's" in said[0]
     assert "no snapshot of step 5, sent by another node" in said[0]
     for rank in range(3):  # those who lacked it have a copy now
-        kept = Snapshots(tmp_path / "one has it" / f"node{rank}" / "snapshots").load()
+        kept = Snapshots(tmp_path / "nodes" / "one has it" / f"node{rank}" / "snapshots").load()
         assert kept
         assert kept.manifest.age == (0, 5)
 
@@ -523,7 +534,7 @@ def test_what_only_torch_can_tell_is_refused_before_any_rank_waits_for_another(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     nobody = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    argv = [sys.executable, *MODULE, *arguments, "--output", str(tmp_path)]
+    argv = [warm_python.program(), *MODULE, *arguments, "--output", str(tmp_path)]
     with started(argv, **nobody) as process:
         assert message in finish(process, 2)
 
@@ -531,7 +542,7 @@ def test_what_only_torch_can_tell_is_refused_before_any_rank_waits_for_another(
 def test_a_snapshot_of_another_model_is_refused_by_name(tmp_path: Path, task: str) -> None:
     arguments = ["--epochs", "1", "--batch-size", "400", "--output", str(tmp_path)]
     for name, code in (("digits", 0), (task, 1)):
-        argv = [sys.executable, *MODULE, "--task", name, *arguments]
+        argv = [warm_python.program(), *MODULE, "--task", name, *arguments]
         with started(argv, SEEN=tmp_path / "seen") as process:
             said = finish(process, code)
     assert "is not of this task or model" in said

@@ -20,6 +20,15 @@ dist.init_process_group("gloo")
 rank, total = dist.get_rank(), torch.ones(1)
 dist.all_reduce(total)
 """
+# The digits, slowly while a file is there, so that something can happen in the middle of a run.
+SLOW = """
+import os, time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.2 if os.path.exists("/root/hold") else 0)
+        return super().loss(model, batch)
+"""
 FOREVER = (
     DDP + "print('rank', rank, 'is up', flush=True)\nwhile True: dist.all_reduce(total); time.sleep(0.1)\n"
 )
@@ -324,23 +333,35 @@ def test_two_runs_at_once_on_the_same_hosts_do_not_touch_each_other(kit: Kit) ->
 
 def test_kit_down_and_up_again_goes_on_at_the_step_after_the_snapshot(kit: Kit) -> None:
     # No snapshot by the interval: what the run goes on from can only be the stop's own.
-    command = ["-m", "nodekit.training", "--epochs", "20", "--snapshot-every", "100000"]
+    command = [
+        "-m",
+        "nodekit.training",
+        "--task",
+        "slow.py:Task",
+        "--epochs",
+        "3",
+        "--snapshot-every",
+        "100000",
+    ]
+    (kit.folder / "slow.py").write_text(SLOW)
     kit.inventory("whole.yaml", name="whole")
     done = kit.run("up", "whole.yaml", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     unbroken = kit.metrics("node1", run_id(done.stdout))
     kit.inventory("again.yaml", name="again")
+    kit.on_host("node1", "touch", "/root/hold")
     up = kit.start("up", "again.yaml", "--", *command)
     kit.wait_for("world size 3")
-    until(lambda: _step_of(kit) > 30, timeout_s=60, what="step 30")
+    until(lambda: _step_of(kit) > 5, timeout_s=60, what="step 5")
     assert kit.run("down").returncode == 0
     assert up.wait(30) == 3
     assert not kit.leftovers()
+    kit.on_host("node1", "rm", "/root/hold")
     again = kit.run("up", "again.yaml", "--", *command)
     assert again.returncode == 0, again.stdout + again.stderr
     resumed = re.search(r"resumed at step (\d+)", again.stdout)
     assert resumed, again.stdout
-    assert 30 <= int(resumed.group(1)) < 20 * 23, "in the middle of the run"
+    assert 5 <= int(resumed.group(1)) < 3 * 23, "in the middle of the run"
     curve = kit.metrics("node1", run_id(again.stdout))
     losses = [(line["step"], line["loss"]) for line in curve if "loss" in line]
     assert losses == [(line["step"], line["loss"]) for line in unbroken if "loss" in line]

@@ -1,0 +1,192 @@
+"""A python that is there at once: a fork of one process that has imported torch and its friends already.
+
+A test that starts the shared module spends most of its time in imports, in every rank anew. `program` is the path of a
+program to be used as ``python`` is. It has that one process fork a child, which becomes what was asked for as kit's own
+ranks do (deploy/forkserver.py), with the caller's files, folder and environment; it passes signals on and ends as
+the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real python.
+
+Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for the real one, ``sys.executable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nodekit.deploy import forkserver, worker
+
+PRELOAD = (
+    *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
+    *("sklearn.datasets", "sklearn.metrics", "transformers", "accelerate", "lightning_fabric", "deepspeed"),
+    *("nodekit.training.loop", "nodekit.training.tasks.text"),
+)
+CLIENT = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+asked = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode() + b"\\n"
+socket.send_fds(connection, [asked[:1]], [0, 1, 2])
+connection.sendall(asked[1:])
+for number in {signals}:
+    signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
+status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
+if status < 0:
+    if -status not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+FORWARDED = tuple(
+    int(each)
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+)
+
+
+@functools.cache
+def _started() -> tuple[subprocess.Popen[bytes], Path]:
+    folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+    client, address = folder / "python", folder / "socket"
+    client.write_text(CLIENT.format(python=sys.executable, address=str(address), signals=FORWARDED))
+    client.chmod(0o700)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "warm_python", str(address)],
+        # PYTHON_EXEC is what torchrun starts its ranks with.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client), "PYTHONPATH": str(HERE)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"listens\n", "it did not start"
+    return process, folder
+
+
+HERE = Path(__file__).parent
+
+
+def program() -> str:
+    """The program's path; the process behind it is started by the first call."""
+    return str(_started()[1] / "python")
+
+
+def environment() -> dict[str, str]:
+    """What the process behind it was started with and a caller has to hand on, for its ranks to be forks too."""
+    return {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": program()}
+
+
+def stop() -> None:
+    """End that process, and with it all it has forked, if there is one."""
+    if not _started.cache_info().currsize:
+        return
+    process, folder = _started()
+    process.kill()
+    process.wait()
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    _started.cache_clear()
+
+
+class _Maker(forkserver._Server):
+    """Forks children for clients, and tells each how its child has ended."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(listening, set())
+        self._env.pop("PYTHONPATH")  # it was for us
+        self._path = [each for each in self._path if each != str(HERE)]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ, self._accept)
+
+    def run(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._socket.accept()
+        data, files, *_ = socket.recv_fds(connection, 1 << 16, 3)
+        while data and not data.endswith(b"\n"):
+            more = connection.recv(1 << 20)
+            data = data + more if more else b""
+        if data:
+            pid = self._fork(json.loads(data), files)
+            ended = os.pidfd_open(pid)
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._heard(connection, pid))
+            self._selector.register(ended, selectors.EVENT_READ, lambda: self._ended(connection, pid, ended))
+        for each in files:
+            os.close(each)
+
+    def _fork(self, asked: dict[str, Any], files: list[int]) -> int:
+        server = os.getpid()
+        if pid := os.fork():
+            return pid
+        try:
+            worker.die_with(server)
+            os.setsid()
+            for number, each in enumerate(files):
+                os.dup2(each, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            argv, env = ["python", *asked["argv"]], asked["env"]
+            target = forkserver._Target.parse(argv)
+            as_ours = {
+                **env,
+                "HOME": self._env["HOME"],
+            }  # every test has its own; nothing imported has read it
+            if forkserver._refusal(target, as_ours, asked["cwd"], self._env):
+                target = None
+            self._become({**asked, "argv": argv}, target)
+        finally:
+            os._exit(1)
+
+    def _heard(self, connection: socket.socket, pid: int) -> None:
+        """A signal, or the client's own end."""
+        said = b""
+        with contextlib.suppress(OSError):
+            said = connection.recv(4096)
+        if not said:
+            self._selector.unregister(connection)
+            forkserver.signal_groups({0: pid}, signal.SIGKILL)
+        for line in said.splitlines():
+            os.kill(pid, int(line))
+
+    def _ended(self, connection: socket.socket, pid: int, ended: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(ended)
+        os.close(ended)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def _main(address: str) -> NoReturn:
+    worker.die_with(os.getppid())
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen(100)
+        maker = _Maker(listening)
+        print("listens")
+        for name in PRELOAD:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
+        gc.collect()
+        gc.freeze()
+        maker.run()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
