@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
+
+from nodekit.deploy import runs
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +81,32 @@ def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(lo
     assert (mended.returncode, run_id(mended.stdout)) == (0, run_id(failed.stdout)), mended.stdout
     after = local.run("up", "two nodes.yaml", "--", "job.py")
     assert run_id(after.stdout) != run_id(failed.stdout)
+
+
+def test_agents_that_a_stop_has_missed_are_ended_when_the_run_goes_on(local: Kit, own_home: Path) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    up = ("up", "two nodes.yaml", "-d", "--", "job.py")
+    assert local.run(*up).returncode == 0
+    (run,) = runs.all_runs()
+    (supervisor,) = (
+        pid for pid, line in processes_of(f"HOME={own_home}").items() if f"supervise {run.run_id}" in line
+    )
+    os.kill(supervisor, signal.SIGKILL)
+    until(lambda: supervisor not in processes_of(f"HOME={own_home}"))
+    run = runs.find(run.run_id)
+    run.finish("stopped", "by hand, while its nodes were out of reach")
+
+    def workers() -> dict[str, int]:
+        status = json.loads(local.run("status", "--json").stdout)["status"]
+        return {name: each["workers"][0]["pid"] for name, each in status.items() if each.get("workers")}
+
+    before = workers()
+    again = local.run(*up)
+    assert (again.returncode, run_id(again.stdout)) == (0, run.run_id), again.stdout + again.stderr
+    after = workers()
+    assert set(before) == set(after) == {"a", "b"}
+    assert set(before.values()).isdisjoint(after.values())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
 
 
 def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
