@@ -1,5 +1,9 @@
 # Each target does its own set-up, from a fresh clone on a machine with python3, git and make.
 
+# A file's tests run in one worker, those of the longest files first (tests/conftest.py). Three workers on two cores: the
+# tests that start hosts or jobs spend a good part of their time waiting.
+PYTEST = .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
+
 .PHONY: help up test quick check bench docs releases
 
 help:
@@ -17,11 +21,10 @@ up:
 
 test: check
 	@.ci/setup test
-	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not lab and not slow"
-	@.venv/bin/python -m pytest -m "lab or slow"
+	@$(PYTEST) -n 3
 
 quick: check
-	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not lab and not slow"
+	@$(PYTEST) -n 2 -m "not lab and not slow"
 
 check:
 	@.ci/setup dev

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import warm_python
 
+# Workers share the machine's cores; torch, imported by tests later, would start a thread on each of them in every worker.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 pytest_plugins = ["agents", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 
-LONGEST_FIRST = ("recovery_lab", "slurm", "engines", "up_lab", "readme", "drill", "environment", "apply")
+LONGEST_FIRST = (
+    *("slurm", "recovery_lab", "engines", "readme", "up_lab", "drill", "training", "up_local", "sharded"),
+    *("text", "agent", "environment", "board", "replicas", "apply", "simulation"),
+)
 """The files that take longest: workers begin with these, so that none has a long one left at the end."""
 
 

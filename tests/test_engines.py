@@ -42,13 +42,13 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
     way: list[str], by_ddp: dict[int, float], tmp_path: Path
 ) -> None:
     num_ranks = ranks_of(way)
-    own = [*killed_once(tmp_path, step=34, num_ranks=num_ranks), "--epochs", "3", "--snapshot-every", "8"]
+    own = [*killed_once(tmp_path, step=34, num_ranks=num_ranks), "--epochs", "2", "--snapshot-every", "8"]
     said = train(tmp_path, *own, *way, num_ranks=num_ranks, launcher=["--max-restarts", "1"])
     assert "resumed at step 32 " in said
     found = losses(tmp_path)
-    assert len(found) == 69
+    assert len(found) == 46
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
-    assert json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.7
+    assert json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
 
 
 @pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))

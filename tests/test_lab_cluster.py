@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
-from lab_hosts import connect_s, on, processes, wait_until
+from lab_hosts import connect_s, on, processes
 
 from nodekit.deploy import lab_cluster, lab_disk, lab_process
 from nodekit.deploy.lab import Lab, add_commands

@@ -29,11 +29,15 @@ pytestmark = pytest.mark.lab
 
 # The shared module's own task, slowed down so that a fault can be aimed at the middle of a run.
 TASK = """
-import os, time
+import time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
     def loss(self, model, batch):
-        time.sleep(0.2 if os.path.exists("/root/hold") else 0.02)
+        try:
+            with open("/root/hold") as file:
+                time.sleep(float(file.read() or 0.2))
+        except FileNotFoundError:
+            time.sleep(0.02)
         return super().loss(model, batch)
 """
 EPOCHS, STEPS = 6, 6 * 23
@@ -78,9 +82,9 @@ class Story:
 
         self._until(there, f"world size {world_size} on {host}", timeout_s)
 
-    def hold(self, host: str) -> None:
+    def hold(self, host: str, step_s: float = 0.2) -> None:
         """Have the job go slowly, by a rank of this host, so that it does not end before something is seen."""
-        self.kit.on_host(host, "touch", "/root/hold")
+        self.kit.on_host(host, "sh", "-c", f"echo {step_s} >/root/hold.new && mv /root/hold.new /root/hold")
 
     def release(self) -> None:
         """Have it go on at its pace."""
@@ -413,7 +417,7 @@ def test_the_supervisor_is_killed_and_another_takes_over(
 ) -> None:
     run = story()
     run.wait_step("node2", 30)
-    run.hold("node2")
+    run.hold("node2", 1.0)  # kit status waits 10 s for a host that is gone, and is asked twice
     second = run.kit.start("up", run.file, "--", *run.command)
     run.kit.wait_for("this one watches", timeout_s=20)
     run.up.kill()

@@ -466,7 +466,7 @@ def test_an_environment_is_made_once_in_the_shared_folder(site: Site) -> None:
 
 
 def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None:
-    jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(20)]
+    jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(8)]
     blocker = site.slurm(
         "sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
     )

@@ -62,9 +62,9 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     client.write_text(CLIENT.format(python=sys.executable, address=str(address), signals=FORWARDED))
     client.chmod(0o700)
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "warm_python", str(address)],
+        [sys.executable, "-u", __file__, str(address)],
         # PYTHON_EXEC is what torchrun starts its ranks with.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client), "PYTHONPATH": str(HERE)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -72,9 +72,6 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     assert process.stdout is not None
     assert process.stdout.readline() == b"listens\n", "it did not start"
     return process, folder
-
-
-HERE = Path(__file__).parent
 
 
 def program() -> str:
@@ -92,8 +89,8 @@ def stop() -> None:
     if not _started.cache_info().currsize:
         return
     process, folder = _started()
-    process.kill()
-    process.wait()
+    with process:
+        process.kill()
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -105,8 +102,7 @@ class _Maker(forkserver._Server):
 
     def __init__(self, listening: socket.socket) -> None:
         super().__init__(listening, set())
-        self._env.pop("PYTHONPATH")  # it was for us
-        self._path = [each for each in self._path if each != str(HERE)]
+        del self._path[0]  # this file's folder
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, self._accept)
 
