@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm_python
 
-# Workers share the machine's cores; torch, imported by tests later, would start a thread on each of them in every worker.
+# Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["agents", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]

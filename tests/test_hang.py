@@ -763,7 +763,7 @@ def test_a_py_spy_that_fails_leads_to_faulthandler(spy, said, tmp_path, started)
     until(lambda: stacks_module._catches_abort(nap.pid), what="faulthandler")
     time_s = time.monotonic()
     alone = stacks({0: nap.pid}, python=str(tmp_path / "python"), timeout_s=2)[0]
-    assert time.monotonic() - time_s < 3
+    assert time.monotonic() - time_s < 20, "one of them sleeps for 1000 s"
     assert alone.how == "none"
     assert said in alone.text
     until(lambda: Path(f"/proc/{nap.pid}/wchan").read_text() == "hrtimer_nanosleep", what="the nap")

@@ -172,7 +172,8 @@ def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> 
         Lab.up(1, folder=lab.folder, slurm=True)
     lab.slurm.run(["srun", "true"], timeout_s=20)
     sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State,Account"]
-    wait_until(lambda: lab.slurm.run(sacct) == "1|COMPLETED|lab\n", timeout_s=20, what="the account")
+    # slurmctld that finds slurmdbd busy tries again only 10 s later, and may do so more than once.
+    wait_until(lambda: lab.slurm.run(sacct) == "1|COMPLETED|lab\n", timeout_s=60, what="the account")
     lab.slurm.run(["sbatch", "--wrap=sleep 1000.6"])
     wait_until(lambda: any("sleep 1000.6" in command for command in everything_of(lab.folder).values()))
     everything = everything_of(lab.folder)

@@ -225,7 +225,7 @@ def test_a_host_that_will_not_do_is_refused_soon_with_its_name_and_the_cure(
     finally:
         if breaks is another_torch:
             kit.on_host("node2", "umount", torch_version_file())
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40, "TCP would try for two minutes"
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(says, done.stderr, re.DOTALL), done.stderr
     assert not [line for line in done.stderr.splitlines() if re.match(r"(kit: )?node[13]:", line)]
