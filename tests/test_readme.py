@@ -75,8 +75,7 @@ def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
             shutil.copytree(ROOT / name, clone / name, dirs_exist_ok=True)
         else:
             shutil.copy(ROOT / name, clone / name)
-    # pip compiles all of PyTorch, in half a minute that is pip's; python compiles what it imports.
-    done = sh("make up", clone, PIP_NO_COMPILE="1")
+    done = sh("make up", clone)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"trained to the end in \d+ s, accuracy (\d+\.\d+)%", done.stdout)
     assert accuracy, done.stdout
