@@ -47,6 +47,7 @@ STEPS_PER_S = 10
 STEADY_S = 10.0  # a group that has gone on for so long must be known to a supervisor that can see it
 AGAIN_S = 150.0  # once the faults have stopped, when the job must train at the latest (and pauses)
 CALM_S = 90.0  # for how long it must then train on undisturbed
+HEARD_S = 15.0  # until the supervisor has looked at all nodes again, some answers being lost
 
 
 class Broken(AssertionError):
@@ -880,6 +881,8 @@ class Simulation:
         if self.finish is not None:
             self.broken(f"it ended: {self.finish}")
         # Those who are back come in, and then nothing is done any more.
+        # A failure that the supervisor was blind to, and hears of only now, makes for a pause of its own.
+        self.until(self.now + HEARD_S)
         self.until(self.now + CALM_S + self.longest_pause())
         if not goes_on():
             self.broken("the job does not train on")
