@@ -56,6 +56,20 @@ def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
 HARD_ARGS = ["a b", "'", '"', "$HOME", "$$", "${local_rank}", ";", "new\nline", "ünï ✓", "", "-x", "*", "\\n"]
 
 
+def test_ranks_are_counted_through_node_by_node(agents: Agents) -> None:
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    agents.start(f"import os\nprint(*map(os.environ.get, {names}))", nproc_per_node=2)
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+    said = [agents.log(rank).split() for rank in range(4)]
+    assert said == [
+        ["0", "0", "0", "4", "2"],
+        ["1", "1", "0", "4", "2"],
+        ["2", "0", "1", "4", "2"],
+        ["3", "1", "1", "4", "2"],
+    ]
+
+
 def test_arguments_arrive_byte_for_byte(agents: Agents) -> None:
     agents.start("import json, sys; print(json.dumps(sys.argv[1:]))", *HARD_ARGS, num_nodes=1)
     agents.wait("n0", "succeeded")
@@ -99,6 +113,26 @@ def test_a_crashed_worker_is_restarted_and_both_logs_are_kept(agents: Agents) ->
     assert failure["error"].endswith("ValueError: boom")
 
 
+SAVES_AND_FAILS = """
+import os, pathlib, sys, time
+folder = pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"]).parents[1] / "snapshots"
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "0":
+        (folder / "mine.tmp").write_text("mine")
+        (folder / "mine.tmp").rename(folder / "mine.pt")
+        sys.exit("as asked")
+    time.sleep(600)
+print([path.read_text() for path in folder.glob("*.pt")])
+"""
+
+
+def test_what_a_rank_has_saved_is_on_all_nodes_at_the_next_attempt(agents: Agents) -> None:
+    agents.start(SAVES_AND_FAILS, max_restarts=1)
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+    assert [agents.log(rank, "0.1") for rank in range(2)] == ["['mine']\n"] * 2
+
+
 def test_a_rank_that_raises_fails_its_node_with_its_own_traceback(agents: Agents) -> None:
     agents.start(ALL_REDUCE + "if dist.get_rank() == 1: raise KeyError('x y')\ndist.all_reduce(total)")
     status = agents.wait("n1", "failed")
@@ -131,6 +165,10 @@ def test_stop_ends_workers_and_what_they_started(agents: Agents) -> None:
     found = agents.links["n0"].call("stop", timeout_s=20, node_dir=str(agents.node_dir("n0")), grace_s=10.0)
     assert found == {"was": "running", "killed": False}
     assert agents.status("n0")["state"] == "stopped"
+    ended = json.loads((agents.node_dir("n0") / "events.jsonl").read_text().splitlines()[-1])
+    assert (ended["kind"], ended["state"]) == ("agent-ended", "stopped"), (
+        "one that only ended is started again"
+    )
     assert not {
         pid: line for pid, line in processes_of(agents.marker).items() if "agent" in line or "sleep" in line
     }
@@ -159,6 +197,29 @@ def test_workers_die_with_an_agent_that_is_killed(agents: Agents) -> None:
     assert (
         agents.wait("n0", "gone")["state"] == "running"
     )  # its last word; that it is not alive tells the rest
+
+
+def test_a_node_that_is_no_majority_waits_until_it_is_granted_one(agents: Agents) -> None:
+    agents.start(FOREVER, min_nodes=1)
+    for name in ("n0", "n1"):
+        agents.wait(name, "running")
+    os.kill(json.loads((agents.node_dir("n1") / "agent.json").read_text())["pid"], signal.SIGKILL)
+    until(lambda: agents.status("n0").get("no_quorum"), what="that half is no majority")
+    assert agents.status("n0")["workers"] == []
+    granted = {"generation": 0, "version": 1, "nodes": ["n0"]}
+    agents.links["n0"].call("grant", timeout_s=5, node_dir=str(agents.node_dir("n0")), electorate=granted)
+    assert agents.wait("n0", "running")["world_size"] == 1
+
+
+def test_a_fence_ends_a_generation_and_the_call_into_the_next_one_begins_it(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1)
+    (before,) = agents.wait("n0", "running")["workers"]
+    agents.links["n0"].call("fence", timeout_s=5, node_dir=str(agents.node_dir("n0")), generation=1)
+    assert agents.wait("n0", "fenced")["workers"] == []
+    assert not Path(f"/proc/{before['pid']}").exists()
+    spec = agents.spec("n0", generation=1, master_port=agents.status("n0")["held_port"])
+    agents.links["n0"].call("call_in", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
+    assert agents.wait("n0", "running")["attempt"].startswith("1.")
 
 
 def test_agents_outlive_the_link_that_started_them(agents: Agents) -> None:
