@@ -1,5 +1,6 @@
 """Calls into a host's hands, here on this machine."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -333,3 +334,67 @@ def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:
     link.call("go", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0})
     assert (node_dir / "spec.json").stat().st_mode & 0o777 == 0o600
     assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"], "generation": 0}
+
+
+def test_a_fence_stands_with_the_node_and_where_its_ranks_save_and_only_goes_up(
+    link: Link, tmp_path: Path
+) -> None:
+    node_dir, saved = tmp_path / "node", tmp_path / "shared snapshots"
+    node_dir.mkdir()
+    spec = {"generation": 0, "env": {"NODEKIT_SNAPSHOT_DIR": str(saved)}}
+    (node_dir / "spec.json").write_text(json.dumps(spec))
+    for generation, fence in ((2, 2), (1, 2), (3, 3)):
+        told = link.call("fence", timeout_s=5, node_dir=str(node_dir), generation=generation)
+        assert told["fence"] == fence
+        assert [(folder / "fence").read_text() for folder in (node_dir, saved)] == [f"{fence}\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("own", "fence", "called_off", "generation", "over"),
+    [
+        pytest.param(0, 1, -1, 1, "", id="the one that it was fenced for"),
+        pytest.param(0, 1, -1, 2, "", id="a later one, which fences off those before"),
+        pytest.param(0, 2, 2, 1, "", id="one before a fencing that was called off"),
+        pytest.param(0, 2, 1, 1, "generation 1 is over: this node is in 2", id="one that is fenced off"),
+        pytest.param(
+            2, 0, 3, 1, "generation 1 is over: this node is in 2", id="one before that which is here"
+        ),
+    ],
+)
+def test_a_node_lets_in_no_generation_that_is_over(
+    link: Link, tmp_path: Path, own: int, fence: int, called_off: int, generation: int, over: str
+) -> None:
+    (tmp_path / "agent").write_text("#!/bin/sh\nexec cat\n")
+    (tmp_path / "agent").chmod(0o755)
+    node = {"node_dir": str(tmp_path / "node")}
+    link.call("warm", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
+    (tmp_path / "node/spec.json").write_text(json.dumps({"generation": own}))
+    link.call("fence", timeout_s=5, generation=fence, **node)
+    with pytest.raises(RemoteError, match=over) if over else contextlib.nullcontext():
+        link.call("go", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
+    assert link.call("status", timeout_s=5, **node)["fence"] == (fence if over else generation)
+    assert json.loads((tmp_path / "node/spec.json").read_text())["generation"] == (
+        own if over else generation
+    )
+
+
+def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(f"sync {'folder' if Path(f'/proc/self/fd/{descriptor}').is_dir() else 'file'}")
+        fsync(descriptor)
+
+    def renamed(draft: str, path: str) -> None:
+        calls.append(f"rename to {Path(path).name}")
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    remote.fence(str(tmp_path), 1)
+    one = ["sync file", "rename to fence", "sync folder"]
+    assert calls == one * 2, "in the folder of the snapshots, and in the node's"
+    assert (tmp_path / "fence").stat().st_mode & 0o777 == 0o600

@@ -286,6 +286,30 @@ def test_whenever_a_save_is_killed_the_newest_committed_snapshot_loads(tmp_path:
     assert int(done.stdout) > 0, "no kill hit a save half-way"
 
 
+def test_what_gets_its_name_is_on_the_disk_before_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a power failure would lose, no kill shows: the order of the calls does."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(f"sync {'folder' if Path(f'/proc/self/fd/{descriptor}').is_dir() else 'file'}")
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        calls.append(f"rename to {target.suffix}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    saved(tmp_path, 1)
+    assert calls == [
+        *("sync file", "rename to .pt", "sync folder"),
+        *("sync file", "rename to .json", "sync folder"),
+    ]
+
+
 def test_logging_is_a_warning_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     newest = saved(tmp_path, 1, 2).manifests()[0]
     (tmp_path / newest.payload).unlink()
