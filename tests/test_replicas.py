@@ -886,14 +886,20 @@ def test_a_member_that_says_nothing_costs_the_deadline_at_most(
     assert [node.files() for node in nodes.nodes] == [{"a.pt": "a"}] * 2
 
 
-def test_a_member_that_comes_late_is_waited_for(cluster: Callable[..., Cluster]) -> None:
-    nodes = cluster(2)
+@pytest.mark.parametrize("num_attempts_before", [0, 1])
+def test_a_member_that_comes_late_is_waited_for(
+    cluster: Callable[..., Cluster], num_attempts_before: int
+) -> None:
+    nodes = cluster(2, copies=1)  # what is new is on the late one alone
+    for _ in range(num_attempts_before):
+        nodes.gather()
     nodes[1].write("a.pt", "a")
     peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    attempt = (1, nodes.attempt + 1)
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(nodes[0].alive.gather, peers, (1, 1), 5.0)
+        early = pool.submit(nodes[0].alive.gather, peers, attempt, 5.0)
         time.sleep(1.2)
-        nodes[1].alive.gather(peers, (1, 1), 5.0)
+        nodes[1].alive.gather(peers, attempt, 5.0)
         assert early.result().silent == {}
     assert nodes[0].files() == {"a.pt": "a"}
 

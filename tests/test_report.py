@@ -92,3 +92,15 @@ def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_ar
             report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=ended)
     assert drawn == [1, 4, 7, 10, *range(11, 16), 17]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 17
+
+
+def test_what_is_said_is_in_the_log_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "nodekit.training.report.Curves", lambda *_, **__: SimpleNamespace(close=lambda: None)
+    )
+    path = tmp_path / "log"
+    report = Report(World.from_env({}), tmp_path, step=0, total_steps=1, is_evaluated=True)
+    with path.open("w") as log, report:
+        monkeypatch.setattr("sys.stdout", log)
+        report.say("first step")
+        assert path.read_text() == "first step\n"

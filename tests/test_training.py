@@ -341,6 +341,19 @@ def test_a_rank_whose_peer_died_fails_and_says_why(tmp_path: Path) -> None:
     assert "Traceback" in errors.read_text()
 
 
+def test_a_rank_whose_peer_died_brings_the_snapshot_under_way_to_the_disk(tmp_path: Path, task: str) -> None:
+    snapshots = tmp_path / "snapshots"
+    arguments = ["--task", task, "--epochs", 500, "--snapshot-every", 4, "--output", tmp_path]
+    extra = {"SEEN": tmp_path / "seen", "SLOW_DISK": 2, "NODEKIT_SNAPSHOT_DIR": snapshots}
+    with ranks(2, MODULE, *arguments, one_node=True, **extra) as processes:
+        until(lambda: list(snapshots.glob(".tmp-*")), "the first save")
+        processes[1].kill()
+        finish(processes[0], 1)
+    found = Snapshots(snapshots).load()
+    assert found
+    assert found.manifest.step == 4
+
+
 def until(condition: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + 30
     while not (value := condition()):
