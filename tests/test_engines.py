@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +51,17 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
     assert len(found) == 46
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
     assert json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
+
+
+# The other tests' ranks are forks that have the libraries already; accelerate's and deepspeed's are shown on hosts.
+@pytest.mark.parametrize("engine", ["fabric", "trainer"])
+def test_an_engine_brings_its_library_itself(engine: str, tmp_path: Path) -> None:
+    argv = ["--engine", engine, "--epochs", "1", "--batch-size", "512", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "nodekit.training", *argv], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1 done" in done.stdout
 
 
 @pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
