@@ -283,6 +283,24 @@ def test_a_fenced_generation_commits_nothing(world: World, tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_all_parts_are_on_the_disk_before_the_manifest_names_them(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[str] = []
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        on_disk.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    assert sharded(tmp_path, world).save(state(1), step=1)
+    (folder,) = tmp_path.glob("*.dcp")
+    *before, manifest, its_name = on_disk
+    assert (manifest[:5], its_name) == (".tmp-", tmp_path.name)
+    assert {"__0_0.distcp", ".metadata.tmp", folder.name, tmp_path.name} <= set(before)
+
+
 def test_only_what_belongs_there_is_unpickled(world: World, tmp_path: Path) -> None:
     assert sharded(tmp_path, world).save(state(1), step=1)
     (path,) = tmp_path.glob("*.dcp/.metadata")

@@ -160,3 +160,10 @@ def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, co
             assert b"0.3 s of grace" in rank.stderr.read()
         finally:
             rank.kill()
+
+
+def test_what_a_rank_has_printed_last_is_not_lost_at_its_end() -> None:
+    code = "from nodekit.training.stop import leave; print('the last words'); leave(3)"
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "the last words\n")
