@@ -200,6 +200,20 @@ def test_a_host_that_crashes_and_returns(story: Callable[..., Story], unbroken: 
     run.trained_as(unbroken)
 
 
+def test_a_host_that_is_not_there_at_the_start_comes_in_later(
+    kit: Kit, story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    kit.on_host("node1", "touch", "/root/hold")
+    kit.lab.crash("node3")
+    run = story()
+    run.wait_world("node1", 2)
+    assert "warning: without node3" in run.kit.log()
+    run.lab.revive("node3")
+    run.wait_world("node1", 3)
+    run.end()
+    run.trained_as(unbroken)
+
+
 def test_a_cut_host_that_comes_back_after_the_others_went_on(
     story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
