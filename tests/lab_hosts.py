@@ -1,6 +1,7 @@
 """Fixtures: three real hosts for the session, handed to each test whole and left without its processes."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -83,10 +84,12 @@ def session_labs() -> Iterator[Path]:
         pytest.skip("needs root")
     everyones = Path(tempfile.gettempdir()) / "nodekit-test-labs"
     everyones.mkdir(mode=0o700, exist_ok=True)
-    for other in everyones.iterdir():
-        owner = ProcessRecord.read(other / "pytest.json")
-        if owner is None or not owner.is_alive:
-            remove_labs(other)
+    with (everyones.parent / "nodekit-test-labs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a session begin at once, and one is to remove them
+        for other in everyones.iterdir():
+            owner = ProcessRecord.read(other / "pytest.json")
+            if owner is None or not owner.is_alive:
+                remove_labs(other)
     made = Path(tempfile.mkdtemp())
     ProcessRecord.of(os.getpid()).write(made / "pytest.json")
     folder = made.rename(everyones / made.name)  # with its owner in it: another session may be looking
