@@ -305,6 +305,7 @@ def test_a_snapshot_is_damaged(
 ) -> None:
     run = story(*COMMAND[:-1], "30")
     run.wait_step("node2", 65)
+    run.hold("node2", 1.0)  # the next snapshot, at step 90, would be gone on from instead
     for host in damaged:
         folder = f"/root/nodekit/runs/{run.run_id}/{host}/snapshots"
         damage = "printf damage | dd of=$(ls g0000-s000000060-*.pt) bs=1 seek=9000 conv=notrunc"
