@@ -304,8 +304,10 @@ def test_a_snapshot_is_damaged(
     story: Callable[..., Story], unbroken: dict[int, float], damaged: list[str], step: int
 ) -> None:
     run = story(*COMMAND[:-1], "30")
-    run.wait_step("node2", 65)
-    run.hold("node2", 1.0)  # the next snapshot, at step 90, would be gone on from instead
+    run.hold(
+        "node2", 0.1
+    )  # steps are told once a second, and the next snapshot, at 90, must not be there by then
+    run.wait_step("node2", 62)
     for host in damaged:
         folder = f"/root/nodekit/runs/{run.run_id}/{host}/snapshots"
         damage = "printf damage | dd of=$(ls g0000-s000000060-*.pt) bs=1 seek=9000 conv=notrunc"
