@@ -266,9 +266,8 @@ def start(
                 {name: facts[name].workdir for name in groups},
                 timeout_s=SYNC_TIMEOUT_S,
             )
-            if (
-                resumed
-            ):  # agents that a stop has missed: of a node out of reach, of a task that Slurm was still ending
+            # Agents that a stop has missed: of a node out of reach, or of a task that Slurm was still ending.
+            if resumed:
                 _on_nodes(active, lambda name: hands.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
             _on_nodes(active, lambda name: hands.warm(name, secrets))

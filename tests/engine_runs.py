@@ -65,17 +65,9 @@ def train(
 ) -> str:
     """Run the module to its end, and give what it said."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launcher]
+    module = ["-m", "nodekit.training", "--output", str(folder), *SAME, *arguments]
     done = subprocess.run(
-        [
-            warm_python.program(),
-            *torchrun,
-            "-m",
-            "nodekit.training",
-            "--output",
-            str(folder),
-            *SAME,
-            *arguments,
-        ],
+        [warm_python.program(), *torchrun, *module],
         env={**os.environ, **warm_python.environment()},
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agents import until
-from kit_runs import Kit, run_id
+from kit_runs import Kit, run_id, slow_training
 
 pytestmark = pytest.mark.lab
 
@@ -333,16 +333,7 @@ def test_two_runs_at_once_on_the_same_hosts_do_not_touch_each_other(kit: Kit) ->
 
 def test_kit_down_and_up_again_goes_on_at_the_step_after_the_snapshot(kit: Kit) -> None:
     # No snapshot by the interval: what the run goes on from can only be the stop's own.
-    command = [
-        "-m",
-        "nodekit.training",
-        "--task",
-        "slow.py:Task",
-        "--epochs",
-        "3",
-        "--snapshot-every",
-        "100000",
-    ]
+    command = [*slow_training(3)[:-1], "100000"]
     (kit.folder / "slow.py").write_text(SLOW)
     kit.inventory("whole.yaml", name="whole")
     done = kit.run("up", "whole.yaml", "--", *command)

@@ -137,10 +137,8 @@ class _Maker(forkserver._Server):
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             argv, env = ["python", *asked["argv"]], asked["env"]
             target = forkserver._Target.parse(argv)
-            as_ours = {
-                **env,
-                "HOME": self._env["HOME"],
-            }  # every test has its own; nothing imported has read it
+            # Every test has a HOME of its own, and nothing that is imported has read it.
+            as_ours = {**env, "HOME": self._env["HOME"]}
             if forkserver._refusal(target, as_ours, asked["cwd"], self._env):
                 target = None
             self._become({**asked, "argv": argv}, target)
@@ -149,6 +147,8 @@ class _Maker(forkserver._Server):
 
     def _heard(self, connection: socket.socket, pid: int) -> None:
         """A signal, or the client's own end."""
+        if connection.fileno() < 0:
+            return  # the same look has found its child's end first: the pid may be somebody else's
         said = b""
         with contextlib.suppress(OSError):
             said = connection.recv(4096)
