@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from engine_runs import train
 from sklearn.metrics import f1_score
 
+from nodekit.training.best import Best
 from nodekit.training.evaluate import macro_f1
-from nodekit.training.export import read_weights
+from nodekit.training.export import read_facts, read_weights
 from nodekit.training.tasks.digits import Digits
+from nodekit.training.world import World
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 6])
@@ -55,3 +58,31 @@ def test_every_so_many_steps_and_the_best_weights_are_kept(tmp_path: Path) -> No
 def test_a_measure_that_there_is_not(tmp_path: Path) -> None:
     said = train(tmp_path, "--epochs", "1", "--best", "precision", num_ranks=1, code=1)
     assert "--best precision: the task measures accuracy, loss, f1; wanted one of these, or off" in said
+
+
+def test_best_weights_that_cannot_be_written_do_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, task, world = tmp_path / "output", Digits(), World.from_env({})
+    model = task.model()
+    best = Best("accuracy", folder, world, task, {"task": "digits"})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # a full disk
+    try:
+        best.look({"accuracy": 0.5}, model.state_dict, step=1)
+        best.wait()
+        assert "File too large" in caplog.text
+        assert "going on without" in caplog.text
+        with pytest.raises(OSError, match="File too large"):
+            best.write_last(model.state_dict(), step=9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(folder.iterdir())
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+    best.look({"accuracy": 0.4}, model.state_dict, step=2)  # writes those of step 1
+    best.wait()
+    found = read_weights(folder / "best")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert read_facts(folder / "best")["step"] == 1

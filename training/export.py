@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nodekit.training.commit import sync_folder
+from nodekit.training.manifest import save_payload
 from nodekit.training.tasks import Task
 
 WEIGHTS = "pytorch_model.bin"
@@ -51,7 +52,9 @@ def write_weights(
         export = getattr(task, "export", None)
         if export is not None:
             export(draft)
-        torch.save({name: _plain(tensor) for name, tensor in weights.items()}, draft / WEIGHTS)
+        plain = {name: _plain(tensor) for name, tensor in weights.items()}
+        with (draft / WEIGHTS).open("wb") as file:
+            save_payload(plain, file)
         told = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
         (draft / FACTS).write_text(told, encoding="utf-8")
         for path in filter(Path.is_file, draft.rglob("*")):

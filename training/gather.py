@@ -4,12 +4,10 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import IO, cast
-
-import torch
 
 from nodekit.training import shards
-from nodekit.training.commit import HashingFile, place, written_beside
+from nodekit.training.commit import place, written_beside
+from nodekit.training.manifest import save_payload
 from nodekit.training.snapshot import Snapshots
 
 _NAME = "python -m nodekit.training.gather"
@@ -39,9 +37,7 @@ def main() -> int:
             )
         state = shards.weights(found.state, found.shards) if found.shards else found.state["model"]
         with written_beside(given.out.parent) as (temporary, file):
-            stream = HashingFile(file)
-            torch.save(state, cast(IO[bytes], stream))
-            stream.finish()
+            stream = save_payload(state, file)
             place(temporary, file, given.out.name)
     except (OSError, KeyError, TypeError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)

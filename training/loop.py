@@ -156,8 +156,7 @@ class Loop:
                 self.sampler.next_epoch()
             self.saver.wait()
             weights = self.engine.weights()
-            self.best.write("last", weights, means=means, step=self.step, epoch=self.options.epochs)
-            self.best.wait()
+            self.best.write_last(weights, means=means, step=self.step, epoch=self.options.epochs)
             result = {
                 **means,
                 "steps": self.step,

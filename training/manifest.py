@@ -3,9 +3,11 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
+
+from nodekit.training.commit import HashingFile
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
@@ -83,6 +85,18 @@ class Loaded:
     """For people: the file, or which rank sent it."""
     shards: Path | None = None
     """The folder with what ``state`` lacks, where that was left to be read in parts."""
+
+
+def save_payload(state: Any, file: BinaryIO) -> HashingFile:
+    """Write what ``load_payload`` reads, by ``torch.save``; its hash and size.
+
+    Raises:
+        OSError: it cannot be written (torch.save by itself raises a RuntimeError of another matter).
+    """
+    payload = HashingFile(file)
+    torch.save(state, cast(IO[bytes], payload))
+    payload.finish()
+    return payload
 
 
 def load_payload(file: BinaryIO) -> Any:

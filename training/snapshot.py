@@ -19,16 +19,15 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from nodekit.training.background import Background
 from nodekit.training.commit import TEMPORARY, HashingFile, place, written_beside
 from nodekit.training.fence import Fence
 from nodekit.training.hostcopy import HostCopy
-from nodekit.training.manifest import MANIFEST, PAYLOAD, Loaded, Manifest, load_payload
+from nodekit.training.manifest import MANIFEST, PAYLOAD, Loaded, Manifest, load_payload, save_payload
 from nodekit.training.shards import REST, SMALL, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
@@ -275,9 +274,7 @@ class Snapshots:
         return manifest
 
     def _write(self, state: Any, file: BinaryIO, path: Path) -> HashingFile:
-        payload = HashingFile(file)
-        torch.save(state, cast(IO[bytes], payload))
-        payload.finish()
+        payload = save_payload(state, file)
         self._refuse_what_cannot_be_loaded(path)
         return payload
 
