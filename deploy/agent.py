@@ -38,7 +38,7 @@ from nodekit.deploy import kernel, remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.forkserver import ForkServer
-from nodekit.deploy.inquiry import Inquiry
+from nodekit.deploy.inquiry import DONE, Inquiry
 from nodekit.deploy.logbook import Logbook
 from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
@@ -137,6 +137,7 @@ class Agent:
         self._failed_as = ""
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._rendezvous: Rendezvous | None = None
+        self._formed: Formed | None = None
         self._is_meeting = self._is_orphan = False
         self._spec_changed = 0
         self._folder_changed, self._folder_read_at = 0, 0.0
@@ -191,11 +192,13 @@ class Agent:
             if not self._electorate.may_train(names):
                 self._wait_blocked(rendezvous, names)
                 continue
+            self._formed = formed
             self._share_snapshots(formed)
             self._start(formed)
             why = self._watch(rendezvous, formed)
             if why == "done":
-                self._wait_for_the_others(rendezvous, formed)
+                why = self._wait_for_the_others(rendezvous, formed)
+            if why == "done":
                 return self._end("succeeded", "")
             if why == "failed":
                 return self._end("failed", self._failed_as)
@@ -390,6 +393,8 @@ class Agent:
             workers=workers,
             members=formed.names,
             blocked="",
+            ended=[],
+            waits_for=[],
         )
         self._record.event("workers-started", attempt=self._attempt, world_size=world_size, workers=workers)
         self._is_on = True
@@ -440,6 +445,7 @@ class Agent:
         while True:
             if self._workers.wait(_LOOK_S):
                 exits = self._poll()
+                self._record.update(ended=sorted(self._ranks[key] for key, code in exits.items() if not code))
             self._logbook.look()
             self._record.look_soon()
             self._pause_briefly()
@@ -452,16 +458,25 @@ class Agent:
             if time.monotonic() < members_at:
                 continue
             members_at = time.monotonic() + _MEMBERS_S
-            if waiting := rendezvous.num_nodes_waiting():
-                lost = rendezvous.num_lost
-                gone = sorted(set(formed.names) - rendezvous.here) if lost else []
-                self._record.event("membership", lost=lost, waiting=waiting - lost, names=gone)
+            waiting = rendezvous.num_nodes_waiting()
+            if rendezvous.is_closed:
+                self._end_attempt(DYING_S, "another node ended the job")
+                return "again"  # which says how it has ended
+            if waiting:
+                with rendezvous.lost_store_is_told():
+                    without = formed.without(DONE)
                 # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
-                self._end_attempt(
-                    DYING_S if lost else self._spec.grace_s, "a node is lost" if lost else "a node comes in"
-                )
-                return self._or_give_up("again")
-            if self._inquiry.finds_a_hang(self._pause):
+                lost = not rendezvous.here.issuperset(without)
+                if lost or (
+                    len(without) == len(formed.members) and not exits
+                ):  # else the end is near: no use
+                    self._say_membership(rendezvous, formed)
+                    self._end_attempt(
+                        DYING_S if lost else self._spec.grace_s,
+                        "a node is lost" if lost else "a node comes in",
+                    )
+                    return self._or_give_up("again")
+            if self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits)):
                 self._end_attempt(0, "a hang")
                 return self._or_give_up("again")
 
@@ -551,19 +566,49 @@ class Agent:
 
     # --- the end ---
 
-    def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> None:
-        """Wait for the other nodes, however long they need; upstream gives up after 300 s, in one deaf call."""
-        self._record.update(state="waiting")
+    def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> Why:
+        """Wait, however long, until every rank of the round has ended well: then, and only then, the job has succeeded.
+
+        A node that fails or is lost before that leaves work undone: all start again from the snapshot. Upstream gives
+        up waiting after 300 s, and takes the job for succeeded then.
+        """
+        self._record.update(state="waiting", done_at=time.time())
         if self._replicas is not None:
             self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
-        with contextlib.suppress(RuntimeError, StoreLost, Fenced, Superseded):
-            for step in ("nodekit/done", "nodekit/left"):
-                formed.store.add(step, 1)
-                while formed.store.add(step, 0) < len(formed.members):
-                    self._pause()
-                    if rendezvous.num_nodes_waiting():
-                        return
-                    time.sleep(_POLL_S)
+        num_nodes, look_at = len(formed.members), 0.0
+        with rendezvous.lost_store_is_told():
+            formed.tell(DONE)
+            while formed.count(DONE) < num_nodes:
+                self._pause()
+                if time.monotonic() > look_at:
+                    look_at = time.monotonic() + _MEMBERS_S
+                    waiting = (
+                        rendezvous.num_nodes_waiting()
+                    )  # asked first: who is gone then, and not done, is lost
+                    without = formed.without(DONE)
+                    self._record.update(waits_for=without)
+                    if rendezvous.is_closed:
+                        self._end_attempt(0, "another node ended the job")
+                        return "again"  # which says how it has ended
+                    if waiting and not rendezvous.here.issuperset(without):
+                        self._say_membership(rendezvous, formed)
+                        self._end_attempt(0, "a node is lost")
+                        return self._or_give_up("again")
+                time.sleep(_POLL_S)
+        # It has succeeded, whatever happens now. Who has the store keeps it until the others have seen that.
+        with contextlib.suppress(StoreLost, Fenced, Superseded), rendezvous.lost_store_is_told():
+            formed.tell("left")
+            while self._spec.is_host and not rendezvous.here.isdisjoint(formed.without("left")):
+                self._pause()
+                rendezvous.num_nodes_waiting()  # looks who is here
+                time.sleep(_POLL_S)
+        return "done"
+
+    def _say_membership(self, rendezvous: Rendezvous, formed: Formed) -> None:
+        lost = rendezvous.num_lost
+        gone = sorted(set(formed.names) - rendezvous.here) if lost else []
+        waiting = rendezvous.num_nodes_waiting() - lost
+        self._record.event("membership", lost=lost, waiting=waiting, names=gone)
 
     def _end(self, state: str, message: str) -> int:
         self._end_workers(0, message or state)
@@ -575,10 +620,26 @@ class Agent:
         return 0 if state == "succeeded" else 3
 
     def shut_down(self) -> None:
-        """End the workers, with time for a snapshot."""
+        """End the workers, with time for a snapshot and for copying it to other nodes."""
         self._end_workers(self._spec.grace_s, "stopped")
+        formed, rendezvous = self._formed, self._rendezvous
+        if self._replicas is None or formed is None or rendezvous is None:
+            return
+        self._record.update(workers=[], copying=True)
+        deadline = time.monotonic() + SETTLE_S
+        self._replicas.settle(SETTLE_S)
+        if not (self._folder / "stop").exists():  # the others go on
+            return
+        with contextlib.suppress(StoreLost, SignalException), rendezvous.lost_store_is_told():
+            formed.tell("settled")  # all are stopped, and each keeps copies of the others
+            while formed.count("settled") < len(formed.members) and time.monotonic() < deadline:
+                rendezvous.num_nodes_waiting()
+                if rendezvous.here.isdisjoint(formed.without("settled")):
+                    return
+                time.sleep(_POLL_S)
 
     def _leave(self) -> None:
+        self._formed = None
         if self._rendezvous is not None:
             rendezvous, self._rendezvous = self._rendezvous, None
             rendezvous.close()

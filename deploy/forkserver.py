@@ -15,6 +15,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, SourceFileLoader
@@ -39,6 +41,7 @@ from nodekit.deploy import worker
 
 ANSWER_TIMEOUT_S = 120.0  # the first answer waits for the imports, which may come over NFS
 _PR_SET_CHILD_SUBREAPER = 36
+_FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
 _READ_AT_START = re.compile(
@@ -230,10 +233,12 @@ class _Server:
         if env.get("OMP_NUM_THREADS") != self._env.get("OMP_NUM_THREADS"):
             _set_num_threads(int(env["OMP_NUM_THREADS"]))
         _forget_the_agent()
-        main = sys.modules["__main__"] = ModuleType("__main__")
-        main.__dict__.update(__annotations__={}, __builtins__=builtins, __loader__=BuiltinImporter)
+        sys.modules["__main__"] = ModuleType("__main__")  # and nowhere here, so that its end is as python's
+        sys.modules["__main__"].__dict__.update(
+            __annotations__={}, __builtins__=builtins, __loader__=BuiltinImporter
+        )
         if "__mp_main__" in sys.modules:
-            sys.modules["__mp_main__"] = main  # multiprocessing's name for it
+            sys.modules["__mp_main__"] = sys.modules["__main__"]  # multiprocessing's name for it
         sys.orig_argv[:] = argv
         sys.argv[:] = ["-m" if target.is_module else target.name, *target.args]
         sys.path[:] = self._path
@@ -245,7 +250,7 @@ class _Server:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        _run(main, target)
+        _run(target)
 
 
 @dataclass(frozen=True)
@@ -320,6 +325,28 @@ def _forget_the_agent() -> None:
         numpy.seed()
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()  # python's own random sees to itself
+        _keep_process_groups(torch)
+
+
+def _keep_process_groups(torch: Any) -> None:
+    """Have gloo's process groups live until the process ends, also those that are destroyed.
+
+    The last reference to one, often that of a DistributedDataParallel, joins gloo's threads while it has the GIL. One
+    of them may just then wait for the GIL, to let go of what the last collective brought with it: both wait for ever
+    (torch 2.13; pytorch/examples' multinode.py, where all is imported already, in most of its runs).
+    """
+    if not torch.distributed.is_available():
+        return
+    c10d = torch.distributed.distributed_c10d
+    kept: list[object] = []
+    destroy = c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        kept.extend(group for group, (backend, _) in c10d._world.pg_map.items() if "gloo" in backend)
+        destroy(*args, **kwargs)
+
+    torch.distributed.destroy_process_group = c10d.destroy_process_group = destroy_process_group
 
 
 def _set_num_threads(number: int) -> None:
@@ -367,9 +394,10 @@ def _show_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
         ctypes.memmove(arg_start, command.ljust(size, b"\0")[: size - 1] + b"\0", size)
 
 
-def _run(main: ModuleType, target: _Target) -> NoReturn:
+def _run(target: _Target) -> NoReturn:
     """Run the target as python does, and end as it does."""
     status, interrupted = 0, False
+    names = sys.modules["__main__"].__dict__
     try:
         try:
             if target.is_module:
@@ -377,16 +405,14 @@ def _run(main: ModuleType, target: _Target) -> NoReturn:
             else:
                 # The path is not normalised, as python's is not; and the names go when the script ends.
                 path = os.path.join(os.getcwd(), target.name)  # noqa: PTH109, PTH118
-                main.__dict__.update(
-                    __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-                )
+                names.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
                 with io.open_code(path) as file:
                     code = compile(file.read(), path, "exec", dont_inherit=True)
                 try:
-                    exec(code, main.__dict__)  # noqa: S102
+                    exec(code, names)  # noqa: S102
                 finally:
                     for name in ("__file__", "__cached__"):
-                        main.__dict__.pop(name, None)
+                        names.pop(name, None)
         except SystemExit:
             raise
         except BaseException as error:
@@ -401,11 +427,53 @@ def _run(main: ModuleType, target: _Target) -> NoReturn:
         else:
             status = 1
             print(end.code, file=sys.stderr)
-    if interrupted:  # python then dies of the signal, once all else is done
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
+    del names
+    _end(status, interrupted=interrupted)
+
+
+def _end(status: int, *, interrupted: bool) -> NoReturn:
+    """End as python does, but for taking apart the interpreter and its libraries: all that dies with the process.
+
+    There gloo's threads, which still hold python objects of the last collective, deadlock or abort (torch 2.13).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are not daemons
+    atexit._run_exitfuncs()
+    failed = _flush_streams()
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    main = weakref.ref(sys.modules.pop("__main__"))
+    sys.modules.pop("__mp_main__", None)
+    gc.collect()
+    if (module := main()) is not None:  # somebody holds it: then python lets go of what it has, in this order
+        for name in sorted(vars(module), key=lambda name: not name.startswith("_")):
+            if not name.startswith("__"):
+                vars(module)[name] = None
+        gc.collect()
+    # What somebody else still has open: a text before the bytes that it is written to.
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.TextIOBase | io.BufferedIOBase)]
+    for file in sorted(files, key=lambda each: isinstance(each, io.BufferedIOBase)):
+        with contextlib.suppress(Exception):
+            file.flush()
+    failed = failed or _flush_streams()
+    ctypes.CDLL(None).fflush(None)
+    if interrupted:  # python dies of the signal then
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    ctypes.pythonapi.Py_Exit(status)
-    raise AssertionError("Py_Exit returned")
+    os._exit(failed or status)
+
+
+def _flush_streams() -> int:
+    """Write out what was printed; the exit status if that cannot be done, 0 else."""
+    status = 0
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError as error:
+            if stream is sys.stdout:
+                status = _FLUSH_FAILED
+                with contextlib.suppress(OSError):
+                    print(
+                        f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}", file=sys.stderr
+                    )
+    return status

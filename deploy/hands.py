@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import check, cluster, plan, script, sync
+from nodekit.deploy import check, cluster, plan, remote, script, sync
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.judge import State
 from nodekit.deploy.link import Link, on_all
@@ -134,7 +134,7 @@ class Hands:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
         return self.links[name].call(
             "stop",
-            timeout_s=grace_s + STOP_MARGIN_S + 5,
+            timeout_s=grace_s + STOP_MARGIN_S + remote.COPYING_GRACE_S + 5,
             node_dir=self.node(name).node_dir,
             grace_s=grace_s + STOP_MARGIN_S,
             force=force,

@@ -169,8 +169,17 @@ class Watch:
         found = None if self._hang == "off" else self._judge(self._at(now))
         if found and self._changed is not None:
             self.learnt.alarm_step = self._position()
-            self.learnt.patience = min(self._patience * 2, _MAX_PATIENCE)
+            self.be_more_patient()
         return found
+
+    def be_more_patient(self) -> None:
+        """From the next attempt on, wait twice as long: it may have been a false alarm."""
+        self.learnt.patience = min(self._patience * 2, _MAX_PATIENCE)
+
+    def quiet_s(self, now: float) -> float:
+        """For how long no rank has told of progress or written a line, in this attempt."""
+        said = (self._changed, self._talked, self._begun)
+        return self._at(now) - max(clock for clock in said if clock is not None)
 
     def _judge(self, clock: float) -> Suspicion | None:
         if self._changed is None:

@@ -18,9 +18,10 @@ from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import Formed
 from nodekit.deploy.stacks import Stack, stacks
 
+DONE = "done"
+"""What a node tells the others of its round when all its ranks have ended well."""
 LOOK_S = 1.0  # how often is looked
 FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
-LINGER_S = 60.0  # how long workers may take to end, in silence, when those of other nodes have
 STACKS_S = 10.0  # to read the stacks of all ranks
 _POLL_S = 0.05
 
@@ -40,8 +41,11 @@ class Inquiry:
         self._look_at = 0.0
         self._watch.begin()
 
-    def finds_a_hang(self, pause: Callable[[], None]) -> bool:
-        """Whether the workers are to be ended and started anew; why is told. `pause` is called while it waits."""
+    def finds_a_hang(self, pause: Callable[[], None], *, has_ended: bool = False) -> bool:
+        """Whether the workers are to be ended and started anew; why is told. `pause` is called while it waits.
+
+        `has_ended`: some of this node's have ended well.
+        """
         if self._is_off or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
@@ -54,7 +58,7 @@ class Inquiry:
         store = self._formed.store
         try:
             if suspicion is None and not store.check(["nodekit/hang"]):
-                return self._lingers()
+                return self._lingers(has_ended=has_ended)
             store.set("nodekit/hang", "1")
             found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=self._logs)
             said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
@@ -66,12 +70,12 @@ class Inquiry:
             self._record.event("hang", text=text, why=str(error))
         return True
 
-    def _lingers(self) -> bool:
-        """Whether workers do not end, and say nothing any more, though those of other nodes have long ended well."""
-        said = [*self._record.progress_dir.iterdir(), *self._logs.values()]
-        quiet_s = time.time() - max((path.stat().st_mtime for path in said if path.exists()), default=0.0)
-        if quiet_s < min(LINGER_S, self._watch.limit_s) or self._formed.store.add("nodekit/done", 0) == 0:
+    def _lingers(self, *, has_ended: bool) -> bool:
+        """Whether workers do not end, and say nothing any more, though others have ended well."""
+        quiet_s = self._watch.quiet_s(time.monotonic())
+        if quiet_s < self._watch.limit_s or not (has_ended or self._formed.count(DONE)):
             return False
+        self._watch.be_more_patient()  # it may have been a long save
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S)
         self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
         return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nodekit.deploy import nvidia_smi, runs
+from nodekit.deploy import nvidia_smi, remote, runs
 from nodekit.deploy.check import Facts
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.judge import FINAL
@@ -168,7 +168,7 @@ def end(links: Mapping[str, Link], inventory: Inventory, chosen: Sequence[Left])
         own = [each for each in chosen if each.host == link.host]
         for each in own:
             if each.standing == "forgotten":
-                timeout_s = GRACE_S + STOP_MARGIN_S
+                timeout_s = GRACE_S + STOP_MARGIN_S + remote.COPYING_GRACE_S
                 link.call("stop", timeout_s=timeout_s, node_dir=each.node_dir, grace_s=GRACE_S)
         names = [(each.run, each.node) for each in own]
         timeout_s = GRACE_S + STOP_MARGIN_S

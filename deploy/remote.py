@@ -25,6 +25,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 from nodekit.deploy import hostfacts, present
 
 NO_WORKERS_GRACE_S = 3.0
+COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
 _BEAT_S = 1.0
 # port -> the listening socket that keeps it ours until an agent takes it over
@@ -387,14 +388,21 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         _say_stop(node_dir)
     if not force:
         os.kill(record["pid"], signal.SIGTERM)
-    start = time.monotonic()
+    since = time.monotonic()
+    had_workers = False
     while agent_alive(node_dir) is not None:
         if warm_agent is not None:
             warm_agent.poll()
-        # Without workers nothing can be lost, and an agent that waits for its peers inside torch hears no signal.
-        has_workers = said(node_dir).get("workers")
-        wait_s = 0.0 if force else grace_s if has_workers else min(grace_s, NO_WORKERS_GRACE_S)
-        if not killed and time.monotonic() - start >= wait_s:
+        found = said(node_dir)
+        has_workers = bool(found.get("workers"))
+        if had_workers and not has_workers:
+            since = time.monotonic()  # what they saved is still to be copied
+        had_workers = has_workers
+        # Without workers and copies nothing can be lost, and an agent that waits for its peers inside torch hears no
+        # signal.
+        end_s = COPYING_GRACE_S if found.get("copying") else min(grace_s, NO_WORKERS_GRACE_S)
+        wait_s = 0.0 if force else grace_s if has_workers else end_s
+        if not killed and time.monotonic() - since >= wait_s:
             killed = True
             _kill(record["pid"], signal.SIGKILL)
         time.sleep(0.05)

@@ -96,6 +96,21 @@ class Formed:
         """How many workers they have together."""
         return sum(int(each["nproc"]) for each in self.members)
 
+    def tell(self, what: str) -> None:
+        """Let the other members know that this node has come to `what`; once."""
+        self.store.set(f"nodekit/{what}/{self.group_rank}", "1")
+        self.store.add(f"nodekit/{what}", 1)
+
+    def count(self, what: str) -> int:
+        """How many members have told so."""
+        return int(self.store.add(f"nodekit/{what}", 0))
+
+    def without(self, what: str) -> list[str]:
+        """The names of the members that have not told so."""
+        return [
+            name for rank, name in enumerate(self.names) if not self.store.check([f"nodekit/{what}/{rank}"])
+        ]
+
 
 class Rendezvous:
     """One generation's rendezvous, as one node sees it.
@@ -119,7 +134,7 @@ class Rendezvous:
         self._outcome_key = f"{run_id}/nodekit/outcome"
         if spec.listen_fd is None:
             self._wait_for_host()  # torch would wait too, but deaf to signals
-        with self._lost_store_is_told():
+        with self.lost_store_is_told():
             self._store = TCPStore(
                 spec.master_addr,
                 spec.master_port,
@@ -197,7 +212,7 @@ class Rendezvous:
         # Upstream's own store for workers is left alone: it is built for the first round only.
         handler: Any = self._handler
         handler._bootstrap_store_info = handler._shared_tcp_store_server = ...
-        with self._lost_store_is_told():
+        with self.lost_store_is_told():
             info = handler.next_rendezvous()
             self._formed_size = info.world_size
             workers_store = None
@@ -233,7 +248,7 @@ class Rendezvous:
         Raises:
             StoreLost: the rendezvous host is gone.
         """
-        with self._lost_store_is_told():
+        with self.lost_store_is_told():
             waiting: int = self._handler.num_nodes_waiting()
         return waiting + self.num_lost
 
@@ -241,6 +256,11 @@ class Rendezvous:
     def num_lost(self) -> int:
         """How many of the round's members are gone, as of the last look."""
         return max(0, self._formed_size - len(self._state.state.participants))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether some node has ended the job, as of the last look."""
+        return bool(self._state.state.closed)
 
     @property
     def here(self) -> set[str]:
@@ -257,7 +277,7 @@ class Rendezvous:
     @property
     def outcome(self) -> str:
         """How the job ended, once the rendezvous is closed."""
-        with contextlib.suppress(StoreLost), self._lost_store_is_told():
+        with contextlib.suppress(StoreLost), self.lost_store_is_told():
             if self._store.check([self._outcome_key]):
                 return str(self._store.get(self._outcome_key).decode())
         return "failed"
@@ -266,7 +286,7 @@ class Rendezvous:
         """Leave; with an outcome the rendezvous ends for every node."""
         with contextlib.suppress(StoreLost, RendezvousError):
             if outcome and not self.is_lost:
-                with self._lost_store_is_told():
+                with self.lost_store_is_told():
                     self._store.set(self._outcome_key, outcome)
                     self._handler.set_closed()
         if self._hub is not None:
@@ -285,7 +305,8 @@ class Rendezvous:
         return self._lifeline is not None and self._lifeline.lost.is_set()
 
     @contextlib.contextmanager
-    def _lost_store_is_told(self) -> Iterator[None]:
+    def lost_store_is_told(self) -> Iterator[None]:
+        """Around calls of a store: StoreLost is raised for whatever torch raises where its host is gone."""
         try:
             yield
             if self.is_lost:

@@ -453,6 +453,11 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         last = seen["rank"] + max(0, len(seen.get("workers", ())) - 1)
         ranks = str(seen["rank"]) if last == seen["rank"] else f"{seen['rank']}-{last}"
         parts.append(f"rank {ranks} of {seen['world_size']}")
+    if seen.get("state") == "running" and (ended := seen.get("ended")):
+        parts.append(f"rank {', '.join(map(str, ended))} has ended well, not yet the others")
+    if seen.get("state") == "waiting":
+        waits_for = f", waiting for {', '.join(seen['waits_for'])}" if seen.get("waits_for") else ""
+        parts.append(f"ended well {now - float(seen['done_at']):.0f} s ago{waits_for}")
     if seen.get("attempt") and not str(seen["attempt"]).endswith(".0"):
         parts.append(f"attempt {seen['attempt']}")
     if seen.get("progress"):

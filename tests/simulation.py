@@ -98,6 +98,8 @@ class Round:
         self.committed = 0
         self.progress_since = 0.0
         self.progress_at = -1.0
+        self.ends: dict[str, float] = {}
+        """Node → when the last of its ranks ends well, once the first one has."""
 
 
 class Node:
@@ -357,6 +359,7 @@ class Simulation:
         if current is not None:
             lost = any(node.name not in there and node.name not in store.ghosts for node in current.nodes)
             room = len(current.nodes) < self.rules.max_nodes and len(there) > len(current.nodes)
+            room = room and not current.ends  # who comes in at the end is too late
             if lost or room:
                 self.end_round(store)
         if store.round is None:
@@ -452,10 +455,15 @@ class Simulation:
             if len(able) == len(current.nodes):  # less than all is a save that was cut short
                 self.newest_snapshot = age
         if current.step >= self.total_steps and not current.store.done:
-            self.log("trained to the end")
+            current.ends = current.ends or {
+                name: self.now + self.random.uniform(0, 10) for name in current.members
+            }
             for node in current.nodes:
-                node.state = "waiting"
-            current.store.done = "succeeded"
+                if self.now >= current.ends[node.name]:
+                    node.state = "waiting"
+            if all(node.state == "waiting" for node in current.nodes):
+                self.log("trained to the end")
+                current.store.done = "succeeded"
 
     # --- what the supervisor does to nodes ---
 
@@ -889,7 +897,11 @@ class Simulation:
         self.check_settled(dead)
         assert self.group is not None
         self.total_steps = int(self.group.step) + 50
-        self.until(self.now + 90, enough=lambda: self.finish is not None)
+        if self.random.random() < 0.5:  # one is lost when others have ended well already: all start again
+            group = self.group
+            self.until(self.now + 90, enough=lambda: any(node.state == "waiting" for node in group.nodes))
+            self.crash_agent()
+        self.until(self.now + 90 + AGAIN_S + self.longest_pause(), enough=lambda: self.finish is not None)
         if self.finish is None or self.finish.outcome != "succeeded":
             self.broken(f"it trained to the end, but it is {self.finish}")
         return self

@@ -7,11 +7,15 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import Agents, processes_of, until
 from record_failures import memory_cgroup
+
+from nodekit.deploy.view import status_line
 
 pytestmark = pytest.mark.slow
 
@@ -187,6 +191,34 @@ def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace(agents: Agents) -> N
     assert not {pid: line for pid, line in processes_of(agents.marker).items() if "job.py" in line}
 
 
+SAVES_WHEN_STOPPED = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    time.sleep(4)  # longer than an agent without workers is given
+    folder = pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"]).parents[1] / "snapshots"
+    (folder / "last.tmp").write_text("the last of rank " + os.environ["RANK"])
+    (folder / "last.tmp").rename(folder / ("last%s.pt" % os.environ["RANK"]))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stop_leaves_the_time_to_save_and_to_copy_it_to_another_node(agents: Agents) -> None:
+    agents.start(SAVES_WHEN_STOPPED, grace_s=20.0)
+    until(lambda: [log.read_text() for log in agents.folder.glob("n*/logs/rank*.log")] == ["up\n"] * 2)
+
+    def stop(name: str) -> Any:
+        folder = str(agents.node_dir(name))
+        return agents.links[name].call("stop", timeout_s=60, node_dir=folder, grace_s=30.0)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(stop, ("n0", "n1"))) == [{"was": "running", "killed": False}] * 2
+    kept = [path.read_text() for path in sorted(agents.folder.glob("n*/kept/blobs/**/*")) if path.is_file()]
+    assert kept == ["the last of rank 1", "the last of rank 0"], "each node has the other's"
+
+
 def test_workers_die_with_an_agent_that_is_killed(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1)
     until(lambda: list(agents.folder.glob("n0/logs/*")) and agents.log(0) == "up\n")
@@ -276,12 +308,131 @@ def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents
         assert time.monotonic() - start < 30, "it is waited for 40 s"
 
 
-def test_a_worker_that_does_not_end_when_the_others_have_is_ended(agents: Agents) -> None:
+# What each rank comes to, and after how many seconds: the exit code, negative for a signal.
+WELL, FAILS, KILLED, ABORTED, STOPS = 0, 7, -signal.SIGKILL, -signal.SIGABRT, 143
+ENDS: dict[int, list[list[tuple[int, float]]]] = {
+    2: [
+        [(WELL, 0.0), (FAILS, 0.0)],
+        [(FAILS, 0.3), (WELL, 0.0)],
+        [(WELL, 0.0), (KILLED, 0.6)],
+        [(WELL, 0.4), (ABORTED, 0.0)],
+        [(STOPS, 0.5), (WELL, 0.0)],
+    ],
+    3: [
+        [(FAILS, 1.0), (WELL, 0.0), (WELL, 0.0)],  # the rendezvous host, long after the others
+        [(WELL, 0.0), (WELL, 0.0), (FAILS, 1.0)],
+        [(WELL, 0.0), (WELL, 0.0), (KILLED, 0.0)],
+        [(WELL, 0.3), (KILLED, 0.6), (WELL, 0.0)],
+        [(ABORTED, 0.2), (WELL, 0.3), (FAILS, 0.4)],
+        [(WELL, 0.0), (STOPS, 0.7), (WELL, 0.5)],
+        [(WELL, 0.0), (FAILS, 0.0), (KILLED, 0.7)],
+        *([(WELL, 0.05 * n), (WELL, 0.0), (FAILS, 0.05 * n)] for n in range(8)),
+    ],
+}
+ENDS_SO = """
+import json, os, signal, sys, time
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+open(os.environ["NODEKIT_PROGRESS_FILE"], "w").write(str(attempt + 1))
+ends = json.loads(sys.argv[1])
+code, after_s = ends[attempt][rank] if attempt < len(ends) else (0, 0.3 * rank)
+time.sleep(after_s)
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "nproc"), [(1, 2), (2, 1), (3, 1)], ids=["two-ranks", "two-nodes", "three-nodes"]
+)
+def test_a_job_has_succeeded_when_every_rank_of_one_round_has(
+    agents: Agents, num_nodes: int, nproc: int
+) -> None:
+    ends = ENDS[num_nodes * nproc]
+    agents.start(ENDS_SO, json.dumps(ends), num_nodes=num_nodes, nproc_per_node=nproc, max_restarts=99)
+    names = [f"n{number}" for number in range(num_nodes)]
+    found = {name: agents.wait(name, "succeeded", timeout_s=120) for name in names}
+    assert {each["state"] for each in found.values()} == {"succeeded"}
+    for attempt in range(len(ends) + 1):
+        for rank in range(num_nodes * nproc):
+            agents.log(rank, f"0.{attempt}")  # there was a worker of it
+    assert not list(agents.folder.glob(f"n*/logs/rank*-attempt0.{len(ends) + 1}.log"))
+    failures = [each for status in found.values() for each in status["failures"]]
+    told = {(each["attempt"], each["rank"], each["exitcode"]) for each in failures}
+    for attempt, codes in enumerate(ends):
+        ranks = {rank: code for rank, (code, _) in enumerate(codes) if code not in (WELL, STOPS)}
+        said = {(rank, code) for number, rank, code in told if number == f"0.{attempt}"}
+        assert said <= ranks.items() | {(rank, -signal.SIGKILL) for rank in range(3)}, attempt
+        first = min(ranks, key=lambda rank: codes[rank][1], default=None)
+        assert first is None or (first, ranks[first]) in said, attempt
+
+
+def test_a_rank_that_fails_last_fails_the_job_on_every_node(agents: Agents) -> None:
+    script = ENDS_SO.replace("sys.exit(code)", "raise OSError('the final save')")
+    ends = [[(WELL, 0.0), (WELL, 0.0), (WELL, 0.0)]]
+    script = script.replace("raise", "if rank == 0: time.sleep(1); raise")
+    agents.start(script, json.dumps(ends), num_nodes=3)
+    found = {name: agents.wait(name, "failed") for name in ("n0", "n1", "n2")}
+    assert {each["state"] for each in found.values()} == {"failed"}
+    (failure,) = found["n0"]["failures"]
+    assert (failure["rank"], failure["error"].splitlines()[-1]) == (0, "OSError: the final save")
+    assert found["n1"]["message"] == found["n2"]["message"] == "another node ended the job"
+
+
+LOST_AT_THE_END = """
+import os, time
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+if attempt == 0 and rank == 1:
+    time.sleep(600)
+"""
+
+
+def kill(agents: Agents, name: str) -> None:
+    os.kill(json.loads((agents.node_dir(name) / "agent.json").read_text())["pid"], signal.SIGKILL)
+
+
+def test_a_node_lost_before_its_ranks_have_ended_has_the_others_start_again(agents: Agents) -> None:
+    agents.start(LOST_AT_THE_END, num_nodes=3, min_nodes=2)
+    for name in ("n0", "n2"):
+        done = until(lambda name=name: agents.status(name).get("waits_for") == ["n1"] and agents.status(name))
+        assert done["state"] == "waiting"
+        line = status_line(done, now=done["done_at"] + 12)
+        assert "ended well 12 s ago, waiting for n1" in line
+    kill(agents, "n1")
+    for name in ("n0", "n2"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+        events = (agents.node_dir(name) / "events.jsonl").read_text()
+        assert re.search(r'"kind": "membership", "lost": \d, "waiting": \d, "names": \["(n0", ")?n1"', events)
+        assert '"attempt": "0.1"' in events
+
+
+def test_a_node_lost_after_its_ranks_have_ended_well_is_not_missed(agents: Agents, tmp_path: Path) -> None:
+    script = f"import os, time\nwhile os.environ['RANK'] == '1' and not os.path.exists({str(tmp_path / 'go')!r}):\n"
+    agents.start(script + "    time.sleep(0.05)\n", num_nodes=3, min_nodes=2)
+    until(lambda: agents.status("n2").get("waits_for") == ["n1"])
+    kill(agents, "n2")
+    until(lambda: not agents.status("n2")["alive"])
+    time.sleep(2)  # for those who are left to see it
+    assert [agents.status(name)["attempt"] for name in ("n0", "n1")] == ["0.0", "0.0"]
+    (tmp_path / "go").touch()
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["attempt"] == "0.0"
+
+
+def test_who_loses_the_rendezvous_before_all_have_ended_does_not_call_it_success(agents: Agents) -> None:
+    agents.start(LOST_AT_THE_END.replace("rank == 1", "rank == 0"), num_nodes=2)
+    until(lambda: agents.status("n1").get("waits_for") == ["n0"])
+    kill(agents, "n0")
+    assert agents.wait("n1", "orphaned")["alive"]
+
+
+def test_a_worker_that_does_not_end_when_the_others_have_is_a_hang(agents: Agents) -> None:
     script = "open(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('9/9')\n"
-    script += "if dist.get_rank() == 1: import time; time.sleep(600)\n"
+    script += "if dist.get_rank() == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+    script += "    import time; time.sleep(600)\n"
     agents.start(ALL_REDUCE + script + END, hang=3.0)
     for name in ("n0", "n1"):
-        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+        assert agents.wait(name, "succeeded")["attempt"] == "0.1"
     events = (agents.node_dir("n1") / "events.jsonl").read_text()
     assert '"lingering"' in events
     assert "time.sleep" in events or "job.py" in events, "with the stack, to see why"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,13 +46,17 @@ TORCH = ["torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.ut
 class Driver:
     """A process that has Workers, and what its workers wrote."""
 
-    def __init__(self, folder: Path, preload: Sequence[str] | None) -> None:
+    def __init__(self, folder: Path, preload: Sequence[str] | None, *, unbuffered: bool = True) -> None:
         self.folder = folder
         folder.mkdir()
         self.code = folder.parent / "code 'x\" $HOME;"  # the same for all drivers of a test
         self.code.mkdir(exist_ok=True)
         self.marker = f"NODEKIT_TEST_DRIVER={folder}"
-        self.env = {**os.environ, "NODEKIT_TEST_DRIVER": str(folder), "PYTHONUNBUFFERED": "1"}
+        self.env = {
+            **os.environ,
+            "NODEKIT_TEST_DRIVER": str(folder),
+            "PYTHONUNBUFFERED": "1" if unbuffered else "",
+        }
         program = folder / "driver.py"
         program.write_text(DRIVER)
         log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT)
@@ -136,15 +141,15 @@ class Driver:
         assert not left, left
 
 
-Drivers = Callable[[Sequence[str] | None], Driver]
+Drivers = Callable[..., Driver]
 
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Drivers]:
     started: list[Driver] = []
 
-    def start(preload: Sequence[str] | None) -> Driver:
-        started.append(Driver(tmp_path / f"driver{len(started)}", preload))
+    def start(preload: Sequence[str] | None, **options: Any) -> Driver:
+        started.append(Driver(tmp_path / f"driver{len(started)}", preload, **options))
         return started[-1]
 
     yield start
@@ -292,6 +297,26 @@ ENDS = {
         0,
     ),
     "del": ("class Last:\n    def __del__(self): print('gone')\nkept = Last()", 0),
+    "del order": (
+        "class Last:\n    def __init__(self, word): self.word = word\n    def __del__(self): print(self.word)\n"
+        "a, _b, c = Last('a'), Last('b'), Last('c')\nc.cycle = c",
+        0,
+    ),
+    "file": ("import os\nkept = os.fdopen(os.dup(1), 'w')\nkept.write('written\\n')", 0),
+    "kept file": ("import os, sys\nsys.kept = os.fdopen(os.dup(1), 'w')\nsys.kept.write('written\\n')", 0),
+    "compressed": (
+        "import gzip, os\nkept = gzip.GzipFile('', 'wb', fileobj=os.fdopen(os.dup(1), 'wb'), mtime=0)\n"
+        "kept.write(b'text')",
+        0,
+    ),
+    "temporary": (
+        "import os, tempfile\nkept = tempfile.NamedTemporaryFile()\nclass Last:\n"
+        "    def __init__(self, name): self.name = name\n"
+        "    def __del__(self): print(os.path.exists(self.name))\nz = Last(kept.name)",
+        0,
+    ),
+    "printed to a full disk": ("import sys\nsys.stdout = open('/dev/full', 'w')\nprint('lost')", 120),
+    "C": ("import ctypes\nctypes.CDLL(None).puts(b'from C')", 0),
     "warning": ("import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)", 0),
 }  # fmt: skip
 
@@ -300,7 +325,7 @@ ENDS = {
 def test_workers_end_as_python_ends(driver: Drivers) -> None:
     found = []
     for preload in ([], None):
-        one = driver(preload)
+        one = driver(preload, unbuffered=False)
         commands: list[tuple[str, ...]] = [one.script(text, f"{name}.py") for name, (text, _) in ENDS.items()]
         commands += [("python", "-m", f"{name}") for name in ENDS] + [
             ("python", "-m", "no.such.module"),
@@ -313,6 +338,41 @@ def test_workers_end_as_python_ends(driver: Drivers) -> None:
         assert found[0][f"{name}.py",][0] == code, name
     assert found[0]["words.py",][1] == "in words\n"
     assert "forkserver" not in "".join(said for _, said in found[0].values())
+
+
+DATA_PARALLEL = """
+import os, sys, torch, torch.distributed as dist
+os.environ["RANK"] = os.environ["LOCAL_RANK"]
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(20, 1))
+    for _ in range(3):
+        model(torch.rand(8, 20)).sum().backward()
+    if sys.argv[1] == "destroys":
+        dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["destroys", "leaves"])
+def test_a_script_that_trains_in_parallel_ends(driver: Drivers, how: str) -> None:
+    one = driver(["torch._dynamo", "torch.nn.parallel", "torch.optim"])
+    command = (*one.script(DATA_PARALLEL), how)
+    for _ in range(8):  # without the mend most of them hang
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "3",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        one.start(*[command] * 3, env=place)
+        assert one.end() == [0, 0, 0]
 
 
 MULTIPROCESSING = """
