@@ -20,17 +20,23 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, TypeVar
 
 from nodekit.deploy import hostfacts, present
 
 NO_WORKERS_GRACE_S = 3.0
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
+HELD_S = 30.0
 _BEAT_S = 1.0
+_PATIENCE_S = 1.0
+_NOT_FOUND = (FileNotFoundError, NotADirectoryError)  # every other OSError says that nobody knows
+_T = TypeVar("_T")
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
 # node_dir -> the agent this server started
 _agents: Dict[str, subprocess.Popen[bytes]] = {}
+# snapshot folder -> the newest that it held, and when
+_last_held: Dict[str, Tuple[List[int], float]] = {}
 _attended: Set["subprocess.Popen[str]"] = set()
 
 
@@ -186,10 +192,15 @@ def fence_of(node_dir: str) -> int:
 
 
 def _fence_in(folder: str) -> int:
+    path = os.path.join(folder, "fence")
     try:
-        return int(_read(os.path.join(folder, "fence")))
-    except (OSError, ValueError):
+        text = _patiently(_read, path)
+    except _NOT_FOUND:
         return -1
+    try:
+        return int(text)
+    except ValueError:
+        raise OSError(errno.EIO, "it holds %r, and a whole number was wanted" % text[:40], path) from None
 
 
 def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
@@ -279,11 +290,28 @@ def _read(path: str) -> bytes:
         os.close(handle)
 
 
+def _patiently(read: Callable[[str], _T], path: str) -> _T:
+    """What `read` returns, tried again for a moment while it raises an OSError other than "not found"."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return read(path)
+        except _NOT_FOUND:
+            raise
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.1)
+
+
 def load(path: str) -> Any:
-    """What a JSON file holds; None without one, or for one that is torn."""
+    """What a JSON file holds; None without one, or for one that is torn.
+
+    One that cannot be read raises an OSError: it may say anything.
+    """
     try:
-        return json.loads(_read(path))
-    except (OSError, ValueError):
+        return json.loads(_patiently(_read, path))
+    except (*_NOT_FOUND, ValueError):
         return None
 
 
@@ -339,13 +367,25 @@ def snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> 
 
 
 def newest_snapshot(folder: str) -> List[int]:
-    """(generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one."""
+    """(generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one.
+
+    Of a folder that cannot be listed, for a while what it last held; then an OSError: nobody knows, and the node counts
+    as out of sight.
+    """
     try:
-        names = os.listdir(folder)
-    except OSError:  # not there yet
+        names = _patiently(os.listdir, folder)
+    except _NOT_FOUND:
         names = []
+    except OSError as error:
+        held, at = _last_held.get(folder, ([], 0.0))
+        if held and time.monotonic() - at < HELD_S:
+            return held
+        why = "%s; which snapshot is the newest there is not known" % error.strerror
+        raise OSError(error.errno, why, folder) from error
     found = (_SNAPSHOT.fullmatch(name) for name in names)
-    return list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
+    newest = list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
+    _last_held[folder] = newest, time.monotonic()
+    return newest
 
 
 def tail(path: str, size: int = 4096) -> str:
