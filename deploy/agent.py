@@ -140,6 +140,7 @@ class Agent:
         self._electorate = spec.known_electorate()
         self._attempt = ""
         self._world_size = 0
+        self._expected_snapshot = ""
         self._failed_as = ""
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._rendezvous: Rendezvous | None = None
@@ -370,16 +371,19 @@ class Agent:
                 if gathered.missing:
                     text = f"{', '.join(gathered.missing)} could not be written to {folder}"
             if text:  # ranks without a file that others have would begin at another step, and save over what there is
-                text = (
+                raise Unfit(
                     f"{text}: no rank is started here until it can; mend or make room on the disk of {folder}"
                 )
-                self._record.update(notice=f"{self._spec.name}: {text}")
-                raise Unfit(text)
 
     # --- workers ---
 
     def _start(self, formed: Formed) -> None:
         spec = self._spec
+        try:
+            self._record.make_snapshot_dir()
+            self._expected_snapshot = self._record.expected_snapshot
+        except OSError as error:
+            raise Unfit(str(error)) from error
         self._attempt = f"{spec.generation}.{formed.round}"
         self._record.begin(self._attempt, group_rank=formed.group_rank)
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
@@ -453,6 +457,8 @@ class Agent:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "NODEKIT_GENERATION": str(spec.generation),
+            "NODEKIT_SNAPSHOT_DIR": str(self._record.snapshot_dir),
+            "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,
             "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
             "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
         }
@@ -650,6 +656,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         return EXIT_STOPPED
     except Unfit as error:
         agent.shut_down()
+        record.update(notice=f"{spec.name}: {error}")
         print(error, file=sys.stderr)
         record.end("ended", workers=[], message=str(error))
         return EXIT_UNFIT

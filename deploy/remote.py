@@ -167,12 +167,36 @@ def fence(node_dir: str, generation: int) -> Dict[str, Any]:
 
 
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
-    for folder in (
-        snapshot_folder(node_dir, spec),
-        node_dir,
-    ):  # nodekit.training looks where it writes, which may be a shared folder
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+    saved = snapshot_folder(node_dir, spec)
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    make_snapshot_folder(
+        saved, is_shared=spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+    )
+    for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
         write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
+
+
+def make_snapshot_folder(folder: str, is_shared: bool) -> None:
+    """Make the folder that ranks save to, 0700; of a shared one not what it lies in, which may be a mount point.
+
+    What cannot be made raises an OSError that says what to do.
+    """
+    try:
+        if is_shared and not os.path.isdir(folder):
+            os.mkdir(folder, 0o700)
+        elif not is_shared:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise OSError(
+                errno.EEXIST, "the snapshot folder cannot be made: a file is in its place", folder
+            ) from None
+    except OSError as error:
+        why = "the snapshot folder cannot be made on %s: %s" % (socket.gethostname(), error.strerror)
+        if is_shared and isinstance(error, FileNotFoundError):
+            cure = "mount it, or make it (mkdir -p), on every host"
+            why += "; %s (snapshots.shared) is not there: %s" % (os.path.dirname(folder), cure)
+        raise OSError(error.errno, why, folder) from error
 
 
 def _enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called_off: int) -> None:
@@ -182,7 +206,8 @@ def _enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], calle
         raise RuntimeError(
             "generation %d is over: this node is in %d" % (generation, max(fence, own["generation"]))
         )
-    if fence != generation:
+    # The node may have been fenced before it had a spec, which says where snapshots are.
+    if fence != generation or _fence_in(snapshot_folder(node_dir, spec)) != generation:
         _set_fence(node_dir, spec, generation)
 
 

@@ -41,8 +41,9 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
     writes = world.is_first_on_node if writes is None else writes
     lost: dict[tuple[int, int], str] = {}
+    known, expected = max(world.gather(world.expected_snapshot)), ""
     while True:
-        here = snapshots.look(lost, expected=world.expected_snapshot) if world.is_first_on_node else Found()
+        here = snapshots.look(lost, expected=expected) if world.is_first_on_node else Found()
         own = here.loaded
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
         held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
@@ -50,7 +51,10 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
         found = [Found(None, problems, newer_kit) for _, problems, newer_kit in offers]
         check_loss([*found, Found(problems=tuple(lost.values()))], age)
         if age is None or manifest is None:
-            return None
+            if not known or expected:
+                return None
+            expected = known  # all look again, longer, and say where it was missed
+            continue
         if snapshots.generation is None:
             snapshots.generation = max(fence, manifest.generation)
         if manifest.is_sharded:

@@ -55,7 +55,7 @@ class World:
     snapshot_is_shared: bool = False
     """Whether that folder is said to be one and the same on all nodes."""
     expected_snapshot: str = ""
-    """What kit saw committed in ``snapshot_dir``, in words for people; "" for nothing."""
+    """What kit has seen committed before, in words for people; "" for nothing."""
     num_restarts: int = 0
     """How often the job has been started again, as far as this rank was told."""
     output_dir: Path | None
