@@ -60,10 +60,12 @@ PRELOAD = (
     "nodekit.training.engines.ddp",
     "nodekit.training.tasks.digits",
 )
+EXIT_UNFIT = 4
 EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
+FENCE_S = 10.0  # how long a fence that cannot be read is tried again before ranks are started
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
@@ -76,6 +78,10 @@ _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after 
 
 class Superseded(Exception):
     """The supervisor has called this node into another generation."""
+
+
+class Unfit(Exception):
+    """This node cannot take part now; others may go on without it, and it is tried again."""
 
 
 class Fenced(Exception):
@@ -134,6 +140,7 @@ class Agent:
         self._electorate = spec.known_electorate()
         self._attempt = ""
         self._world_size = 0
+        self._expected_snapshot = ""
         self._failed_as = ""
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._rendezvous: Rendezvous | None = None
@@ -263,10 +270,27 @@ class Agent:
         """Called wherever the agent waits: what ends the wait is raised here."""
         self._stop.check()
         self._check_spec()
-        if remote.fence_of(str(self._folder)) > self._spec.generation:
-            raise Fenced
+        with contextlib.suppress(OSError):  # it cannot be read: what runs goes on, and nothing new begins
+            self._look_at_fence()
         if self._rendezvous is not None and self._is_meeting:
             self._record.update(blocked=self._who_is_missing(self._rendezvous.present))
+
+    def _look_at_fence(self) -> None:
+        if remote.fence_of(str(self._folder)) > self._spec.generation:
+            raise Fenced
+
+    def _see_fence(self) -> None:
+        """`_look_at_fence`, for who must know."""
+        until = time.monotonic() + FENCE_S
+        while True:
+            try:
+                return self._look_at_fence()
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise Unfit(
+                        f"the fence of this node cannot be read ({error}): no rank is started"
+                    ) from error
+            self._pause()
 
     def _pause_briefly(self) -> None:
         """`_pause`, without reading what is in the node's folder while that does not change."""
@@ -341,15 +365,28 @@ class Agent:
         peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
         if self._replicas is not None and len(peers) == len(formed.members):
             attempt = (self._spec.generation, formed.round)
-            gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
-            if gathered.missing:
-                text = f"no room for {', '.join(gathered.missing)}: this node's ranks begin without"
-                self._record.update(notice=f"{self._spec.name}: {text}")
+            folder, text = self._folder / "snapshots", ""
+            try:
+                gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
+            except OSError as error:
+                text = f"what the ranks saved cannot be read ({error})"
+            else:
+                if gathered.missing:
+                    text = f"{', '.join(gathered.missing)} could not be written to {folder}"
+            if text:  # ranks without a file that others have would begin at another step, and save over what there is
+                raise Unfit(
+                    f"{text}: no rank is started here until it can; mend or make room on the disk of {folder}"
+                )
 
     # --- workers ---
 
     def _start(self, formed: Formed) -> None:
         spec = self._spec
+        try:
+            self._record.make_snapshot_dir()
+            self._expected_snapshot = self._record.expected_snapshot
+        except OSError as error:
+            raise Unfit(str(error)) from error
         self._attempt = f"{spec.generation}.{formed.round}"
         self._record.begin(self._attempt, group_rank=formed.group_rank)
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
@@ -365,7 +402,8 @@ class Agent:
         )
         self._logbook.begin([self._log_of(rank) for rank in self._ranks.values()])
         _name_threads()
-        self._pause()  # fenced meanwhile, it must not start any
+        self._pause()
+        self._see_fence()  # fenced meanwhile, it must not start any
         self._kills = kernel.oom_kills()
         pids = self._workers.start(
             [
@@ -424,6 +462,8 @@ class Agent:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "NODEKIT_GENERATION": str(spec.generation),
+            "NODEKIT_SNAPSHOT_DIR": str(self._record.snapshot_dir),
+            "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,
             "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
             "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
         }
@@ -663,7 +703,7 @@ def _name_threads() -> None:
 
 
 def run(node_dir: Path, server: ForkServer | None) -> int:
-    """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 143 stopped."""
+    """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
     spec = AgentSpec.load(node_dir)
     os.environ.update(spec.env)
     record = Record(spec)
@@ -675,6 +715,12 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         # Who asks by way of kit says so; anything else that ends us is a loss to be made good.
         record.end("stopped" if (node_dir / "stop").exists() else "ended", workers=[])
         return EXIT_STOPPED
+    except Unfit as error:
+        agent.shut_down()
+        record.update(notice=f"{spec.name}: {error}")
+        print(error, file=sys.stderr)
+        record.end("ended", workers=[], message=str(error))
+        return EXIT_UNFIT
     except Exception as error:
         agent.shut_down()
         record.end("failed", workers=[], message=f"the agent failed: {type(error).__name__}: {error}")

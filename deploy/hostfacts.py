@@ -78,7 +78,7 @@ def boot_id() -> str:
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 _boot_ids.append(file.read().strip())
-        except OSError:
+        except FileNotFoundError:  # no Linux
             _boot_ids.append("")
     return _boot_ids[0]
 

@@ -66,20 +66,53 @@ class Record:
             spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
         )
         self._notes = Notes(
-            say=self.event,
+            say=self._noted,
             told=self.told_dir,
-            snapshots=Path(spec.env.get("NODEKIT_SNAPSHOT_DIR") or self._folder / "snapshots"),
+            snapshots=self.snapshot_dir,
             usage=usage.now,
             num_nodes=len(spec.nodes),
         )
         threading.Thread(target=self._watch_progress, name="status", daemon=True).start()
 
+    @property
+    def snapshot_dir(self) -> Path:
+        """Where this node's ranks save."""
+        return Path(self._spec.env.get("NODEKIT_SNAPSHOT_DIR") or self._folder / "snapshots")
+
+    def make_snapshot_dir(self) -> None:
+        """Make the folder that ranks may count on: every script finds it, wherever the run runs.
+
+        Raises:
+            OSError: it cannot be made, or what it lies in, which all hosts share, is not there.
+        """
+        remote.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
+
+    @property
+    def expected_snapshot(self) -> str:
+        """What was committed in this run, as far as this node or the supervisor has seen it, in words; "" for nothing.
+
+        Raises:
+            OSError: that cannot be read.
+        """
+        told = self._spec.env.get("NODEKIT_SNAPSHOT_EXPECTED", "")
+        return str((remote.load(str(self._folder / "saved.json")) or {}).get("words", told))
+
+    def _noted(self, kind: str, **fields: Any) -> None:
+        self.event(kind, **fields)
+        if kind == "snapshot":
+            words = f"step {fields['step']} of generation {fields['generation']} was committed in {self.snapshot_dir}"
+            with contextlib.suppress(OSError):  # the supervisor has the event
+                remote.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+
     def begin(self, attempt: str, *, group_rank: int) -> None:
         """An attempt begins: forget what ranks of an earlier one have told."""
-        is_shared = self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
         with self._looking:
             self._forget_progress()
-            self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not is_shared)
+            self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
     def _forget_progress(self) -> None:
         """Remove what ranks of an earlier attempt said of theirs."""

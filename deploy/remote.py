@@ -20,18 +20,24 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, TypeVar
 
 from nodekit.deploy import hostfacts, present
 
 NO_WORKERS_GRACE_S = 3.0
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
 _SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")  # as nodekit.training.manifest names a committed one
+HELD_S = 30.0
 _BEAT_S = 1.0
+_PATIENCE_S = 1.0
+_NOT_FOUND = (FileNotFoundError, NotADirectoryError)  # every other OSError says that nobody knows
+_T = TypeVar("_T")
 # port -> the listening socket that keeps it ours until an agent takes it over
 _held_ports: Dict[int, socket.socket] = {}
 # node_dir -> the agent this server started
 _agents: Dict[str, subprocess.Popen[bytes]] = {}
+# snapshot folder -> the newest that it held, and when
+_last_held: Dict[str, Tuple[List[int], float]] = {}
 _attended: Set["subprocess.Popen[str]"] = set()
 
 
@@ -162,12 +168,36 @@ def fence(node_dir: str, generation: int) -> Dict[str, Any]:
 
 
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
-    for folder in (
-        snapshot_folder(node_dir, spec),
-        node_dir,
-    ):  # nodekit.training looks where it writes, which may be a shared folder
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+    saved = snapshot_folder(node_dir, spec)
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    make_snapshot_folder(
+        saved, is_shared=spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+    )
+    for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
         write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
+
+
+def make_snapshot_folder(folder: str, is_shared: bool) -> None:
+    """Make the folder that ranks save to, 0700; of a shared one not what it lies in, which may be a mount point.
+
+    What cannot be made raises an OSError that says what to do.
+    """
+    try:
+        if is_shared and not os.path.isdir(folder):
+            os.mkdir(folder, 0o700)
+        elif not is_shared:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise OSError(
+                errno.EEXIST, "the snapshot folder cannot be made: a file is in its place", folder
+            ) from None
+    except OSError as error:
+        why = "the snapshot folder cannot be made on %s: %s" % (socket.gethostname(), error.strerror)
+        if is_shared and isinstance(error, FileNotFoundError):
+            cure = "mount it, or make it (mkdir -p), on every host"
+            why += "; %s (snapshots.shared) is not there: %s" % (os.path.dirname(folder), cure)
+        raise OSError(error.errno, why, folder) from error
 
 
 def _enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called_off: int) -> None:
@@ -177,7 +207,8 @@ def _enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], calle
         raise RuntimeError(
             "generation %d is over: this node is in %d" % (generation, max(fence, own["generation"]))
         )
-    if fence != generation:
+    # The node may have been fenced before it had a spec, which says where snapshots are.
+    if fence != generation or _fence_in(snapshot_folder(node_dir, spec)) != generation:
         _set_fence(node_dir, spec, generation)
 
 
@@ -187,10 +218,15 @@ def fence_of(node_dir: str) -> int:
 
 
 def _fence_in(folder: str) -> int:
+    path = os.path.join(folder, "fence")
     try:
-        return int(_read(os.path.join(folder, "fence")))
-    except (OSError, ValueError):
+        text = _patiently(_read, path)
+    except _NOT_FOUND:
         return -1
+    try:
+        return int(text)
+    except ValueError:
+        raise OSError(errno.EIO, "it holds %r, and a whole number was wanted" % text[:40], path) from None
 
 
 def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
@@ -280,11 +316,28 @@ def _read(path: str) -> bytes:
         os.close(handle)
 
 
+def _patiently(read: Callable[[str], _T], path: str) -> _T:
+    """What `read` returns, tried again for a moment while it raises an OSError other than "not found"."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return read(path)
+        except _NOT_FOUND:
+            raise
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.1)
+
+
 def load(path: str) -> Any:
-    """What a JSON file holds; None without one, or for one that is torn."""
+    """What a JSON file holds; None without one, or for one that is torn.
+
+    One that cannot be read raises an OSError: it may say anything.
+    """
     try:
-        return json.loads(_read(path))
-    except (OSError, ValueError):
+        return json.loads(_patiently(_read, path))
+    except (*_NOT_FOUND, ValueError):
         return None
 
 
@@ -340,13 +393,25 @@ def snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> 
 
 
 def newest_snapshot(folder: str) -> List[int]:
-    """(generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one."""
+    """(generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one.
+
+    Of a folder that cannot be listed, for a while what it last held; then an OSError: nobody knows, and the node counts
+    as out of sight.
+    """
     try:
-        names = os.listdir(folder)
-    except OSError:  # not there yet
+        names = _patiently(os.listdir, folder)
+    except _NOT_FOUND:
         names = []
+    except OSError as error:
+        held, at = _last_held.get(folder, ([], 0.0))
+        if held and time.monotonic() - at < HELD_S:
+            return held
+        why = "%s; which snapshot is the newest there is not known" % error.strerror
+        raise OSError(error.errno, why, folder) from error
     found = (_SNAPSHOT.fullmatch(name) for name in names)
-    return list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
+    newest = list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
+    _last_held[folder] = newest, time.monotonic()
+    return newest
 
 
 def tail(path: str, size: int = 4096) -> str:

@@ -183,6 +183,8 @@ class Look:
     """Name → why it is not copied."""
     is_whole: bool = True
     """Whether all could be read; if not, what is not in it need not be gone."""
+    unread: str = ""
+    """Why not, if that may pass: no right of the user's that this look lacks."""
 
 
 def look(folder: Path) -> Look:
@@ -206,6 +208,8 @@ def look(folder: Path) -> Look:
         except OSError as error:
             found.refused[below or "."] = error.strerror or str(error)
             found.is_whole = False
+            if not isinstance(error, PermissionError):
+                found.unread = f"{folder / below}: {error.strerror or error}"
     return found
 
 
@@ -276,9 +280,16 @@ class UserFiles:
         """The last one at whose start this node agreed with the others; the last one it was in."""
         self.known: Mapping[str, Known] = {}
         """By name; replaced, never changed, so that other threads may read it at any time."""
+        self.unread = ""
+        """Why the last `update` could not read a file that is new."""
         try:
-            fields = json.loads(state.read_bytes())
-            is_same_boot = fields["boot_id"] == hostfacts.boot_id()
+            data = commit.retried(state.read_bytes)
+        except commit.NOT_FOUND:
+            return  # none yet
+        boot_id = commit.retried(hostfacts.boot_id)
+        try:
+            fields = json.loads(data)
+            is_same_boot = fields["boot_id"] == boot_id
             # After a power failure the content of a file may not have reached the disk: all are hashed again.
             known = {
                 name: Known(Version.of(name, values), Mark(*mark) if mark and is_same_boot else None)
@@ -287,7 +298,7 @@ class UserFiles:
             self.attempt, self.entered = attempt_of(fields["attempt"]), attempt_of(fields["entered"])
             self.known = known
         except BROKEN:
-            pass  # none yet, or damaged: then this node is one that comes new
+            pass  # damaged: then this node is one that comes new
 
     def save(self, *, is_changing: bool = False) -> None:
         """Write the state file; `is_changing` before the folder is, so that nothing missing later looks deleted."""
@@ -303,9 +314,10 @@ class UserFiles:
     ) -> bool:
         """Take over what a look found (or did not), of these names alone if given; True if anything is new.
 
-        A file that keeps changing while it is read stays what it was.
+        A file that keeps changing while it is read stays what it was, as does one that cannot be read.
         """
         now = dict(self.known)
+        self.unread = ""
         for name in found.files.keys() | now.keys() if names is None else names:
             seen, old = found.files.get(name), now.get(name)
             if seen is None:
@@ -317,7 +329,10 @@ class UserFiles:
             try:
                 path = self.folder / name
                 sha256, mark = ("", seen.mark) if seen.link else sha256_of(path, is_called_off)
-            except OSError:
+            except (*commit.NOT_FOUND, PermissionError, InterruptedError):
+                continue
+            except OSError as error:
+                self.unread = f"{path}: {error.strerror or error}"
                 continue
             if mark != seen.mark:
                 continue
@@ -396,10 +411,36 @@ class Copies:
         self._lock = threading.Lock()
         self.listings: Mapping[str, Listing] = {}
         """Node → the newest listing it gave us."""
-        for path in self._listings.glob("*.json"):
-            with contextlib.suppress(*BROKEN):  # then it is one copy less
-                listing = Listing.of(json.loads(path.read_bytes()))
-                self.listings = {**self.listings, listing.node: listing}
+        self._read: set[Path] = set()
+        self._is_whole = False  # until all have been read, nobody knows of what the blobs are copies
+        with contextlib.suppress(OSError):  # `read` is called again before anything hangs on it
+            self.read()
+
+    def read(self) -> None:
+        """Read the listings that have not been read yet.
+
+        Raises:
+            OSError: one cannot be read, or is none that this version knows: nothing is removed until it can.
+        """
+        self._is_whole = False
+        for path in self._listings.iterdir():
+            if path in self._read or path.suffix != ".json":
+                continue
+            data = path.read_bytes()
+            try:
+                fields = json.loads(data)
+            except ValueError:  # torn, on a disk that lost power: it is one copy less
+                continue
+            try:
+                listing = Listing.of(fields)
+            except BROKEN as error:
+                raise OSError(
+                    f"{path} is no listing of copies that this version of kit knows ({error}): go on with the one that "
+                    "wrote it, or move it to another folder"
+                ) from error
+            self.listings = {**self.listings, listing.node: listing}
+            self._read.add(path)
+        self._is_whole = True
 
     def path_of(self, sha256: str) -> Path | None:
         """Where this content lies."""
@@ -471,21 +512,28 @@ class Copies:
         """Take over a node's listing, then drop what only the one before named."""
         with self._lock:
             old = self.listings.get(listing.node)
-            write_synced(self._listings / f"{quote(listing.node, safe='')}.json", asdict(listing))
+            path = self._listings / f"{quote(listing.node, safe='')}.json"
+            write_synced(path, asdict(listing))
             self.listings = {**self.listings, listing.node: listing}
-            for sha256 in (old.content if old else set()) - self._named():
+            self._read.add(path)
+            for sha256 in (old.content if old and self._is_whole else set()) - self._named():
                 self.discard(sha256)
 
     def clean(self, *, all_have_all: bool) -> None:
         """At a gather's start and end, while nobody may send: remove what is left over, or everything.
 
         What was linked into the user's folder is no copy any more: a script may write to it.
+
+        Raises:
+            OSError: not all listings can be read (nothing is removed), or something cannot be removed.
         """
         with self._lock:
+            if not self._is_whole:
+                self.read()
             if all_have_all:
                 for path in self._listings.iterdir():
                     path.unlink()
-                self.listings = {}
+                self.listings, self._read = {}, set()
             named = self._named()
             for path in self._blobs.iterdir():
                 if path.name not in named or path.stat().st_nlink > 1:

@@ -7,6 +7,7 @@ knows of, so a node that was away cannot bring back what it had, however new tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -33,6 +34,7 @@ from nodekit.deploy.replica_files import (
     sha256_of,
 )
 from nodekit.deploy.replica_wire import Wire
+from nodekit.training import commit
 
 _MAX_CALLS = 16
 
@@ -309,10 +311,11 @@ class Gather:
         kept = self._copies.path_of(version.sha256)
         for path in filter(None, (kept, self._files.path_of(version.sha256))):
             try:
-                is_intact = sha256_of(path)[0] == version.sha256
-            except OSError:  # the disk cannot read it
-                is_intact = False
-            if not is_intact:
+                is_damaged = commit.retried(functools.partial(sha256_of, path))[0] != version.sha256
+            except OSError as error:  # the disk cannot read it now: it may be the only one there is
+                self._here.fail(error, file=str(path))
+                continue
+            if is_damaged:
                 self._here.tell("replica-damaged", peer=self._here.name, file=str(path))
                 if path == kept:
                     self._copies.discard(version.sha256)

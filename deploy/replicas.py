@@ -36,6 +36,7 @@ from nodekit.deploy.replica_files import (
 )
 from nodekit.deploy.replica_gather import Gather, Gathered, Here, after
 from nodekit.deploy.replica_wire import Wire, WrongToken
+from nodekit.training import commit
 
 POLL_S = 0.5
 STABLE_S = 1.0
@@ -131,6 +132,9 @@ class Replicas:
             attempt: (generation, round), greater than any before.
             deadline_s: how long to wait for a member that says nothing. Looking through many files and
                 transfers may take longer, as long as they go on.
+
+        Raises:
+            OSError: what is here cannot be read, so that the others cannot be told of it; nothing was changed.
         """
         started = time.monotonic()
         self._stop_pushing()
@@ -142,8 +146,8 @@ class Replicas:
             files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.remove_drafts()
             self._copies.clean(all_have_all=False)
-        found = self._here.look()
-        files.update(found)
+        commit.retried(self._copies.read)
+        found = commit.retried(self._look)
         own, kept = files.listing(self._here.name), self._copies.listings.values()
         with self._turn:
             self._answer = {"own": asdict(own), "kept": [asdict(each) for each in kept]}
@@ -162,6 +166,13 @@ class Replicas:
         if gathered.num_files or gathered.silent or gathered.lost or gathered.set_aside:
             self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
         return gathered
+
+    def _look(self) -> Look:
+        found = self._here.look()
+        self._files.update(found)
+        if unread := found.unread or self._files.unread:
+            raise OSError(unread)
+        return found
 
     def _stop_pushing(self) -> None:
         if self._pusher is not None:

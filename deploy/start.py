@@ -12,7 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import check, checkup, cluster, judge, notify, plan, runs, script, sync
+from nodekit.deploy import check, checkup, cluster, events, judge, notify, plan, runs, script, sync
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
@@ -381,6 +381,11 @@ def _record(
     run.inventory = dump(inventory)
     run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
     run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
+    if saved := [each for each in events.read(run.folder) if each.kind == "snapshot"] if resumed else []:
+        newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
+        words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
+        for each in run.nodes.values():
+            each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
     run.save()
     run.say_stop("")
     if run.drained:

@@ -329,6 +329,8 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
         raise KitError(f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}")
     with contextlib.suppress(FileNotFoundError):
         os.environ.update(json.loads((run_dir / "slurm" / "secrets.json").read_text(encoding="utf-8")))
+    if inventory.snapshots.shared is None:  # else it is the user's, and may be a mount point
+        snapshots_of(job).mkdir(mode=0o700, exist_ok=True)
     names = [str(name) for name in NodeSet(os.environ["SLURM_JOB_NODELIST"])]
     least = min(inventory.nodes.min, len(names))
     here = tasks.wait(names, least=least, say=lambda text: print(text, flush=True))

@@ -24,6 +24,7 @@ from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import SlurmSettings
+from nodekit.training.fence import FILE as FENCE
 
 ASK_S = 20.0  # for an answer of Slurm
 
@@ -174,7 +175,8 @@ def has_made_progress(run_dir: Path) -> bool:
 
 def _has_saved(run_dir: Path) -> bool:
     with contextlib.suppress(OSError):
-        return any((snapshots_of(what_to_run(run_dir)) / run_dir.name).iterdir())
+        there = (snapshots_of(what_to_run(run_dir)) / run_dir.name).iterdir()
+        return any(each.name != FENCE and not each.name.startswith(".") for each in there)
     return False
 
 

@@ -1,6 +1,7 @@
 """Snapshots go from node to node at the start: into files, read by all of a node's ranks; one copy where shared."""
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ PROGRAM = """
 import json, logging, sys
 from dataclasses import replace
 from pathlib import Path
-from nodekit.training import Fenced, Snapshots, World, exchange
+from nodekit.training import Fenced, Snapshots, World, commit, exchange
 exchange._CHUNK_BYTES = 1000
+commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
+def listed(folder):
+    if folder in unreadable:
+        raise OSError(5, "Input/output error", str(folder))
+    return iterdir(folder)
+Path.iterdir = listed
 broadcast, passes = exchange._broadcast, []
 def counted(*arguments):
     passes.append(getattr(getattr(arguments[-1], "__self__", None), "__class__", None).__name__)
@@ -32,13 +39,17 @@ with World.from_env() as world:
         own = "node0" if (scenario / "is one folder").exists() else f"node{world.node_rank}"
         here = replace(world, snapshot_is_shared=(scenario / "is said to be shared").exists())
         snapshots = Snapshots(scenario / own / "snapshots", generation=1)
+        if (scenario / f"{own} cannot be read").exists():
+            unreadable.append(snapshots.folder)
+        if world.node_rank == 1 and (scenario / "was there").exists():
+            here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
         try:
             found = exchange.newest_of_all(snapshots, here, writes=said["writes"])
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source
-        except Fenced as error:
-            said["fenced"] = str(error)
+        except (Fenced, OSError, ValueError) as error:
+            said["fenced"] = said["refused"] = f"{type(error).__name__}: {error}"
         print(json.dumps({**said, "passes": passes}), flush=True)
 """
 
@@ -57,6 +68,17 @@ def outcome(
         for node in ("node0", "node1"):
             (folder / name / node).mkdir(parents=True)
         hold(folder / name / "node1" / "snapshots", 6)
+    for name in ("one cannot be read", "none can be read", "was there", "a newer kit's"):
+        for node in ("node0", "node1"):
+            (folder / name / node).mkdir(parents=True)
+    hold(folder / "one cannot be read" / "node1" / "snapshots", 6)
+    (folder / "one cannot be read" / "node0 cannot be read").touch()
+    (folder / "none can be read" / "node0 cannot be read").touch()
+    (folder / "was there" / "was there").write_text("step 6 was committed")
+    for node, step in (("node0", 6), ("node1", 4)):
+        hold(folder / "a newer kit's" / node / "snapshots", step)
+    newest = folder / "a newer kit's" / "node0" / "snapshots" / "g0000-s000000006.json"
+    newest.write_text(json.dumps({**json.loads(newest.read_text()), "engine": "fsdp"}))
     (folder / "cannot write" / "node0" / "snapshots").write_text("a file")
     hold(folder / "joins" / "node0" / "snapshots", 4)
     for name in ("shared", "said to be shared"):
@@ -131,3 +153,28 @@ def test_a_folder_that_is_only_said_to_be_shared_is_found_out(outcome: Outcome) 
 def test_a_fenced_generation_starts_on_no_rank(outcome: Outcome) -> None:
     _, said, _ = outcome
     assert ["generation 1 is over" in rank["fenced"] for rank in said["fenced"]] == [True] * 4
+
+
+def test_a_node_that_cannot_read_its_folder_takes_it_from_another(outcome: Outcome) -> None:
+    _, said, _ = outcome
+    assert [rank["step"] for rank in said["one cannot be read"]] == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("scenario", "wanted"),
+    [
+        ("none can be read", r"NoneLoads: .*at step 0 instead: .*node0/snapshots: .*Input/output error"),
+        (
+            "was there",
+            r"NoneLoads: .*node0/snapshots: no snapshot is here, though step 6 was .*node1/snapshots: no",
+        ),
+        ("a newer kit's", r"NewerKit: .*/node0/snapshots/g0000-s000000006.json: a newer nodekit wrote it"),
+    ],
+)
+def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
+    outcome: Outcome, scenario: str, wanted: str
+) -> None:
+    _, said, _ = outcome
+    assert [bool(re.search(wanted, rank.get("refused", ""))) for rank in said[scenario]] == [True] * 4, said[
+        scenario
+    ]

@@ -1,6 +1,7 @@
 """Calls into a host's hands, here on this machine."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -88,6 +89,54 @@ def test_the_newest_committed_snapshot_is_told(link: Link, tmp_path: Path) -> No
     assert newest() == [1, 20]
     (tmp_path / "spec.json").write_text(json.dumps({"env": {"NODEKIT_SNAPSHOT_DIR": str(tmp_path / "no")}}))
     assert newest() == [-1, 0]
+
+
+def failing(real: Callable[..., Any], path: Path, number: int, times: int) -> Callable[..., Any]:
+    left = [number] * times
+
+    def call(asked: str, *args: Any) -> Any:
+        if asked == str(path) and left:
+            raise OSError(left.pop(), os.strerror(number), asked)
+        return real(asked, *args)
+
+    return call
+
+
+def test_a_snapshot_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "g0001-s000000020.json").touch()
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.ESTALE, 2))
+    assert remote.newest_snapshot(str(tmp_path)) == [1, 20], "it was tried again"
+    monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.EIO, 99))
+    assert remote.newest_snapshot(str(tmp_path)) == [1, 20], "for a while the last answer is good enough"
+    monkeypatch.setattr(remote, "HELD_S", 0.0)
+    with pytest.raises(OSError, match=rf"which snapshot is the newest there is not known: '{tmp_path}'"):
+        remote.newest_snapshot(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["fence", "spec.json", "agent.json"])
+def test_what_cannot_be_read_of_a_node_is_not_missing(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fence").write_text("4\n")
+    (tmp_path / "spec.json").write_text('{"generation": 4}')
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+    real = os.open
+    monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EMFILE, 2))
+    found = remote.status(str(tmp_path))
+    assert (found["fence"], found["generation"]) == (4, 4)
+    monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EIO, 99))
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / file}'"):
+        remote.status(str(tmp_path))
+
+
+def test_a_fence_that_holds_no_number_is_not_no_fence(tmp_path: Path) -> None:
+    (tmp_path / "fence").write_text("")
+    with pytest.raises(OSError, match="it holds b'', and a whole number was wanted"):
+        remote.fence_of(str(tmp_path))
 
 
 def test_what_takes_too_long_is_not_waited_for(link: Link, tmp_path: Path) -> None:

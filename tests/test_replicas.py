@@ -1,6 +1,7 @@
 """User files survive their nodes: real sockets, real files, several agents' worth of Replicas in this process."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from nodekit.deploy import replica_wire, replicas
 from nodekit.deploy.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.replica_gather import Gathered, agree
 from nodekit.deploy.replicas import Replicas, keepers
+from nodekit.training import commit
 
 TOKEN = "the run's token"
 
@@ -584,6 +586,134 @@ def test_a_flipped_bit_is_found_and_another_holder_used(cluster: Callable[..., C
     assert [node.files()["last.pt"] for node in nodes.alive] == [content.decode()] * 3
     assert [each.lost for each in gathered] == [[], [], []]
     assert nodes[1].kinds("replica-damaged")
+
+
+Fails = Callable[..., None]
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
+    """Makes reading a file of a name, or listing a folder of that name, fail so many times."""
+    monkeypatch.setattr(commit, "RETRY_S", 1.0)
+    monkeypatch.setattr(commit, "_PAUSE_S", 0.1)
+    left: dict[str, list[int]] = {}
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int):
+                for name, numbers in left.items():
+                    if Path(path).name.startswith(name) and numbers:
+                        raise OSError(numbers[0], os.strerror(numbers.pop()), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for owner, name in ((os, "open"), (os, "scandir"), (Path, "read_bytes"), (Path, "iterdir")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+
+    def fail(name: str, times: int, number: int = errno.EIO) -> None:
+        left[name] = [number] * times
+
+    return fail
+
+
+@pytest.mark.parametrize("what", ["n0.json", "listings"])
+def test_listings_that_cannot_be_read_cost_no_copy(
+    cluster: Callable[..., Cluster], fails: Fails, what: str
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("ckpt.pt", "the only copy of a lost node's")
+    nodes.settle()
+    nodes[0].die()
+    shutil.rmtree(nodes[0].disk)
+    nodes[1].die()
+    fails(what, 3)
+    nodes[1].start()
+    nodes[0].start()
+    gathered = nodes.gather()
+    assert [each.lost + each.missing for each in gathered] == [[], []]
+    assert nodes[0].files() == {"ckpt.pt": "the only copy of a lost node's"}
+
+
+@pytest.mark.parametrize("what", ["n0.json", "snapshots", "state.json"])
+def test_what_cannot_be_read_keeps_a_node_out_and_changes_nothing(
+    cluster: Callable[..., Cluster], fails: Fails, what: str
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    for node in nodes.nodes:
+        node.write(f"{node.name}.pt", node.name)
+    nodes.settle()
+    before = sorted(nodes[1].disk.rglob("*"))
+    nodes[1].die()
+    fails(what, 999)
+    with pytest.raises(OSError, match=what):
+        nodes[1].start().gather({"n1": nodes[1].alive.endpoint}, (1, 9), 1)
+    fails(what, 0)
+    assert sorted(nodes[1].disk.rglob("*")) == before
+    nodes[1].die()
+    nodes[1].start()
+    nodes.attempt = 9
+    nodes.gather()
+    assert nodes[0].files() == nodes[1].files() == {"n0.pt": "n0", "n1.pt": "n1"}
+
+
+def test_a_new_file_that_cannot_be_read_is_not_passed_over(
+    cluster: Callable[..., Cluster], fails: Fails
+) -> None:
+    (node,) = (nodes := cluster(1)).nodes
+    nodes.gather()
+    node.write("new.pt", "new")
+    fails("new.pt", 3)
+    nodes.gather()
+    assert node.files() == {"new.pt": "new"}
+    node.die()
+    node.start()
+    node.write("newer.pt", "newer")
+    fails("newer.pt", 999)
+    with pytest.raises(OSError, match=r"newer\.pt: Input/output error"):
+        nodes.gather()
+    fails("newer.pt", 0)
+    nodes.gather()
+    assert node.files() == {"new.pt": "new", "newer.pt": "newer"}
+
+
+def test_a_copy_that_cannot_be_read_for_a_moment_is_not_removed(
+    cluster: Callable[..., Cluster], fails: Fails
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("ckpt.pt", "x")
+    nodes.settle()
+    nodes[0].die()
+    (blob,) = (nodes[1].disk / "kept" / "blobs").iterdir()
+    (nodes[1].folder / "ckpt.pt").unlink(missing_ok=True)
+    fails(blob.name, 999)
+    (gathered,) = nodes.gather([nodes[1]], {"n0": "127.0.0.1:1"}, deadline_s=0.5)
+    assert gathered.lost == ["ckpt.pt"]
+    fails(blob.name, 0)
+    assert blob.exists()
+    (gathered,) = nodes.gather([nodes[1]], {"n0": "127.0.0.1:1"}, deadline_s=0.5)
+    assert nodes[1].files() == {"ckpt.pt": "x"}
+
+
+def test_a_newer_kits_listing_is_refused_by_name_and_its_copies_are_kept(
+    cluster: Callable[..., Cluster], fails: Fails
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("ckpt.pt", "x")
+    nodes.settle()
+    nodes[1].die()
+    (listing,) = (nodes[1].disk / "kept" / "listings").iterdir()
+    (blob,) = (nodes[1].disk / "kept" / "blobs").iterdir()
+    fields = json.loads(listing.read_bytes())
+    fields["files"]["ckpt.pt"].append("what it is compressed with")
+    listing.write_text(json.dumps(fields))
+    with pytest.raises(OSError, match=f"{listing} is no listing of copies that this version of kit knows"):
+        nodes[1].start().gather({"n1": nodes[1].alive.endpoint}, (1, 9), 1)
+    assert blob.exists()
 
 
 def test_with_every_copy_damaged_the_older_version_is_used_and_the_loss_told(

@@ -10,12 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from nodekit.training import Manifest, Snapshots, rng
+from nodekit.training import Manifest, Snapshots, commit, rng
 from nodekit.training.commit import HashingFile
+from nodekit.training.manifest import NewerKit
+from nodekit.training.snapshot import NoneLoads
 
 
 def state(step: int) -> dict[str, object]:
@@ -308,6 +312,135 @@ def test_what_gets_its_name_is_on_the_disk_before_and_the_name_after(
         *("sync file", "rename to .pt", "sync folder"),
         *("sync file", "rename to .json", "sync folder"),
     ]
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read is tried again only once."""
+    monkeypatch.setattr(commit, "RETRY_S", 0.1)
+    monkeypatch.setattr(commit, "_PAUSE_S", 0.1)
+
+
+Fails = Callable[[str, int, int], None]
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
+    """Makes what reads files or folders of a name fail, so many times."""
+    left: dict[str, list[int]] = {}
+
+    def failing(real: Any) -> Any:
+        def call(path: Path, *args: Any, **kwargs: Any) -> Any:
+            for name, numbers in left.items():
+                if path.name.endswith(name) and numbers:
+                    raise OSError(numbers[0], os.strerror(numbers.pop()), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for method in ("iterdir", "read_text", "open"):
+        monkeypatch.setattr(Path, method, failing(getattr(Path, method)))
+
+    def fail(name: str, number: int, times: int) -> None:
+        left[name] = [number] * times
+
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["000200.json", "000100.json", "snapshots"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("does_save", [False, True])
+def test_who_could_not_read_everything_removes_nothing(
+    tmp_path: Path, what: str, number: int, does_save: bool, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = saved(folder := tmp_path / "snapshots", 100, 200, generation=0)
+    before = {path.name for path in folder.iterdir()}
+    if not does_save:
+        monkeypatch.setattr(torch, "save", Mock(side_effect=FULL))
+    for times in (1, 2, 3, 9):
+        fails(what, number, times)
+        snapshots.save(state(300), step=300)
+        fails(what, number, 0)
+        assert before <= {path.name for path in folder.iterdir()} or loaded_step(folder) == 300
+        assert loaded_step(folder) in ((300, 200) if does_save else (200,))
+    assert snapshots.save(state(400), step=400) or not does_save
+    assert len(list(folder.iterdir())) == 4, "what was put off is done at the next save"
+
+
+def test_a_save_that_cannot_list_the_folder_commits_and_is_no_failure(tmp_path: Path, fails: Fails) -> None:
+    snapshots = saved(folder := tmp_path / "snapshots", 1, 2, generation=0)
+    fails("snapshots", errno.EIO, 99)
+    assert snapshots.save(state(3), step=3)
+    fails("snapshots", errno.EIO, 0)
+    assert snapshots.num_failed == 0
+    assert [each.step for each in snapshots.manifests()] == [3, 2, 1]
+    assert loaded_step(folder) == 3
+
+
+@pytest.mark.parametrize("what", ["000200.json", "000100.json", "snapshots", ".pt"])
+def test_what_could_not_be_read_once_is_read_again(tmp_path: Path, what: str, fails: Fails) -> None:
+    saved(folder := tmp_path / "snapshots", 100, 200)
+    fails(what, errno.ESTALE, 3)
+    assert loaded_step(folder) == 200
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_older_one_is_gone_on_with_where_the_newest_cannot_be_read(tmp_path: Path, fails: Fails) -> None:
+    saved(folder := tmp_path / "snapshots", 100, 200)
+    fails("000200.json", errno.EIO, 99)
+    assert loaded_step(folder) == 100
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("what", ["000200.json", "snapshots", ".pt"])
+def test_what_cannot_be_read_is_not_taken_for_nothing(tmp_path: Path, what: str, fails: Fails) -> None:
+    saved(folder := tmp_path / "snapshots", 200)
+    fails(what, errno.EIO, 99)
+    wanted = (
+        rf"does not begin at step 0 instead: {folder}.*Input/output error.* start again: nothing was removed"
+    )
+    with pytest.raises(NoneLoads, match=wanted):
+        Snapshots(folder).load()
+
+
+def test_where_all_are_damaged_for_good_that_is_an_error_too(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    for path in tmp_path.glob("*.pt"):
+        flip_a_bit(path, path)
+    with pytest.raises(NoneLoads, match=r"s000000002\.json: its payload's SHA-256 .*s000000001\.json"):
+        Snapshots(tmp_path).load()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_newer_kits_snapshot_is_refused_by_name_and_kept(tmp_path: Path) -> None:
+    snapshots = saved(tmp_path, 1, 2)
+    newest = snapshots.manifests()[0]
+    change_manifest(engine="fsdp")(tmp_path / newest.payload, tmp_path / newest.name)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    wanted = rf"{newest.name}: a newer nodekit wrote it \(unknown: engine\): go on with that nodekit"
+    with pytest.raises(NewerKit, match=wanted):
+        Snapshots(tmp_path).load()
+    older_kit = saved(tmp_path, 3, 4, 5)
+    assert (
+        before.items()
+        >= {path.name: path.read_bytes() for path in tmp_path.iterdir() if "-s000000002" in path.name}.items()
+    )
+    assert {newest.name, newest.payload} <= {path.name for path in tmp_path.iterdir()}
+    assert [each.step for each in older_kit.manifests()] == [5, 4]
+    assert loaded_step(tmp_path) == 5, "this one is newer"
+
+
+def test_what_was_committed_and_is_not_there_is_missed(tmp_path: Path, at_once: None) -> None:
+    found = Snapshots(tmp_path / "not mounted").look(expected="step 200 was committed")
+    assert found.loaded is None
+    assert found.problems == (
+        f"{tmp_path}/not mounted: no snapshot is here, though step 200 was committed: is a file system not mounted?",
+    )
+    saved(tmp_path, 1)
+    assert Snapshots(tmp_path).look(expected="step 200 was committed").loaded
 
 
 def test_logging_is_a_warning_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -423,12 +423,12 @@ with World.from_env() as world:
     for scenario in sorted(Path(sys.argv[1]).iterdir()):
         snapshots = Snapshots(scenario / f"node{world.rank}" / "snapshots")
         if scenario.name == "its holder loses it" and world.rank == 0:
-            def load(but=(), load=snapshots.load):
-                found = load(but)
-                if found:
-                    (snapshots.folder / found.manifest.payload).unlink()
+            def look(but=(), look=snapshots.look, **more):
+                found = look(but, **more)
+                if found.loaded:
+                    (snapshots.folder / found.loaded.manifest.payload).unlink()
                 return found
-            snapshots.load = load
+            snapshots.look = look
         found = newest_of_all(snapshots, world)
         ages = found and [list(found.manifest.age), found.state["age"]]
         print(json.dumps([scenario.name, ages, snapshots.generation]), flush=True)

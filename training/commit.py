@@ -4,13 +4,40 @@ import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
+T = TypeVar("T")
+
+RETRY_S = 5.0
+"""How long what cannot be read is tried again: a file server that restarts, a moment without file descriptors."""
+_PAUSE_S = 0.25
+NOT_FOUND = (FileNotFoundError, NotADirectoryError)
+"""What says that a file is not there. Every other OSError says that nobody knows."""
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
 """Names of files not in place yet; one that is still there was left by a kill."""
+
+
+def retried(read: Callable[[], T], until_s: float | None = None) -> T:
+    """What ``read`` returns, tried again while it raises an OSError other than ``NOT_FOUND``.
+
+    Args:
+        read: reads something, and may be called again.
+        until_s: give up at this ``time.monotonic()``; None: ``RETRY_S`` from now.
+    """
+    until_s = time.monotonic() + RETRY_S if until_s is None else until_s
+    while True:
+        try:
+            return read()
+        except NOT_FOUND:
+            raise
+        except OSError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 @contextmanager
@@ -22,7 +49,8 @@ def written_beside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
         with os.fdopen(descriptor, "wb") as file:
             yield temporary, file
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the next save removes it; what ended this one is to be heard
+            temporary.unlink(missing_ok=True)
 
 
 def place(

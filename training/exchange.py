@@ -5,21 +5,23 @@ import io
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nodekit.training.fence import Fenced, fence_or_zero
+from nodekit.training.commit import NOT_FOUND, retried
+from nodekit.training.fence import Fence, Fenced
 from nodekit.training.manifest import Loaded, Manifest, load_payload
-from nodekit.training.snapshot import Snapshots, log
+from nodekit.training.snapshot import Found, Snapshots, check_loss, log
 from nodekit.training.world import World
 
 _CHUNK_BYTES = 32 << 20
 
 
 def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = None) -> Loaded | None:
-    """The newest snapshot that any node holds whole, loaded on every rank; None if nobody has one.
+    """The newest snapshot that any node holds whole, loaded on every rank; None if there is no trace of any.
 
     Every rank calls it, with its node's folder. The greatest (generation, step) that verifies wins;
     nodes that lack it get it by broadcast and keep a copy.
@@ -31,19 +33,28 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
+        NoneLoads: on all ranks, if none can be loaded, and there are some, or a folder or fence cannot be read.
+        NewerKit: on all ranks, if a newer nodekit wrote the newest one.
     """
-    fence = max(world.gather(fence_or_zero(snapshots.folder)))
+    fence = _newest_fence(snapshots, world)
     if snapshots.generation is not None and snapshots.generation < fence:
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
     writes = world.is_first_on_node if writes is None else writes
-    unreadable: set[tuple[int, int]] = set()
+    lost: dict[tuple[int, int], str] = {}
+    known, expected = max(world.gather(world.expected_snapshot)), ""
     while True:
-        own = snapshots.load(but=unreadable) if world.is_first_on_node else None
-        offers = world.gather(own.manifest if own else None)
-        held = [(manifest.age, -rank, manifest) for rank, manifest in enumerate(offers) if manifest]
-        if not held:
-            return None
-        age, negative_rank, manifest = max(held, key=lambda entry: entry[:2])
+        here = snapshots.look(lost, expected=expected) if world.is_first_on_node else Found()
+        own = here.loaded
+        offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
+        held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
+        age, negative_rank, manifest = max(held, key=lambda entry: entry[:2], default=(None, 0, None))
+        found = [Found(None, problems, newer_kit) for _, problems, newer_kit in offers]
+        check_loss([*found, Found(problems=tuple(lost.values()))], age)
+        if age is None or manifest is None:
+            if not known or expected:
+                return None
+            expected = known  # all look again, longer, and say where it was missed
+            continue
         if snapshots.generation is None:
             snapshots.generation = max(fence, manifest.generation)
         if manifest.is_sharded:
@@ -52,7 +63,29 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
             loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
         if loaded:
             return loaded
-        unreadable.add(age)  # its holder cannot read it a second time: to the next older one
+        lost[age] = f"{manifest.name}: rank {-negative_rank} could read it once, and not again"
+
+
+def _newest_fence(snapshots: Snapshots, world: World) -> int:
+    """The highest fence of all nodes' folders that can be read.
+
+    Raises:
+        OSError: on all ranks, if none can: then nobody knows who may train.
+    """
+    fence, problem = None, ""
+    try:
+        fence = retried(Fence(snapshots.folder).read)
+    except OSError as error:
+        problem = f"the fence in {snapshots.folder} cannot be read: {error}"
+        log.warning(problem)
+    gathered = world.gather((fence, problem))
+    fences = [fence for fence, _ in gathered if fence is not None]
+    if not fences:
+        raise OSError(
+            f"whether this generation may train is not known: {'; '.join(sorted({text for _, text in gathered}))}. "
+            "Mend the disk or the file server and start again"
+        )
+    return max(fences)
 
 
 def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
@@ -72,8 +105,17 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
         except OSError as error:
             log.warning("cannot write to %s: %s", snapshots.folder, error)
     names = world.gather(own.name if world.is_first_on_node else None)
-    seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
-    blind = [rank for rank, lowest in enumerate(world.gather(min(seen, default=None))) if lowest != 0]
+    seen, can_look = [], True
+    try:
+        seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
+    except OSError as error:  # what others write there is not seen now, and may be all the same
+        log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
+        can_look = world.is_main
+    blind = [
+        rank
+        for rank, lowest in enumerate(world.gather(min(seen, default=None) if can_look else 0))
+        if lowest != 0
+    ]
     with suppress(OSError):
         own.unlink(missing_ok=True)  # all have looked
     if blind and world.is_main:
@@ -83,14 +125,15 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
             snapshots.folder,
             ", ".join(map(str, blind)),
         )
-    return world.is_first_on_node and min(seen, default=world.rank) == world.rank
+    return can_look and world.is_first_on_node and min(seen, default=world.rank) == world.rank
 
 
 def _is_there(path: Path) -> bool:
     try:
-        return path.exists()
-    except OSError:  # a folder that may not be looked into, or a server that is gone
+        retried(path.stat)
+    except NOT_FOUND:
         return False
+    return True
 
 
 def _everywhere(
@@ -118,7 +161,7 @@ def _everywhere(
 
 def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
     """The same for a sharded one, which is not sent: all see its folder."""
-    has_it = any(each.age == manifest.age for each in snapshots.manifests())
+    has_it = _is_there(snapshots.folder / manifest.name)
     if blind := [rank for rank, sees in enumerate(world.gather(has_it)) if not sees]:
         raise ValueError(
             f"the newest snapshot ({manifest.name}, sharded) is not in the snapshot folder of rank "
@@ -136,6 +179,12 @@ def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
     return loaded and Loaded(
         loaded.state, loaded.manifest, f"what rank {source} sent ({loaded.manifest.payload})"
     )
+
+
+def _read_into(part: torch.Tensor, path: Path, start: int) -> None:
+    with path.open("rb") as file:
+        file.seek(start)
+        file.readinto(part.numpy().data)
 
 
 def _broadcast(
@@ -157,9 +206,7 @@ def _broadcast(
         part = chunk[: size_bytes - start]
         if world.rank == source:
             try:
-                with path.open("rb") as file:
-                    file.seek(start)
-                    file.readinto(part.numpy().data)
+                retried(partial(_read_into, part, path, start))
             except OSError as error:  # the others wait: send what there is, and let its hash tell them
                 log.warning("cannot read %s: %s", path, error)
         sent = part.to(world.device)

@@ -71,8 +71,8 @@ class Fence:
 
 
 def fence_or_zero(folder: str | os.PathLike[str]) -> int:
-    """``Fence.read`` for one who only wants to know whether to go on: 0 where it cannot be read."""
+    """``Fence.read`` for one who trains already: 0 where it cannot be read, for that must not end a training."""
     try:
         return Fence(Path(folder)).read()
-    except OSError:  # the next save says so
+    except OSError:  # the next save commits nothing, and says so
         return 0

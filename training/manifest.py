@@ -1,7 +1,8 @@
 """What a committed snapshot is and consists of, as its manifest says and as it is loaded."""
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -11,13 +12,17 @@ from nodekit.training.commit import HashingFile
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
-PAYLOAD = re.compile(r"g(\d{4,})-s\d{9,}-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
+PAYLOAD = re.compile(r"(?P<stem>g(?P<generation>\d{4,})-s\d{9,})-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
 """Names of payloads: one for each content, since saving a step again must not damage the first one on the way.
 
 A whole one is a file, a sharded one a folder (see ``sharded``).
 """
 
 _FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
+
+
+class NewerKit(ValueError):
+    """A snapshot that a newer nodekit wrote: it is neither loaded nor removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +42,22 @@ class Manifest:
     saved_at: str
     """When, ISO 8601, UTC; for people, nothing is decided by it."""
 
-    def check(self, name: str) -> None:
-        """Do nothing if this is what the file ``name`` may say.
+    @classmethod
+    def of(cls, text: str, name: str) -> "Manifest":
+        """From what the file ``name`` holds.
 
         Raises:
-            ValueError, TypeError, AttributeError: it is not.
+            NewerKit: it has keys that this version does not know.
+            ValueError, TypeError, AttributeError: it is damaged.
         """
+        values = json.loads(text)
+        if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
+            raise NewerKit(f"a newer nodekit wrote it (unknown: {', '.join(unknown)})")
+        manifest = cls(**values)
+        manifest._check(name)
+        return manifest
+
+    def _check(self, name: str) -> None:
         if self.name != name or not all(map(_FILE.fullmatch, self.sha256)):
             raise ValueError(f"it is about {self.name} and {self.payload}")
         if self.sha256.keys() != self.size_bytes.keys():
@@ -73,6 +88,12 @@ class Manifest:
     def is_sharded(self) -> bool:
         """Whether it is a folder."""
         return self.payload.endswith(".dcp")
+
+
+def age_of(name: str) -> tuple[int, int]:
+    """(generation, step), from the name of a manifest."""
+    generation, step = name.removesuffix(".json").split("-")
+    return int(generation[1:]), int(step[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,69 @@ from typing import Any, BinaryIO
 
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from nodekit.training import commit
 from nodekit.training.background import Background
-from nodekit.training.commit import TEMPORARY, HashingFile, place, written_beside
+from nodekit.training.commit import TEMPORARY, HashingFile, place, retried, written_beside
 from nodekit.training.fence import Fence
 from nodekit.training.hostcopy import HostCopy
-from nodekit.training.manifest import MANIFEST, PAYLOAD, Loaded, Manifest, load_payload, save_payload
+from nodekit.training.manifest import (
+    MANIFEST,
+    PAYLOAD,
+    Loaded,
+    Manifest,
+    NewerKit,
+    age_of,
+    load_payload,
+    save_payload,
+)
 from nodekit.training.shards import REST, SMALL, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
 
 _BLOCK_BYTES = 1 << 20
+
+
+class NoneLoads(OSError):
+    """There are snapshots, or may be, and none can be loaded: training may not begin at step 0 instead."""
+
+
+class _Damaged(Exception):
+    """A snapshot does not hold what its manifest says, or its manifest is none: reading it again is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one look into a snapshot folder found."""
+
+    loaded: Loaded | None = None
+    """The newest good one."""
+    problems: tuple[str, ...] = ()
+    """Why newer ones were passed over, and if there is none, all of them."""
+    newer_kit: tuple[tuple[int, int], str] | None = None
+    """Age and words for the newest one that a newer nodekit wrote."""
+
+
+def check_loss(found: Iterable[Found], newest: tuple[int, int] | None) -> None:
+    """Do nothing if going on from ``newest``, or from nothing, leaves nothing behind that can still be had.
+
+    Raises:
+        NewerKit: a newer nodekit wrote a newer one.
+        NoneLoads: nothing can be loaded, though something is there, or may be.
+    """
+    found = list(found)
+    if unknown := [each.newer_kit for each in found if each.newer_kit]:
+        age, words = max(unknown)
+        if newest is None or age > newest:
+            raise NewerKit(
+                f"{words}: go on with that nodekit, or a newer one; to go on from an older snapshot, or anew, move "
+                "this one to another folder"
+            )
+    if newest is None and (problems := [text for each in found for text in each.problems]):
+        raise NoneLoads(
+            f"no snapshot can be loaded, and training does not begin at step 0 instead: {'; '.join(problems)}. "
+            "Mend the disk or the file server and start again: nothing was removed. To train anew, start a new run "
+            "(kit up --new), or move what is in the folder elsewhere"
+        )
 
 
 class Snapshots:
@@ -145,31 +198,63 @@ class Snapshots:
                 self._place(manifest, temporary, file)
 
     def manifests(self) -> list[Manifest]:
-        """What is committed here, newest first, without a look at the payloads."""
-        try:
-            names = [entry.name for entry in self.folder.iterdir() if MANIFEST.fullmatch(entry.name)]
-        except OSError:  # not there yet, or not readable: nothing to go on from
-            return []
+        """What is committed here, newest first, without a look at the payloads; not what a newer nodekit wrote.
+
+        Raises:
+            OSError: the folder or a manifest cannot be read, so that nobody knows what is here.
+        """
         found = []
-        for name in names:
+        for name in self._listed():
             try:
-                manifest = Manifest(**json.loads((self.folder / name).read_text()))
-                manifest.check(name)
-                found.append(manifest)
-            except (ValueError, TypeError, AttributeError) as error:
-                self._reject(name, f"its manifest is damaged ({error})", for_good=True)
-            except OSError as error:
-                self._reject(name, str(error), for_good=False)
-        return sorted(found, key=lambda manifest: manifest.age, reverse=True)
+                found.append(self._manifest_in(name))
+            except FileNotFoundError:  # another process has removed it since
+                pass
+            except (NewerKit, _Damaged) as error:
+                self._reject(name, error)
+        return found
 
     def load(self, but: Collection[tuple[int, int]] = ()) -> Loaded | None:
-        """The newest good one, its state on the CPU; None if there is none.
+        """The newest good one, its state on the CPU; None if there is none, and no trace of any.
 
-        Damaged ones are logged and passed over, and those whose age is in ``but``.
+        Damaged ones are logged and passed over, and those whose age is in ``but``. What cannot be read is tried again
+        for some seconds.
+
+        Raises:
+            NoneLoads: there are some, or nobody can tell, and none can be loaded.
+            NewerKit: the newest was written by a newer nodekit.
         """
-        return next(
-            filter(None, (self._read(each) for each in self.manifests() if each.age not in but)), None
-        )
+        found = self.look(but)
+        check_loss([found], found.loaded.manifest.age if found.loaded else None)
+        return found.loaded
+
+    def look(self, but: Collection[tuple[int, int]] = (), *, expected: str = "") -> Found:
+        """The newest good one, and what stood in the way of newer ones.
+
+        Args:
+            but: ages that are passed over.
+            expected: what is known to have been committed here, in words: an empty folder is then no answer.
+        """
+        until_s = time.monotonic() + commit.RETRY_S
+        problems: list[str] = []
+        newer_kit = None
+        try:
+            names = retried(partial(self._listed, expected), until_s)
+        except OSError as error:
+            return Found(problems=(f"{self.folder}: {error}",))
+        for name in names:
+            if age_of(name) in but:
+                continue
+            try:
+                return Found(retried(partial(self._load, name), until_s), tuple(problems), newer_kit)
+            except FileNotFoundError:  # another process has removed it since
+                pass
+            except NewerKit as error:
+                newer_kit = newer_kit or (age_of(name), f"{self.folder / name}: {error}")
+                self._reject(name, error)
+            except (_Damaged, OSError) as error:
+                problems.append(f"{self.folder / name}: {error}")
+                self._reject(name, error)
+        return Found(None, tuple(problems), newer_kit)
 
     def read_age(self, age: tuple[int, int]) -> Loaded | None:
         """The one of this (generation, step), if it is here and good.
@@ -177,57 +262,85 @@ class Snapshots:
         Of a sharded one whose tensors are left, only what is read is verified: ``load`` has seen to the others, on
         this node's first rank.
         """
-        found = (self._read(each, in_part=True) for each in self.manifests() if each.age == age)
-        return next(filter(None, found), None)
+        name = "g{:04d}-s{:09d}.json".format(*age)
+        try:
+            return retried(partial(self._load, name, in_part=True))
+        except FileNotFoundError:
+            return None
+        except (NewerKit, _Damaged, OSError) as error:
+            self._reject(name, error)
+            return None
 
-    def _read(self, manifest: Manifest, *, in_part: bool = False) -> Loaded | None:
+    def _names(self) -> list[str]:
+        """What is in the folder; nothing if there is no folder.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        try:
+            return [entry.name for entry in self.folder.iterdir()]
+        except commit.NOT_FOUND:
+            return []
+
+    def _listed(self, expected: str = "") -> list[str]:
+        """The names of the manifests, newest first."""
+        names = sorted(filter(MANIFEST.fullmatch, self._names()), key=age_of, reverse=True)
+        if expected and not names:
+            raise OSError(f"no snapshot is here, though {expected}: is a file system not mounted?")
+        return names
+
+    def _manifest_in(self, name: str) -> Manifest:
+        text = (self.folder / name).read_text()
+        try:
+            return Manifest.of(text, name)
+        except NewerKit:
+            raise
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _Damaged(f"its manifest is damaged ({error})") from error
+
+    def _load(self, name: str, *, in_part: bool = False) -> Loaded:
+        manifest = self._manifest_in(name)
         path = self.folder / manifest.payload
         try:
             if manifest.is_sharded:
                 return self._read_shards(manifest, path, in_part=in_part and self.leave_shards)
             with path.open("rb") as file:
-                if not self._is_good(manifest, manifest.payload, file):
-                    return None
+                self._verify(manifest, manifest.payload, file)
                 file.seek(0)
                 return Loaded(load_payload(file), manifest, str(path))
-        except OSError as error:
-            self._reject(manifest.name, str(error), for_good=isinstance(error, FileNotFoundError))
-            return None
+        except commit.NOT_FOUND as error:
+            raise _Damaged(str(error)) from error
 
-    def _read_shards(self, manifest: Manifest, path: Path, *, in_part: bool) -> Loaded | None:
+    def _read_shards(self, manifest: Manifest, path: Path, *, in_part: bool) -> Loaded:
         wanted: Iterable[str] = [f"{path.name}/{name}" for name in SMALL] if in_part else manifest.sha256
 
-        def is_good(name: str) -> bool:
+        def verify(name: str) -> None:
             with (self.folder / name).open("rb") as file:
-                return self._is_good(manifest, name, file)
+                self._verify(manifest, name, file)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
-            if not all(list(pool.map(is_good, wanted))):
-                return None
+            list(pool.map(verify, wanted))
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
         if self.leave_shards:
             return Loaded(rest, manifest, str(path), path)
         return Loaded(assemble(rest, read_whole(path)), manifest, str(path))
 
-    def _is_good(self, manifest: Manifest, name: str, file: BinaryIO) -> bool:
+    def _verify(self, manifest: Manifest, name: str, file: BinaryIO) -> None:
         what = name.partition("/")[2] or "its payload"
         wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
         if size_bytes != wanted_bytes:
-            self._reject(manifest.name, f"{what} has {size_bytes} bytes of {wanted_bytes}", for_good=True)
-            return False
+            raise _Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
         digest = hashlib.sha256()
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
         if digest.hexdigest() != manifest.sha256[name]:
-            self._reject(manifest.name, f"{what}'s SHA-256 is another than its manifest's", for_good=True)
-            return False
-        return True
+            raise _Damaged(f"{what}'s SHA-256 is another than its manifest's")
 
-    def _reject(self, name: str, reason: str, *, for_good: bool) -> None:
-        """Say why a snapshot is passed over; what is damaged for good is removed at the next save."""
-        log.warning("snapshot %s is passed over: %s", self.folder / name, reason)
-        if for_good:
+    def _reject(self, name: str, error: Exception) -> None:
+        """Say why a snapshot is passed over; what is damaged is removed at the next save."""
+        log.warning("snapshot %s is passed over: %s", self.folder / name, error)
+        if isinstance(error, _Damaged):
             self._damaged.add(name)
 
     @contextmanager
@@ -239,8 +352,7 @@ class Snapshots:
 
     def _own_generation(self) -> int:
         if self.generation is None:
-            found = [manifest.generation for manifest in self.manifests()]
-            self.generation = max([self.fence.read(), *found])
+            self.generation = max([self.fence.read(), *(age_of(name)[0] for name in self._listed())])
         return self.generation
 
     def _staged(self, state: Any) -> Any:
@@ -315,25 +427,40 @@ class Snapshots:
 
     def _prune(self, committed: Manifest) -> None:
         """Remove what is damaged and all but the newest ``keep``; never what was just committed."""
-        good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
-        for name in {*good[self.keep :], *self._damaged} - {committed.name}:
-            (self.folder / name).unlink(missing_ok=True)
-            self._damaged.discard(name)
+        with self._clearing():
+            good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
+            for name in {*good[self.keep :], *self._damaged} - {committed.name}:
+                (self.folder / name).unlink(missing_ok=True)
+                self._damaged.discard(name)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed save left: temporary files, and payloads that no manifest names.
 
-        Not those of newer generations: between payload and manifest of their saves there is a moment too.
+        Not those of newer generations: between payload and manifest of their saves there is a moment too. And
+        nothing where not every manifest could be read, nor what a manifest belongs to that says nothing.
         """
+        with self._clearing():
+            names = self._names()
+            read = {manifest.stem: manifest.payload for manifest in self.manifests()}
+            unread = {name.removesuffix(".json") for name in names if MANIFEST.fullmatch(name)} - read.keys()
+            for name in names:
+                payload, path = PAYLOAD.fullmatch(name), self.folder / name
+                is_left = (
+                    payload is not None
+                    and read.get(payload["stem"]) != name
+                    and payload["stem"] not in unread
+                    and int(payload["generation"]) <= self._own_generation()
+                )
+                if is_left and path.is_dir():
+                    shutil.rmtree(path)
+                elif is_left or TEMPORARY.fullmatch(name):
+                    path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _clearing(self) -> Iterator[None]:
+        """Around removing: what is committed is so whether or not that can be done now."""
         try:
-            named = {manifest.payload for manifest in self.manifests()}
-            for entry in list(self.folder.iterdir()):
-                payload = PAYLOAD.fullmatch(entry.name)
-                is_left = payload and entry.name not in named and int(payload[1]) <= self._own_generation()
-                if is_left and entry.is_dir():
-                    shutil.rmtree(entry)
-                elif is_left or TEMPORARY.fullmatch(entry.name):
-                    entry.unlink(missing_ok=True)
+            yield
         except OSError as error:
-            log.warning("cannot clear up %s: %s", self.folder, error)
+            log.warning("cannot clear up %s, which is put off to the next save: %s", self.folder, error)

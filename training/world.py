@@ -54,6 +54,8 @@ class World:
     """This node's folder for snapshots, which survives restarts."""
     snapshot_is_shared: bool = False
     """Whether that folder is said to be one and the same on all nodes."""
+    expected_snapshot: str = ""
+    """What kit has seen committed before, in words for people; "" for nothing."""
     num_restarts: int = 0
     """How often the job has been started again, as far as this rank was told."""
     output_dir: Path | None
@@ -126,6 +128,7 @@ class World:
             generation=generation,
             snapshot_dir=_path(env, "NODEKIT_SNAPSHOT_DIR"),
             snapshot_is_shared=env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0"),
+            expected_snapshot=env.get("NODEKIT_SNAPSHOT_EXPECTED", ""),
             num_restarts=(generation or 0) + _number(env, "TORCHELASTIC_RESTART_COUNT", 0),
             output_dir=_path(env, "NODEKIT_OUTPUT_DIR"),
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
