@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.events import Event
+from nodekit.inventory.errors import NotWritten
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -403,7 +404,14 @@ class FullScreen(View):
         )
         rows = self._watched.model(time.time()).nodes
         absent = [row.name for row in rows if row.state == "unreachable"]
-        self._asks = (question, lambda: self._note(drain(node, undo, absent)))
+
+        def then() -> None:
+            try:
+                self._note(drain(node, undo, absent))
+            except NotWritten as error:
+                self._note(str(error))
+
+        self._asks = (question, then)
 
 
 def _stop() -> None:
