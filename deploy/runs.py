@@ -173,9 +173,13 @@ class Run:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
-        line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
         with contextlib.suppress(OSError):  # a full disk here must not end the run
-            append_private(str(self.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
+            append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))
+
+    def event_line(self, kind: str, **fields: Any) -> bytes:
+        """An event of now, as its line."""
+        line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
+        return json.dumps(line).encode() + b"\n"
 
 
 @contextlib.contextmanager
