@@ -152,8 +152,11 @@ class Gatherer:
         """Which file of a node was read last, and how far."""
         return self._read.get(node, ("", 0))
 
-    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> None:
-        """Add what was found on a node: (file, where its line ends, line); `clock_offset` is its clock minus ours."""
+    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
+        """Add what was found on a node: (file, where its line ends, line); False: there is no room.
+
+        `clock_offset` is its clock minus ours.
+        """
         lines = []
         for file, end, text in found:
             if _is_read(self._read, node, file, end):
@@ -166,7 +169,7 @@ class Gatherer:
                 lines.append(
                     json.dumps({**_by_our_clock(fields, clock_offset), "at": [file, end]}).encode() + b"\n"
                 )
-        self.add(*lines)
+        return self.add(*lines)
 
     def add(self, *lines: bytes) -> bool:
         """Add lines to the run's file, with those that were kept; False: there is no room."""

@@ -164,11 +164,15 @@ class Run:
         Raises:
             NotWritten: the disk is full, or gone.
         """
-        started = self.started
-        with self.changing():
-            if self.started != started or self.state == "succeeded":
-                return
-            self.state, self.verdict, self.ended = state, verdict, time.time()
+        started, end = self.started, {"state": state, "verdict": verdict, "ended": time.time()}
+        try:
+            with self.changing():
+                if self.started != started or self.state == "succeeded":
+                    return
+                vars(self).update(end)
+        except NotWritten:
+            vars(self).update(end)  # it is so, though only this process knows
+            raise
         self.event("run-ended", state=state, verdict=verdict)
 
     def event(self, kind: str, **fields: Any) -> None:
