@@ -428,13 +428,25 @@ def _settle_status(node_dir: str) -> None:
 
 
 def _kill_workers(node_dir: str) -> None:
-    """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
-    for worker in said(node_dir).get("workers", []):
-        if _is_running(worker["pid"], worker["start_time"]):
-            try:
-                os.killpg(worker["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+    """SIGKILL to the process groups of the recorded workers that still run."""
+    for worker in _running_workers(node_dir):
+        try:
+            os.killpg(worker["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _running_workers(node_dir: str) -> List[Dict[str, Any]]:
+    """The recorded workers that are still the recorded processes.
+
+    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `go` clears it before it names
+    another. After another boot, or on another host, the same pid and start time may be somebody else's.
+    """
+    record = load(os.path.join(node_dir, "agent.json"))
+    if not record or record["boot_id"] != hostfacts.boot_id():
+        return []
+    workers = said(node_dir).get("workers", [])
+    return [each for each in workers if _is_running(each["pid"], each["start_time"])]
 
 
 def _kill(pid: int, number: int) -> None:
@@ -461,13 +473,12 @@ def inject(
     if target in ("agent", "node") and agent is not None:
         _kill(agent, number)
         pids.append(agent)
-    workers = said(node_dir).get("workers", [])
+    workers = _running_workers(node_dir)
     if target == "worker":
         workers = [each for each in workers if rank in (None, each["rank"])][:1]
     for worker in workers if target != "agent" else []:
-        if _is_running(worker["pid"], worker["start_time"]):
-            _kill(worker["pid"] if target == "worker" else -worker["pid"], number)
-            pids.append(worker["pid"])
+        _kill(worker["pid"] if target == "worker" else -worker["pid"], number)
+        pids.append(worker["pid"])
     return {"pids": pids, "time": now}
 
 
