@@ -38,6 +38,8 @@ class Inquiry:
         """Another round; `pids` and `logs` are this node's, by rank."""
         self._formed, self._pids, self._logs = formed, pids, logs
         self._look_at = 0.0
+        self._written: list[int] = []
+        self._quiet_since = time.monotonic()
         self._watch.begin()
 
     def finds_a_hang(self, pause: Callable[[], None]) -> bool:
@@ -69,7 +71,10 @@ class Inquiry:
     def _lingers(self) -> bool:
         """Whether workers do not end, and say nothing any more, though those of other nodes have long ended well."""
         said = [*self._record.progress_dir.iterdir(), *self._logs.values()]
-        quiet_s = time.time() - max((path.stat().st_mtime for path in said if path.exists()), default=0.0)
+        written = [path.stat().st_mtime_ns for path in said if path.exists()]
+        if written != self._written:  # whatever the time is: the clock may be set meanwhile
+            self._written, self._quiet_since = written, time.monotonic()
+        quiet_s = time.monotonic() - self._quiet_since
         if quiet_s < min(LINGER_S, self._watch.limit_s) or self._formed.store.add("nodekit/done", 0) == 0:
             return False
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S)
