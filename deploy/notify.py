@@ -222,7 +222,8 @@ class _Turn:
     def take(self, event: Event) -> bool:
         """Whether this event is ours to tell; it is written down that it was."""
         if self._file is None:
-            self._file = runs.locked(self._path)
+            with contextlib.suppress(OSError):  # a full disk
+                self._file = runs.locked(self._path)
             if self._file is None:
                 return False
             with contextlib.suppress(ValueError):

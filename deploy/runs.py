@@ -113,7 +113,7 @@ class Run:
         Raises:
             NotWritten: the disk is full, or gone.
         """
-        with self._alone():
+        with self.alone():
             self._write()
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class Run:
         Raises:
             NotWritten: the disk is full, or gone.
         """
-        with self._alone():
+        with self.alone():
             with _told(self.folder / "run.json"), contextlib.suppress(FileNotFoundError):  # a new run
                 self.reload()
             before = dict(vars(self))
@@ -138,7 +138,12 @@ class Run:
                 raise
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """Held while what is on record is read and then written: whoever else is about to waits.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
         with contextlib.ExitStack() as stack:
             with _told(self.folder / "run.json"):
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -315,7 +320,8 @@ class SupervisorLock:
         """Be the one; False while another is."""
         if self._file is not None:
             return True
-        self._file = locked(self._path)
+        with _told(self._path):
+            self._file = locked(self._path)
         if self._file is None:
             return False
         _sign(self._file)
@@ -349,9 +355,10 @@ def starting(inventory_path: Path) -> Iterator[None]:
     Raises:
         KitError: another `kit up` holds it.
     """
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     path = _starting_path(str(inventory_path.resolve()))
-    file = locked(path)
+    with _told(path):
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = locked(path)
     if file is None:
         raise KitError(
             f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}; "

@@ -1,9 +1,11 @@
-"""What the server on a host ends: recorded processes, and no others."""
+"""What the server on a host ends: recorded processes, and no others; and what it writes down at whose word."""
 
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,36 @@ def test_a_process_of_this_boot_is_not_a_worker_of_an_earlier_one(
     assert remote.stop(node_dir, grace_s=1.0, force=True) == {"was": "not running", "killed": False}
     assert worker.poll() is None
     assert remote.said(node_dir)["state"] == "stopped"
+
+
+def test_of_requests_that_come_at_once_the_older_never_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_dir = str(tmp_path / "n0")
+    write = remote.write_private
+
+    def writes(path: str, data: bytes, durable: bool = False) -> None:
+        if path.endswith(("fence", "electorate.json")):  # an older one takes its time
+            number = json.loads(data) if path.endswith("fence") else json.loads(data)["version"]
+            time.sleep(0.05 / (1 + number))
+        write(path, data, durable=durable)
+
+    remote.fence(node_dir, 0)
+    write(f"{node_dir}/spec.json", json.dumps({"generation": 0}).encode())
+    monkeypatch.setattr(remote, "write_private", writes)
+    electorate = {"generation": 0, "nodes": ["n0"]}
+    calls: list[Callable[[], object]] = [
+        lambda number=number: remote.fence(node_dir, number) for number in range(1, 6)
+    ]
+    calls += [
+        lambda number=number: remote.grant(node_dir, {**electorate, "version": number})
+        for number in range(1, 6)
+    ]
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert remote.fence_of(node_dir) == 5
+    assert remote.load(f"{node_dir}/electorate.json")["version"] == 5
