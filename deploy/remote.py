@@ -258,12 +258,7 @@ def append_private(path: str, data: bytes) -> None:
     """Add to a 0600 file in one write: lines of several writers do not mix. All is added, or (OSError) nothing."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        written = os.write(handle, data)
-        if written < len(data):  # half a line would spoil the next one, too
-            end = os.lseek(handle, 0, os.SEEK_CUR)
-            if os.fstat(handle).st_size == end:
-                os.ftruncate(handle, end - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        present.add_whole(handle, data, path)
     finally:
         os.close(handle)
 

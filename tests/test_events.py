@@ -116,6 +116,19 @@ def test_events_wait_for_room_on_the_disk(tmp_path: Path):
         assert gatherer.num_lost == 0
 
 
+def test_a_status_that_finds_no_room_spoils_no_event(tmp_path: Path):
+    with small_disk(tmp_path / "small"):
+        gatherer = events.Gatherer(tmp_path / "small")
+        write(tmp_path / "small", {"time": 1.0, "node": None, "kind": "said", "text": "x" * 3600})
+        status = {"run": "r", "time": 2.0, "state": "running"}
+        with full(tmp_path / "small"):
+            gatherer.heard("gpu1", status, clock_offset=0.0)  # half of it would fit into the page
+        assert gatherer.add(json.dumps({"time": 3.0, "node": None, "kind": "reached"}).encode() + b"\n")
+        assert [event.kind for event in events.read(tmp_path / "small")] == ["said", "reached"]
+        gatherer.heard("gpu1", status, clock_offset=0.0)
+        assert events.now(tmp_path / "small")["gpu1"]["state"] == "running"
+
+
 def test_as_many_events_as_can_be_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(events, "MAX_KEPT", 3)
     with small_disk(tmp_path / "small"):
