@@ -37,17 +37,22 @@ def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collec
 
 
 def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str] = ()) -> str:
-    """Have whoever supervises the run drain a node, or take it back; what to say of that."""
-    drained = run.drained
-    if undo:
-        if node not in drained:
-            return f"{node} is not drained"
-        run.drain(drained - {node})
-        run.event("undrain", about=node)
-        return f"{node} comes back into the job"
-    if why := refusal(rules, drained, node, absent=absent):
-        return why
-    run.drain(drained | {node})
+    """Have whoever supervises the run drain a node, or take it back; what to say of that.
+
+    Raises:
+        NotWritten: the disk is full, or gone.
+    """
+    with run.alone():  # of two at once neither may be forgotten, nor both leave too few nodes
+        drained = run.drained
+        if undo:
+            if node not in drained:
+                return f"{node} is not drained"
+            run.drain(drained - {node})
+            run.event("undrain", about=node)
+            return f"{node} comes back into the job"
+        if why := refusal(rules, drained, node, absent=absent):
+            return why
+        run.drain(drained | {node})
     return f"{node} leaves the job when its ranks have saved, and stays out until it is taken back"
 
 

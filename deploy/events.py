@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from nodekit.deploy import present
 from nodekit.deploy.remote import append_private
 
 FILE = "events.jsonl"
+MAX_KEPT = 20_000  # events while there is no room for them on the disk
 _REWRITTEN = (present.KIND, present.MOVED)
 
 
@@ -27,6 +30,8 @@ class Event:
     kind: str
     fields: Mapping[str, Any]
     """All others."""
+    end: int | None = field(default=None, compare=False)
+    """Where its line ends in the run's file, if it was read from there: events are told apart and ordered by that."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """One of the other fields."""
@@ -82,28 +87,46 @@ def now(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class Follower:
-    """Reads a file of events while it grows."""
+    """Reads a file of events while it grows, in the order in which they came in: no clock that jumps changes that."""
 
     def __init__(self, folder: Path, *, offset: int = 0) -> None:
         """From byte `offset` on."""
         self._path = folder / FILE
         self._offset = offset
+        self._read: dict[str, tuple[str, int]] = {}
 
     def more(self) -> list[Event]:
-        """What is new since the last call."""
+        """What is new since the last call; what two supervisors have gathered is there once."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return parse_all(whole.splitlines())
+        found = []
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._offset += len(line)
+            event = parse(line)
+            if event is None or event.kind in _REWRITTEN:
+                continue
+            if event.node and (at := event.get("at")):
+                if _is_read(self._read, event.node, *at):
+                    continue
+                self._read[event.node] = (at[0], at[1])
+            found.append(dataclasses.replace(event, end=self._offset))
+        return found
+
+
+def _is_read(read: Mapping[str, tuple[str, int]], node: str, file: str, end: int) -> bool:
+    known, offset = read.get(node, ("", 0))
+    return file == known and end <= offset
 
 
 class Gatherer:
-    """Adds nodes' events to the run's file, each once, whoever did it before."""
+    """Adds events to the run's file, those of nodes each once, whoever did it before; by several threads, if need be.
+
+    What the disk has no room for is kept until it has, as many as `MAX_KEPT`.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Find out what is there already, and mend a last line that a crash has torn."""
@@ -111,9 +134,15 @@ class Gatherer:
         self._present = present.Present(str(self._path))
         self._statuses: dict[str, Mapping[str, Any]] = {}
         self._read: dict[str, tuple[str, int]] = {}
+        self._lock = threading.Lock()
+        self._kept: list[bytes] = []
+        self.num_lost = 0
+        """How many could not even be kept."""
         with contextlib.suppress(OSError):
             data = self._path.read_bytes()
-            for event in parse_all(data.splitlines()):
+            for event in filter(
+                None, map(parse, data.splitlines())
+            ):  # by their order: a node's clock may jump
                 if event.node and (at := event.get("at")):
                     self._read[event.node] = (at[0], at[1])
             if data and not data.endswith(b"\n"):
@@ -123,12 +152,14 @@ class Gatherer:
         """Which file of a node was read last, and how far."""
         return self._read.get(node, ("", 0))
 
-    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> None:
-        """Add what was found on a node: (file, where its line ends, line); `clock_offset` is its clock minus ours."""
+    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
+        """Add what was found on a node: (file, where its line ends, line); False: there is no room.
+
+        `clock_offset` is its clock minus ours.
+        """
         lines = []
         for file, end, text in found:
-            known, offset = self.at(node)
-            if file == known and end <= offset:
+            if _is_read(self._read, node, file, end):
                 continue
             self._read[node] = (file, end)
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -138,9 +169,21 @@ class Gatherer:
                 lines.append(
                     json.dumps({**_by_our_clock(fields, clock_offset), "at": [file, end]}).encode() + b"\n"
                 )
-        if lines:
-            with contextlib.suppress(OSError):  # a full disk here must not end the run
-                append_private(str(self._path), b"".join(lines))
+        return self.add(*lines)
+
+    def add(self, *lines: bytes) -> bool:
+        """Add lines to the run's file, with those that were kept; False: there is no room."""
+        with self._lock:
+            self._kept += lines
+            self.num_lost += max(0, len(self._kept) - MAX_KEPT)
+            del self._kept[:-MAX_KEPT]
+            try:
+                if self._kept:
+                    append_private(str(self._path), b"".join(self._kept))
+            except OSError:
+                return False
+            self._kept.clear()
+            return True
 
     def heard(self, node: str, status: Mapping[str, Any], *, clock_offset: float) -> None:
         """Have what a node does now, and what its host says of it, stand in place of what was heard before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ STOP_MARGIN_S = 10.0
 
 
 class Hands:
-    """The run's nodes, each behind a link that `links` has at the moment."""
+    """The run's nodes, each behind a link that `links` has at the moment.
+
+    Several threads use it at once: it reads the run's record and never writes it.
+    """
 
     def __init__(self, run: Run, inventory: Inventory, links: dict[str, Link]) -> None:
         self.run = run
@@ -36,8 +39,14 @@ class Hands:
         self._package: sync.Package | None = None
 
     def node(self, name: str) -> NodePlan:
-        """What a node runs, as it is on record."""
-        fields = self.run.nodes[name]
+        """What a node runs, as it is on record.
+
+        Raises:
+            HostError: it was never started.
+        """
+        fields = self.run.nodes.get(name)
+        if fields is None:
+            raise HostError(name, "it was never started in this run")
         tuples = {key: tuple(fields[key]) for key in ("gpus", "secrets", "argv")}
         return NodePlan(**{**fields, **tuples})
 
@@ -73,16 +82,23 @@ class Hands:
             called_off=state.called_off,
         )
 
-    def start(self, name: str, state: State, *, is_new: bool) -> None:
+    def start(
+        self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan], None]
+    ) -> None:
         """Start the agent on a node that has none, after looking at its host anew.
 
-        `is_new`: it may lack the run's folder, and gets one.
+        Args:
+            name: the node's.
+            state: what the generation is.
+            is_new: it may lack the run's folder, and gets one.
+            record: has the run's record say what the node runs, before it does: who takes over finds it there.
 
         Raises:
             HostError: the host is not fit, or cannot be reached.
+            KitError: what `record` raises.
         """
         host = next(each for each in self.inventory.hosts if each.name == name)
-        link = self.links[name]
+        link = self._link(name)
         if self._package is None:
             self._package = sync.package()
         alone = self.inventory.model_copy(update={"hosts": (host,)})
@@ -95,7 +111,7 @@ class Hands:
         facts = check.gather({name: link}, alone, kit_digest=self._package.digest, peers=self._peers)
         if problems := check.examine(alone, facts):
             raise HostError(name, "; ".join(problem.problem for problem in problems))
-        self._look_again(name, facts[name])
+        record(name, self._planned(name, facts[name]))
         if not is_new and self.status(name)["fence"] < 0:
             raise HostError(
                 name, "its folder of this run is gone; it comes in anew when the others have let it go"
@@ -132,7 +148,7 @@ class Hands:
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
-        return self.links[name].call(
+        return self._link(name).call(
             "stop",
             timeout_s=grace_s + STOP_MARGIN_S + remote.COPYING_GRACE_S + 5,
             node_dir=self.node(name).node_dir,
@@ -143,8 +159,7 @@ class Hands:
 
     def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
         """Stop the run on every node that there is a link to: host → what was found there, or the exception."""
-        there = {name: link for name, link in self.links.items() if name in self.run.nodes}
-        return on_all(there, lambda link: self.stop(link.host, grace_s=grace_s, force=force))
+        return on_all(self._there(), lambda link: self.stop(link.host, grace_s=grace_s, force=force))
 
     def gather_events(self, gatherer: Gatherer) -> None:
         """Add to the run's events what its nodes have written since, where they can be reached."""
@@ -165,7 +180,11 @@ class Hands:
             status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
             gatherer.heard(link.host, status, clock_offset=clock_offset)
 
-        on_all({name: link for name, link in self.links.items() if name in self.run.nodes}, gather)
+        on_all(self._there(), gather)
+
+    def _there(self) -> dict[str, Link]:
+        # Of a copy, made in one step: who follows a node takes its link away, or puts a new one there.
+        return {name: link for name, link in self.links.copy().items() if name in self.run.nodes}
 
     def status(self, name: str) -> dict[str, Any]:
         """A node's status."""
@@ -188,22 +207,20 @@ class Hands:
             joins=joins,
         ).to_dict()
 
-    def _look_again(self, name: str, found: check.Facts) -> None:
+    def _planned(self, name: str, found: check.Facts) -> NodePlan:
         if name in self.run.nodes:
-            node = plan.moved(self.node(name), self.inventory, found, self._peers[name])
-        else:
-            assert self._package is not None
-            (node,) = plan.build(
-                self.inventory,
-                {name: found},
-                run_id=self.run.run_id,
-                peers=self._peers,
-                master_port=0,
-                kit_digest=self._package.digest,
-                command=self.run.command,
-            ).nodes
-        self.run.nodes[name] = dataclasses.asdict(node)
-        self.run.save()
+            return plan.moved(self.node(name), self.inventory, found, self._peers[name])
+        assert self._package is not None
+        (node,) = plan.build(
+            self.inventory,
+            {name: found},
+            run_id=self.run.run_id,
+            peers=self._peers,
+            master_port=0,
+            kit_digest=self._package.digest,
+            command=self.run.command,
+        ).nodes
+        return node
 
     def _send_code(self, name: str, found: check.Facts) -> None:
         tree = take(self.inventory, self.run.command)
@@ -212,13 +229,19 @@ class Hands:
                 name, "it has no copy of this run's code, and the code here has changed since the run began"
             )
         target = sync.code_target(
-            self.links[name], tree, workdir=found.workdir, dest=self.node(name).code_dir
+            self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
         check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
         check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
 
+    def _link(self, name: str) -> Link:
+        link = self.links.get(name)
+        if link is None:  # who follows the node has given it up, and opens another
+            raise HostError(name, "the connection is gone")
+        return link
+
     def _call(self, name: str, op: str, **args: Any) -> Any:
-        return self.links[name].call(op, timeout_s=CALL_TIMEOUT_S, **args)
+        return self._link(name).call(op, timeout_s=CALL_TIMEOUT_S, **args)
 
 
 def secrets_of(inventory: Inventory) -> dict[str, str]:

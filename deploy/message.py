@@ -94,7 +94,8 @@ class Story:
             if str(event.get("attempt")) == self._attempt:
                 return None
             seconds = event.time - self._failed_at
-            text = f"trains again after {seconds:.1f} s, from step {event.get('step'):,}"
+            took = f" after {seconds:.1f} s" if seconds >= 0 else ""  # by clocks that have not jumped
+            text = f"trains again{took}, from step {event.get('step'):,}"
             if self._nodes:
                 text += f", on {_count(self._nodes, 'node')}"
             self._failed_at = None

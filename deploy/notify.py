@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PAUSES_S = (1.0, 4.0)  # before the second attempt, and the third
 CLOSE_S = 5.0  # at its end the run waits so long for what has not been delivered
 MAX_WAITING = 16
+_TOLD_BYTES = 120
 SECRETS_FILE = "notify.json"  # 0600, in the folder slurm/ of a run's, until its end
 
 
@@ -84,7 +85,8 @@ class Notifier:
         self._ways = ways(notify, secrets, Path(run.inventory_path).parent)
         self._pauses_s = pauses_s
         self._story = Story(run.run_id)
-        self._since = _last_start(run)
+        self._begin, self._generation = _last_start(run)
+        self._generations: dict[str, int] = {}
         self._steps: tuple[int, int | None] | None = None
         self._said: set[str] = set()
         self._lock = _Turn(run.folder / "notify.lock")
@@ -105,7 +107,9 @@ class Notifier:
             self._steps = step, int(total) if total.isdigit() else None
 
     def event(self, event: Event) -> None:
-        """Take note of an event, and put what is to be told of it in the queue."""
+        """Take note of an event, and put what is to be told of it in the queue; its time decides nothing."""
+        if self._is_late(event):
+            return
         if self._steps is not None:
             self._story.reached(*self._steps)
         message = self._story.tell(event)
@@ -114,12 +118,22 @@ class Notifier:
         if message.kind == "failure" and self._run.stopped_by:
             return  # nodes that leave, one after the other
         # A supervisor reads all of a run's events, those of before it was stopped and went on, too.
-        if event.time < self._since or not self._lock.take(event):
+        if (event.end is not None and event.end <= self._begin) or not self._lock.take(event):
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
             self._thread.start()
         self._put(message)
+
+    def _is_late(self, event: Event) -> bool:
+        """Whether it is of before the run went on, and of a node that could only be asked for it after that."""
+        if event.node is None or (event.end is not None and event.end <= self._begin):
+            return False
+        if attempt := event.get("attempt"):
+            self._generations[event.node] = int(str(attempt).partition(".")[0])
+        elif event.kind == "agent-started":
+            self._generations.pop(event.node, None)
+        return self._generations.get(event.node, self._generation) < self._generation
 
     def close(self) -> None:
         """Tell the end, if the run has one that was not told, and wait a moment for what is under way."""
@@ -186,14 +200,15 @@ def tell_of_end(run: Run) -> None:
         Notifier(run, asked, secrets_here(run, asked)).close()
 
 
-def _last_start(run: Run) -> float:
-    """When a run was started, or went on, the last time."""
-    started = 0.0
+def _last_start(run: Run) -> tuple[int, int]:
+    """Where in its file of events a run was started, or went on, the last time; and as which generation."""
+    found, end = (0, 0), 0
     with contextlib.suppress(OSError), (run.folder / events.FILE).open("rb") as file:
         for line in file:
-            if b'"run-started"' in line and (event := events.parse(line)) is not None:
-                started = max(started, event.time)
-    return started
+            if b'"run-started"' in line and (event := events.parse(line)) and event.kind == "run-started":
+                found = end, int(event.get("generation", 0))
+            end += len(line)
+    return found
 
 
 class _Turn:
@@ -207,20 +222,20 @@ class _Turn:
     def take(self, event: Event) -> bool:
         """Whether this event is ours to tell; it is written down that it was."""
         if self._file is None:
-            self._file = runs.locked(self._path)
+            with contextlib.suppress(OSError):  # a full disk
+                self._file = runs.locked(self._path)
             if self._file is None:
                 return False
             with contextlib.suppress(ValueError):
                 self._last = dict(json.load(self._file))
-        is_old = event.time <= self._last.get("time", 0.0)
+        told = self._last.get("end", 0)
+        is_old = event.end is not None and event.end <= told
         is_again = event.kind == self._last.get("kind") == "run-ended"  # each supervisor writes one
         if is_old or is_again:
             return False
-        self._last = {"time": event.time, "kind": event.kind}
-        self._file.seek(0)
-        self._file.truncate()
-        json.dump(self._last, self._file)
-        self._file.flush()
+        self._last = {"end": event.end or told, "kind": event.kind}
+        with contextlib.suppress(OSError):  # of the same length: that asks no room of a full disk
+            os.pwrite(self._file.fileno(), json.dumps(self._last).encode().ljust(_TOLD_BYTES), 0)
         return True
 
     def release(self) -> None:

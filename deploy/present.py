@@ -41,6 +41,16 @@ def decode(line: bytes) -> Optional[Dict[str, Any]]:
     return found
 
 
+def add_whole(handle: int, data: bytes, path: str) -> None:
+    """Add to a file that is open for that (O_APPEND) in one write: all, or (OSError) nothing."""
+    written = os.write(handle, data)
+    if written < len(data):  # the disk is full: half a line would spoil the next one, too
+        end = os.lseek(handle, 0, os.SEEK_CUR)
+        if os.fstat(handle).st_size == end:
+            os.ftruncate(handle, end - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
 class Present:
     """The statuses in one file: read by anyone, written by one at a time. It may be used by several threads."""
 
@@ -100,9 +110,7 @@ class Present:
             if not size:  # a file is known by its first event, which is not to change
                 raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), self._path)
             end = b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"  # of a line that a crash has torn
-            whole = end + data.ljust(room - 1) + b"\n"
-            if os.write(handle, whole) < len(whole):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+            add_whole(handle, end + data.ljust(room - 1) + b"\n", self._path)
         finally:
             os.close(handle)
 

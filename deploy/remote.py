@@ -8,7 +8,9 @@ version. One JSON object per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import threading
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, Tuple, TypeVar
 
 from nodekit.deploy import hostfacts, present
 
@@ -118,13 +120,14 @@ def go(
     """
     node_dir = os.path.expanduser(node_dir)
     agent = _agents[node_dir]
-    own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
-    if spec.get("is_host") and own["generation"] == spec["generation"]:
-        raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
-    _enter(node_dir, own, spec, called_off)
-    if port is not None:
-        spec = dict(spec, listen_fd=_held_ports[port].fileno())
-    write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
+    with _alone(node_dir):
+        own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+        if spec.get("is_host") and own["generation"] == spec["generation"]:
+            raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
+        _enter(node_dir, own, spec, called_off)
+        if port is not None:
+            spec = dict(spec, listen_fd=_held_ports[port].fileno())
+        write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
     if os.path.exists(os.path.join(node_dir, "stop")):
         os.unlink(os.path.join(node_dir, "stop"))
     before = said(node_dir)
@@ -145,26 +148,46 @@ def go(
 def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> Dict[str, Any]:
     """Call a live agent into the generation of another spec, which it finds in place of its own."""
     node_dir = os.path.expanduser(node_dir)
-    own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
     if agent_alive(node_dir) is None:
         raise RuntimeError("no agent is alive here")
-    _enter(node_dir, own, spec, called_off)
-    if own["generation"] == spec["generation"]:
-        state = said(node_dir).get("state")
-        has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
-        if state != "fenced" and not (state == "orphaned" and has_moved):
-            return status(node_dir)  # it knows all that, and tries again by itself
-        spec = dict(spec, call=own.get("call", 0) + 1)
-    write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
+    with _alone(node_dir):
+        own = load(os.path.join(node_dir, "spec.json")) or {"generation": -1}
+        _enter(node_dir, own, spec, called_off)
+        if own["generation"] == spec["generation"]:
+            state = said(node_dir).get("state")
+            has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
+            if state != "fenced" and not (state == "orphaned" and has_moved):
+                return status(node_dir)  # it knows all that, and tries again by itself
+            spec = dict(spec, call=own.get("call", 0) + 1)
+        write_private(os.path.join(node_dir, "spec.json"), json.dumps(spec, indent=1).encode(), durable=True)
     return status(node_dir)
 
 
 def fence(node_dir: str, generation: int) -> Dict[str, Any]:
     """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
     node_dir = os.path.expanduser(node_dir)
-    if _fence_in(node_dir) < generation:
-        _set_fence(node_dir, load(os.path.join(node_dir, "spec.json")) or {}, generation)
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    with _alone(node_dir):
+        if _fence_in(node_dir) < generation:
+            _set_fence(node_dir, load(os.path.join(node_dir, "spec.json")) or {}, generation)
     return status(node_dir)
+
+
+@contextlib.contextmanager
+def _alone(node_dir: str) -> Iterator[None]:
+    """Held while is read and then written what a node has promised: of two requests, the older must not come last.
+
+    Each request has a thread of its own, and a link that was lost may have left one under way.
+    """
+    handle = os.open(node_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file server that locks no folders
+        yield
+    finally:
+        os.close(handle)
 
 
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
@@ -233,12 +256,15 @@ def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
     """Write down an electorate (deploy/quorum.py), unless a newer one is there."""
     node_dir = os.path.expanduser(node_dir)
     path = os.path.join(node_dir, "electorate.json")
-    own, old = load(os.path.join(node_dir, "spec.json")), load(path)
-    if not own or own["generation"] != electorate["generation"]:
+    if not os.path.isdir(node_dir):
         return
-    order = ("generation", "version")
-    if not old or [old[key] for key in order] < [electorate[key] for key in order]:
-        write_private(path, json.dumps(electorate).encode(), durable=True)
+    with _alone(node_dir):
+        own, old = load(os.path.join(node_dir, "spec.json")), load(path)
+        if not own or own["generation"] != electorate["generation"]:
+            return
+        order = ("generation", "version")
+        if not old or [old[key] for key in order] < [electorate[key] for key in order]:
+            write_private(path, json.dumps(electorate).encode(), durable=True)
 
 
 def write_private(path: str, data: bytes, durable: bool = False) -> None:
@@ -266,10 +292,10 @@ def write_private(path: str, data: bytes, durable: bool = False) -> None:
 
 
 def append_private(path: str, data: bytes) -> None:
-    """Add to a 0600 file in one write: lines of several writers do not mix."""
+    """Add to a 0600 file in one write: lines of several writers do not mix. All is added, or (OSError) nothing."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        os.write(handle, data)
+        present.add_whole(handle, data, path)
     finally:
         os.close(handle)
 
@@ -496,13 +522,25 @@ def _settle_status(node_dir: str) -> None:
 
 
 def _kill_workers(node_dir: str) -> None:
-    """SIGKILL to the process groups of the recorded workers that are still the recorded processes."""
-    for worker in said(node_dir).get("workers", []):
-        if _is_running(worker["pid"], worker["start_time"]):
-            try:
-                os.killpg(worker["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+    """SIGKILL to the process groups of the recorded workers that still run."""
+    for worker in _running_workers(node_dir):
+        try:
+            os.killpg(worker["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _running_workers(node_dir: str) -> List[Dict[str, Any]]:
+    """The recorded workers that are still the recorded processes.
+
+    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `go` clears it before it names
+    another. After another boot, or on another host, the same pid and start time may be somebody else's.
+    """
+    record = load(os.path.join(node_dir, "agent.json"))
+    if not record or record["boot_id"] != hostfacts.boot_id():
+        return []
+    workers = said(node_dir).get("workers", [])
+    return [each for each in workers if _is_running(each["pid"], each["start_time"])]
 
 
 def _kill(pid: int, number: int) -> None:
@@ -529,13 +567,12 @@ def inject(
     if target in ("agent", "node") and agent is not None:
         _kill(agent, number)
         pids.append(agent)
-    workers = said(node_dir).get("workers", [])
+    workers = _running_workers(node_dir)
     if target == "worker":
         workers = [each for each in workers if rank in (None, each["rank"])][:1]
     for worker in workers if target != "agent" else []:
-        if _is_running(worker["pid"], worker["start_time"]):
-            _kill(worker["pid"] if target == "worker" else -worker["pid"], number)
-            pids.append(worker["pid"])
+        _kill(worker["pid"] if target == "worker" else -worker["pid"], number)
+        pids.append(worker["pid"])
     return {"pids": pids, "time": now}
 
 

@@ -9,13 +9,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from nodekit.deploy.remote import append_private, write_private
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import KitError, NotWritten
 
 ENDED = ("succeeded", "failed", "stopped")
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
@@ -57,11 +57,18 @@ class Run:
     """How far the nodes' clocks are apart."""
     judgement: dict[str, Any] = field(default_factory=dict)
     """What the supervisor has decided so far (deploy/judge.py): who takes over goes on from it."""
+    number: int = 0
+    """Which run of this user it is, counted from 1; 0: it was begun before they were counted."""
 
     @property
     def folder(self) -> Path:
         """Where the record lies."""
         return folder() / self.run_id
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """What runs are sorted by. A clock may have run ahead: it decides only among runs that have no number."""
+        return self.number, self.created
 
     @property
     def stopped_by(self) -> str:
@@ -76,7 +83,8 @@ class Run:
         if not by:
             path.unlink(missing_ok=True)
         elif self.folder.exists():
-            write_private(str(path), by.encode())
+            with contextlib.suppress(OSError):  # a full disk: it is stopped all the same
+                write_private(str(path), by.encode())
 
     @property
     def drained(self) -> frozenset[str]:
@@ -86,18 +94,68 @@ class Run:
         return frozenset()
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Tell whoever supervises this run which nodes are to be out of it, and no others."""
-        write_private(str(self.folder / "drained"), json.dumps(sorted(nodes)).encode())
+        """Tell whoever supervises this run which nodes are to be out of it, and no others.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
+        path = self.folder / "drained"
+        with _told(path):
+            write_private(str(path), json.dumps(sorted(nodes)).encode())
 
     def finish_stopped(self) -> None:
         """Record that it was stopped; all who see it end write down the same."""
         self.finish("stopped", f"stopped by {self.stopped_by}" if self.stopped_by else "stopped")
 
     def save(self) -> None:
-        """Write the record in one step."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(self), indent=1)
-        write_private(str(self.folder / "run.json"), text.encode(), durable=True)
+        """Write all of the record as it is here; one that others may have written since is changed in `changing`.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
+        with self.alone():
+            self._write()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change some fields: the others are read anew before, all are written after, and nobody writes in between.
+
+        Give a field another value; do not change one that is a list or a dictionary in its place. What raises leaves
+        the record as it was, here and on the disk.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
+        with self.alone():
+            with _told(self.folder / "run.json"), contextlib.suppress(FileNotFoundError):  # a new run
+                self.reload()
+            before = dict(vars(self))
+            try:
+                yield
+                self._write()
+            except BaseException:
+                vars(self).update(before)
+                raise
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Held while what is on record is read and then written: whoever else is about to waits.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
+        with contextlib.ExitStack() as stack:
+            with _told(self.folder / "run.json"):
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                stack.enter_context(_waited_for(self.folder / "record.lock"))
+            yield
+
+    def _write(self) -> None:
+        path = self.folder / "run.json"
+        with _told(path):
+            if not self.number and not path.exists():
+                self.number = _next_number()
+            write_private(str(path), json.dumps(dataclasses.asdict(self), indent=1).encode(), durable=True)
 
     def reload(self) -> None:
         """Take over what another process has written."""
@@ -106,16 +164,41 @@ class Run:
             setattr(self, name, value)
 
     def finish(self, state: str, verdict: str) -> None:
-        """Record the end."""
-        self.state, self.verdict, self.ended = state, verdict, time.time()
-        self.save()
+        """Record the end; nothing where it is on record that the run succeeded, or was started anew since.
+
+        Raises:
+            NotWritten: the disk is full, or gone.
+        """
+        started, end = self.started, {"state": state, "verdict": verdict, "ended": time.time()}
+        try:
+            with self.changing():
+                if self.started != started or self.state == "succeeded":
+                    return
+                vars(self).update(end)
+        except NotWritten:
+            vars(self).update(end)  # it is so, though only this process knows
+            raise
         self.event("run-ended", state=state, verdict=verdict)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
-        line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
         with contextlib.suppress(OSError):  # a full disk here must not end the run
-            append_private(str(self.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
+            append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))
+
+    def event_line(self, kind: str, **fields: Any) -> bytes:
+        """An event of now, as its line."""
+        line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
+        return json.dumps(line).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written: {error.strerror}; see to the disk (df {path.parent})"
+        ) from error
 
 
 def folder() -> Path:
@@ -135,11 +218,11 @@ def all_runs() -> list[Run]:
     for path in folder().glob("*/run.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Run(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda run: run.created)
+    return sorted(found, key=lambda run: run.order)
 
 
 def find(run_id: str | None) -> Run:
-    """The run with this id, or an unambiguous beginning of it; without an id the latest.
+    """The run with this id, or an unambiguous beginning of it; without an id the latest, as of `latest_of`.
 
     Raises:
         KitError: there is none, or more than one.
@@ -148,7 +231,8 @@ def find(run_id: str | None) -> Run:
     if not runs:
         raise KitError(f"no run on record in {folder()}; start one: kit up INVENTORY")
     if run_id is None:
-        return runs[-1]
+        last = runs[-1]
+        return last if "sweep" in last.slurm else _latest(runs, last.inventory_path) or last
     found = [run for run in runs if run.run_id == run_id] or [
         run for run in runs if run.run_id.startswith(run_id)
     ]
@@ -161,10 +245,24 @@ def find(run_id: str | None) -> Run:
 
 
 def latest_of(inventory_path: Path) -> Run | None:
-    """The latest run of an inventory file; those of a sweep are another matter."""
-    path = str(inventory_path.resolve())
-    runs = [run for run in all_runs() if run.inventory_path == path and "sweep" not in run.slurm]
-    return runs[-1] if runs else None
+    """The latest run of an inventory file, the one that is not over before all others; without those of a sweep."""
+    return _latest(all_runs(), str(inventory_path.resolve()))
+
+
+def _latest(runs: Sequence[Run], inventory_path: str) -> Run | None:
+    own = [run for run in runs if run.inventory_path == inventory_path and "sweep" not in run.slurm]
+    return max(own, key=lambda run: (run.state in LIVE, run.order), default=None)
+
+
+def _next_number() -> int:
+    """The number of a new run."""
+    with _waited_for(folder().parent / "runs.count") as file:
+        text = file.read().strip()
+        number = 1 + (int(text) if text.isdigit() else max((run.number for run in all_runs()), default=0))
+        file.seek(0)
+        file.truncate()
+        file.write(str(number))
+    return number
 
 
 def sweep(run_id: str | None) -> list[Run]:
@@ -184,6 +282,15 @@ def sweep(run_id: str | None) -> list[Run]:
     return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
 
 
+@contextlib.contextmanager
+def _waited_for(path: Path) -> Iterator[IO[str]]:
+    """A file of ours (0600, made if it is not there), locked while in use; whoever else wants it waits."""
+    path.touch(mode=0o600)
+    with path.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
 def locked(path: Path) -> IO[str] | None:
     """A file of ours (0600, made if it is not there), locked until it is closed; None while another has it."""
     path.touch(mode=0o600)
@@ -197,9 +304,9 @@ def locked(path: Path) -> IO[str] | None:
 
 
 def _sign(file: IO[str]) -> None:
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
 
 
 class SupervisorLock:
@@ -213,7 +320,8 @@ class SupervisorLock:
         """Be the one; False while another is."""
         if self._file is not None:
             return True
-        self._file = locked(self._path)
+        with _told(self._path):
+            self._file = locked(self._path)
         if self._file is None:
             return False
         _sign(self._file)
@@ -247,9 +355,10 @@ def starting(inventory_path: Path) -> Iterator[None]:
     Raises:
         KitError: another `kit up` holds it.
     """
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     path = _starting_path(str(inventory_path.resolve()))
-    file = locked(path)
+    with _told(path):
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = locked(path)
     if file is None:
         raise KitError(
             f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}; "

@@ -22,7 +22,7 @@ from nodekit.deploy.plan import Plan
 from nodekit.deploy.progress import build_lines
 from nodekit.deploy.runs import Run
 from nodekit.deploy.script import Script
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
 
@@ -234,7 +234,7 @@ def start(
         said.append(_checked(facts, planned))
     for warning in grouped(warnings):
         phases.say(f"warning: {warning}")
-    run = _record(inventory, resumed, planned, facts, options)
+    run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     run.event(
         "run-started",
         time=phases.began,
@@ -246,7 +246,6 @@ def start(
     for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
         versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
         run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
-    run.is_placed = bool(placed)
     hands = Hands(run, inventory, links)
     active = [node.name for node in planned.active]
     state = judge.begin(
@@ -258,6 +257,7 @@ def start(
     )
     groups = cluster.one_per_folder(facts)
     firsts = {name: links[name] for name in groups}
+    code_digest = run.code_digest
     try:
         with phases.phase("sync") as said:
             sync.send_package(
@@ -274,7 +274,7 @@ def start(
             targets: dict[str, sync.Target] = {}
             if reading is not None:
                 tree, targets = _send(reading, firsts, facts, run_id, options)
-                run.code_digest = tree.digest
+                code_digest = tree.digest
                 said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
             else:
                 said.append("in the shared folder")
@@ -282,9 +282,8 @@ def start(
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: hands.fence(name, run.generation))
             _on_nodes(active, lambda name: hands.go(name, state, state.port if name == state.host else None))
-            run.state = "running"
-            run.judgement = state.to_dict()
-            run.save()
+            with run.changing():
+                run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
             _wait_started(hands, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
             if len(active) < len(links):
@@ -294,7 +293,8 @@ def start(
     except BaseException:
         # Agents that got their go are stopped; those that did not end with their link.
         hands.stop_all(grace_s=5.0)
-        run.finish("failed", "it did not start")
+        with contextlib.suppress(NotWritten):  # what is raised says more
+            run.finish("failed", "it did not start")
         raise
     finally:
         for name, seconds, done in phases.done:
@@ -363,6 +363,8 @@ def _record(
     planned: Plan,
     facts: Mapping[str, check.Facts],
     options: Options,
+    *,
+    is_placed: bool,
 ) -> Run:
     run = resumed or Run(
         run_id=planned.run_id,
@@ -372,21 +374,21 @@ def _record(
         command=list(options.command) if options.command else None,
         created=time.time(),
     )
-    if resumed:
-        run.generation += 1
-    run.token = run.token or token_hex(16)
     offsets = [found.clock_offset_s for found in facts.values()]
-    run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
-    run.skew_s = max(offsets) - min(offsets)
-    run.inventory = dump(inventory)
-    run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
-    run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
-    if saved := [each for each in events.read(run.folder) if each.kind == "snapshot"] if resumed else []:
-        newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
-        words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
-        for each in run.nodes.values():
-            each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
-    run.save()
+    with run.changing():
+        if resumed:
+            run.generation += 1
+        run.token = run.token or token_hex(16)
+        run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
+        run.skew_s = max(offsets) - min(offsets)
+        run.inventory, run.is_placed = dump(inventory), is_placed
+        run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
+        run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
+        if saved := [each for each in events.read(run.folder) if each.kind == "snapshot"] if resumed else []:
+            newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
+            words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
+            for each in run.nodes.values():
+                each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
     run.say_stop("")
     if run.drained:
         run.drain(())

@@ -9,6 +9,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Protocol
 
 from nodekit.deploy import judge
@@ -18,17 +20,19 @@ from nodekit.deploy.hands import Hands
 from nodekit.deploy.hang import Progress
 from nodekit.deploy.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
 from nodekit.deploy.link import Link, RemoteError
+from nodekit.deploy.plan import NodePlan
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.runs import SupervisorLock
 from nodekit.deploy.verdict import Told, Verdict, verdict
 from nodekit.deploy.view import View, status_line
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 TICK_S = 0.1
 RETRY_S = 1.0
 SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
+NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 
 class Observer(Protocol):
@@ -45,7 +49,11 @@ class Observer(Protocol):
 
 
 class Supervisor:
-    """Follows the nodes of one run until it ends, and acts for it unless another supervisor does."""
+    """Follows the nodes of one run until it ends, and acts for it unless another supervisor does.
+
+    Each node is followed, and each thing done, in a thread of its own; those put what they have found into a queue. The
+    thread that watches takes it from there, and it alone decides, and writes the run's record.
+    """
 
     def __init__(
         self,
@@ -95,6 +103,10 @@ class Supervisor:
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
         self._busy: dict[str, str] = {}
         self._first_step = False
+        self._disk_problem = ""
+        """Why nothing could be written, since it could be the last time."""
+        self._write_at = 0.0
+        """When to try again."""
 
     def watch(self) -> Verdict:
         """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running."""
@@ -145,27 +157,59 @@ class Supervisor:
         state, actions = judge.decide(self._state, self._seen, time.monotonic(), self._rules)
         finish = next((action for action in actions if isinstance(action, Finish)), None)
         if not self._acts:
-            self._state = dataclasses.replace(
-                self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
-            )
+            self._pass(state)
             return finish  # only the end is ours to see; the rest is the other's
+        if not self._is_written(state):
+            self._pass(state)
+            return finish
         self._state = state
-        if (judgement := state.to_dict()) != self._run.judgement:
-            # Written down before anything is done, so that who takes over cannot repeat a generation's number.
-            self._run.generation, self._run.judgement = state.generation, judgement
-            self._run.save()
         for action in actions:
             self._do(action, state)
         return finish
 
+    def _pass(self, state: State) -> None:
+        """Let time go by without what was decided."""
+        self._state = dataclasses.replace(
+            self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
+        )
+
+    def _is_written(self, state: State) -> bool:
+        """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
+
+        A disk that is full is told of once, and once when there is room again.
+        """
+        judgement, is_known = state.to_dict(), state.to_dict() == self._run.judgement
+        if is_known and not self._disk_problem:
+            return True
+        if self._disk_problem and time.monotonic() < self._write_at:
+            return is_known
+        self._write_at = time.monotonic() + RETRY_S
+        try:
+            with self._run.changing():
+                self._run.generation, self._run.judgement = state.generation, judgement
+        except NotWritten as error:
+            self._cannot_write(str(error))
+            return is_known
+        if self._disk_problem and self._gatherer.add():
+            lost = f"; {self._gatherer.num_lost} events are lost" if self._gatherer.num_lost else ""
+            self._disk_problem, self._gatherer.num_lost = "", 0
+            self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
+        return True
+
+    def _cannot_write(self, problem: str) -> None:
+        if not self._disk_problem:
+            text = f"{problem}; until then the job trains on, but nothing is started in place of what is lost"
+            self._view.say(text, is_event=True)
+            self._disk_problem, self._write_at = problem, time.monotonic() + RETRY_S
+
     def _do(self, action: Action, state: State) -> None:
         if isinstance(action, judge.Say):
             self._view.say(action.text, is_event=True)
-            self._run.event("said", text=action.text)
+            self._note("said", text=action.text)
         elif isinstance(action, judge.Start | judge.Join) and self._run.stopped_by:
             pass
         elif not isinstance(action, Finish):
-            self._run.event(type(action).__name__.lower(), about=action.node, generation=state.generation)
+            self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
             threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 
     def _attempt(self, action: NodeAction, state: State) -> None:
@@ -191,9 +235,32 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            self._hands.start(name, state, is_new=is_new)
+            self._hands.start(name, state, is_new=is_new, record=self._record)
         finally:
             self._queue.put((name, "busy", ""))
+
+    def _record(self, name: str, node: NodePlan) -> None:
+        """Have what a node runs written down by the thread that watches, and wait until it is.
+
+        Raises:
+            KitError: it cannot be written, or that thread is about to end.
+        """
+        written: Future[None] = Future()
+        self._queue.put((name, "plan", (node, written)))
+        while not self._closing.is_set():
+            with contextlib.suppress(NotYet):
+                return written.result(timeout=TICK_S)
+        raise KitError("the run is being ended")
+
+    def _write_plan(self, name: str, node: NodePlan, written: Future[None]) -> None:
+        try:
+            with self._run.changing():
+                self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+        except NotWritten as error:
+            self._cannot_write(str(error))
+            written.set_exception(error)
+        else:
+            written.set_result(None)
 
     def _end(self, finish: Finish) -> Verdict:
         running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
@@ -266,6 +333,9 @@ class Supervisor:
 
     def _take(self, name: str, kind: str, value: Any) -> None:
         seen = self._seen[name]
+        if kind == "plan":
+            self._write_plan(name, *value)
+            return
         if kind in ("busy", "problem", "refused"):
             self._busy[name] = value if kind == "busy" else ""
             if kind == "problem":
@@ -315,14 +385,15 @@ class Supervisor:
 
     def _note(self, kind: str, **fields: Any) -> None:
         """Add an event to the run's; what one who only watches has seen, the other has seen too."""
-        if self._acts:
-            self._run.event(kind, **fields)
+        if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
+            self._cannot_write(NO_ROOM.format(self._run.folder))
 
     def _gather(self, name: str, found: Sequence[Any]) -> None:
         """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            self._gatherer.take(name, found, clock_offset=offset)
+            if not self._gatherer.take(name, found, clock_offset=offset):
+                self._cannot_write(NO_ROOM.format(self._run.folder))
         else:
             self._ungathered[name].extend(found)
 

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from nodekit.deploy import apply, cluster, judge, metrics_port, notify, plan, runs, script, start
 from nodekit.deploy.cluster import SshOptions
@@ -27,7 +28,7 @@ from nodekit.deploy.supervise import Observer, Supervisor
 from nodekit.deploy.verdict import Verdict
 from nodekit.deploy.verdict_screen import screen
 from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, View, fits_screen
-from nodekit.inventory.errors import JobFailed, KitError
+from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.load import load_inventory, restore
 from nodekit.inventory.schema import Inventory
 
@@ -120,7 +121,7 @@ def _leave_a_supervisor(run: Run, options: Options) -> None:
     """Start a process that goes on supervising a run when this one is gone."""
     place = options.metrics
     served = [f"--metrics-port={place.port}", f"--metrics-address={place.address}"] if place else []
-    with (run.folder / "supervisor.log").open("a") as log:
+    with _log_of_supervisor(run) as log:
         subprocess.Popen(
             [sys.executable, "-m", "nodekit.deploy.cli", "supervise", run.run_id, *served],
             stdin=subprocess.DEVNULL,
@@ -128,6 +129,13 @@ def _leave_a_supervisor(run: Run, options: Options) -> None:
             stderr=log,
             start_new_session=True,
         )
+
+
+def _log_of_supervisor(run: Run) -> IO[str]:
+    try:
+        return (run.folder / "supervisor.log").open("a")
+    except OSError:  # a full disk: what it says is lost, and the run is supervised all the same
+        return Path(os.devnull).open("a")
 
 
 def supervise(run: Run, options: Options) -> int:
@@ -257,10 +265,11 @@ def watch(
             supervisor.close()
             return status
         else:
-            if verdict.outcome == "stopped":
-                run.finish_stopped()
-            else:
-                run.finish(verdict.outcome, verdict.summary)
+            with _told_of_a_full_disk(view):
+                if verdict.outcome == "stopped":
+                    run.finish_stopped()
+                else:
+                    run.finish(verdict.outcome, verdict.summary)
             _fetch_logs(hands, lock, view)
             supervisor.close()
             with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
@@ -381,9 +390,19 @@ def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: b
             view.say("killing it")
             stop(True)
             break
-    run.finish_stopped()
+    with _told_of_a_full_disk(view):
+        run.finish_stopped()
     view.say(stopped_text(run, results))
     return 130
+
+
+@contextlib.contextmanager
+def _told_of_a_full_disk(view: View) -> Iterator[None]:
+    """An end that cannot be written down is an end all the same."""
+    try:
+        yield
+    except NotWritten as error:
+        view.say(f"how it ended is not on record: {error}; kit up looks at its nodes then")
 
 
 def stopped_text(run: Run, results: Mapping[str, Any]) -> str:

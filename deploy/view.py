@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.events import Event
+from nodekit.inventory.errors import NotWritten
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,7 +88,7 @@ class View:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            _print(text)
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
         """Lines of a rank's output."""
@@ -94,7 +96,7 @@ class View:
             return
         prefix = f"{node}:{rank}".ljust(self._width + 2)
         if self._live is None:
-            print("\n".join(f"{prefix} | {line}" for line in lines), flush=True)
+            _print("\n".join(f"{prefix} | {line}" for line in lines))
             return
         from rich.text import Text
 
@@ -117,7 +119,7 @@ class View:
             changed = list(lines)
         if changed:
             self._printed, self._printed_at = states, time.monotonic()
-            print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed), flush=True)
+            _print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed))
 
     def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
         """Each reachable node's status, as its agent wrote it."""
@@ -403,11 +405,27 @@ class FullScreen(View):
         )
         rows = self._watched.model(time.time()).nodes
         absent = [row.name for row in rows if row.state == "unreachable"]
-        self._asks = (question, lambda: self._note(drain(node, undo, absent)))
+
+        def then() -> None:
+            try:
+                self._note(drain(node, undo, absent))
+            except NotWritten as error:
+                self._note(str(error))
+
+        self._asks = (question, then)
 
 
 def _stop() -> None:
     raise StopAsked("the user")
+
+
+def _print(text: str) -> None:
+    """Print it; where that goes to a file and the disk is full, it is lost, and the run is supervised all the same."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 class _Words:

@@ -3,6 +3,7 @@
 KitError              exit 1: bad input, or a host that cannot do what was asked
 ├── InventoryError    the inventory file is not right (also a ValueError)
 ├── HostError         one host, named: unreachable, refused, or missing something
+├── NotWritten        a run's record on this machine could not be written: its disk is full (also an OSError)
 └── JobFailed         exit 3: the job ran and failed
 """
 
@@ -29,6 +30,10 @@ class HostError(KitError):
         super().__init__(f"{host}: {problem}")
         self.host = host
         self.problem = problem
+
+
+class NotWritten(KitError, OSError):
+    """A run's record could not be written; it is as it was before."""
 
 
 class JobFailed(KitError):

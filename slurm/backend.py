@@ -77,9 +77,9 @@ def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) ->
 
 def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
     """Write down that a run is in the queue."""
-    run.inventory, run.code_digest, run.slurm = dump(inventory), ready.code_digest, slurm
-    run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
-    run.save()
+    with run.changing():
+        run.inventory, run.code_digest, run.slurm = dump(inventory), ready.code_digest, slurm
+        run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
     run.say_stop("")
 
 

@@ -88,6 +88,7 @@ def up(inventory: Inventory, options: Options) -> int:
         return show.dry_run(inventory, options)
     with runs.starting(inventory.path):
         before = [run for run in runs.all_runs() if run.inventory_path == str(inventory.path.resolve())]
+        before.sort(key=lambda run: run.state in runs.LIVE)  # what is not over comes before what is newer
         sweep_id = next((run.slurm["sweep"] for run in reversed(before) if "sweep" in run.slurm), "")
         members = runs.sweep(sweep_id) if sweep_id else []
         pairs = [(_command(inventory, options, each), each.values) for each in wanted]

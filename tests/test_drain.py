@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 
 import pytest
 
+from nodekit.deploy import runs
 from nodekit.deploy.drain import ask, refusal
 from nodekit.deploy.judge import Rules
 from nodekit.deploy.runs import Run
@@ -41,3 +44,28 @@ def test_what_is_drained_is_on_record_until_it_is_undone() -> None:
     assert ask(run, RULES, "b", undo=True) == "b is not drained"
     ask(run, RULES, "c", undo=True)
     assert run.drained == frozenset()
+
+
+def test_of_two_that_drain_at_once_none_is_forgotten_and_enough_nodes_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(run_id="r", name="r", inventory_path="x", inventory={}, command=None, created=0.0)
+    run.save()
+    write = runs.write_private
+
+    def writes(path: str, data: bytes, durable: bool = False) -> None:
+        time.sleep(0.1)
+        write(path, data, durable=durable)
+
+    monkeypatch.setattr(runs, "write_private", writes)
+    said: list[str] = []
+    threads = [
+        threading.Thread(target=lambda name=name: said.append(ask(run, RULES, name, undo=False)))
+        for name in ("b", "c")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(run.drained) == 1
+    assert sorted("leaves the job" in text for text in said) == [False, True]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from agents import Agents, until
+from disks import full, small_disk
 
 from nodekit.deploy import events, hostfollow, notes, present
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
@@ -71,6 +72,72 @@ def test_a_torn_line_costs_only_itself(home: Path):
     write(home / "run", {"time": 2.0, "node": None, "kind": "reached", "about": "gpu1"})
     assert [event.about for event in follower.more()] == ["gpu1"]
     assert kinds(home) == ["said", "reached"]
+
+
+def test_events_are_followed_in_the_order_they_came_in(home: Path):
+    gatherer = events.Gatherer(home / "run")
+    write(home / "gpu1", {"time": 3610.0, "kind": "agent-started"}, {"time": 11.0, "kind": "rendezvous"})
+    gather(gatherer, home / "gpu1")  # whose clock was an hour ahead for a moment
+    write(home / "run", {"time": 5.0, "node": None, "kind": "said"})
+    found = events.Follower(home / "run").more()
+    assert [event.kind for event in found] == ["agent-started", "rendezvous", "said"]
+    assert [event.end for event in found][-1] == (home / "run" / events.FILE).stat().st_size
+    assert sorted({event.end for event in found}) == [event.end for event in found]
+
+    size = (home / "run" / events.FILE).stat().st_size
+    gather(events.Gatherer(home / "run"), home / "gpu1")  # who takes over goes on where that node was left
+    assert (home / "run" / events.FILE).stat().st_size == size
+
+
+def test_what_two_have_gathered_is_followed_once(home: Path):
+    write(home / "gpu1", {"time": 10.0, "kind": "agent-started"})
+    first, second = events.Gatherer(home / "run"), events.Gatherer(home / "run")
+    follower = events.Follower(home / "run")
+    gather(first, home / "gpu1")
+    assert len(follower.more()) == 1
+    gather(second, home / "gpu1")
+    assert follower.more() == []
+
+
+def test_events_wait_for_room_on_the_disk(tmp_path: Path):
+    with small_disk(tmp_path / "small"):
+        home = tmp_path / "small"
+        (home / "run").mkdir()
+        gatherer = events.Gatherer(home / "run")
+        write(home / "run", {"time": 1.0, "node": None, "kind": "said", "text": "x" * 3000})
+        write(tmp_path / "gpu1", {"time": 2.0, "kind": "agent-started", "text": "y" * 3000})
+        with full(home):
+            gather(gatherer, tmp_path / "gpu1")  # the page is half full: the line would fit in part
+            assert not gatherer.add(b"{}\n")
+            assert kinds(home) == ["said"]
+            assert (home / "run" / events.FILE).read_bytes().endswith(b"\n")
+        assert gatherer.add(json.dumps({"time": 3.0, "node": None, "kind": "reached"}).encode() + b"\n")
+        assert kinds(home) == ["said", "agent-started", "reached"]
+        assert gatherer.num_lost == 0
+
+
+def test_a_status_that_finds_no_room_spoils_no_event(tmp_path: Path):
+    with small_disk(tmp_path / "small"):
+        gatherer = events.Gatherer(tmp_path / "small")
+        write(tmp_path / "small", {"time": 1.0, "node": None, "kind": "said", "text": "x" * 3600})
+        status = {"run": "r", "time": 2.0, "state": "running"}
+        with full(tmp_path / "small"):
+            gatherer.heard("gpu1", status, clock_offset=0.0)  # half of it would fit into the page
+        assert gatherer.add(json.dumps({"time": 3.0, "node": None, "kind": "reached"}).encode() + b"\n")
+        assert [event.kind for event in events.read(tmp_path / "small")] == ["said", "reached"]
+        gatherer.heard("gpu1", status, clock_offset=0.0)
+        assert events.now(tmp_path / "small")["gpu1"]["state"] == "running"
+
+
+def test_as_many_events_as_can_be_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events, "MAX_KEPT", 3)
+    with small_disk(tmp_path / "small"):
+        gatherer = events.Gatherer(tmp_path / "small")
+        line = json.dumps({"time": 1.0, "node": None, "kind": "said", "text": "x" * 5000}).encode() + b"\n"
+        with full(tmp_path / "small"):
+            assert [gatherer.add(line) for _ in range(5)] == [False] * 5
+        assert gatherer.add()
+        assert (len(events.read(tmp_path / "small")), gatherer.num_lost) == (3, 2)
 
 
 def test_a_line_that_is_being_written_is_waited_for(home: Path):

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agents import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nodekit.deploy import inquiry
 from nodekit.deploy import stacks as stacks_module
 from nodekit.deploy.blame import explain, waiting
 from nodekit.deploy.hang import Learnt, Progress, Watch, read_progress
@@ -789,3 +791,30 @@ def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
     (tmp_path / "py-spy").write_text("#!/bin/sh\n")
     (tmp_path / "py-spy").chmod(0o755)
     assert stacks_module._find_spy(str(tmp_path / "python")) == str(tmp_path / "py-spy")
+
+
+def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the other node are done, and this one's still write: now and then, with times of an hour ago."""
+    monkeypatch.setattr(inquiry, "LINGER_S", 0.5)
+    monkeypatch.setattr(inquiry, "LOOK_S", 0.0)
+    told: list[str] = []
+
+    class Store:
+        def check(self, _: list[str]) -> bool:
+            return False
+
+        def add(self, *_: object) -> int:
+            return 1
+
+    record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
+    inquires = inquiry.Inquiry("auto", record)  # type: ignore[arg-type]  # all that is used of it
+    inquires.begin(SimpleNamespace(store=Store()), {}, {})  # type: ignore[arg-type]  # the same
+    begun, hour_ago = time.monotonic(), time.time() - 3600
+    for number in range(20):
+        (tmp_path / "rank0").write_text("9/10")
+        os.utime(tmp_path / "rank0", (hour_ago - number, hour_ago - number))
+        assert not inquires.finds_a_hang(lambda: None)
+        time.sleep(0.05)
+    assert time.monotonic() - begun > inquiry.LINGER_S
+    assert until(lambda: inquires.finds_a_hang(lambda: None), what="the end of patience")
+    assert told == ["lingering"]

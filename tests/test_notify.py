@@ -17,13 +17,15 @@ from typing import Any
 
 import pytest
 from agents import until
+from disks import full, small_disk
 
 from nodekit.deploy import cli, deliver, notify
 from nodekit.deploy.deliver import NotDelivered
 from nodekit.deploy.drill_job import copied
-from nodekit.deploy.events import Event, read
+from nodekit.deploy.events import Event, Follower, read
 from nodekit.deploy.message import Message, Story
 from nodekit.deploy.notify import Notifier
+from nodekit.deploy.remote import append_private
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
@@ -125,6 +127,12 @@ STORY = [
     event("worker-failed", 130, "gpu1", attempt="0.1", rank=0, exitcode=-9, error=""),
     event("run-ended", 140, state="failed", verdict="gpu1: rank 0 ended with SIGKILL"),
     event("run-ended", 140.2, state="failed", verdict="the same, by another supervisor"),
+]
+
+
+LATE = [  # of a node that was out of sight when the run ended, and is read when it goes on
+    event("worker-failed", 130, "gpu2", attempt="0.1", rank=1, exitcode=1, error="old"),
+    event("membership", 131, "gpu2", lost=1, waiting=0),
 ]
 
 
@@ -263,6 +271,14 @@ def test_what_a_command_did_is_told(argv: tuple[str, ...], why: str) -> None:
     assert raised.value.said == ("oh no" if "oh no" in argv[-1] else "")
 
 
+def written(run: Run, story: list[Event]) -> list[Event]:
+    """The same events as who follows the run's file gets them."""
+    for each in story:
+        line = {"run": run.run_id, "time": each.time, "node": each.node, "kind": each.kind, **each.fields}
+        append_private(str(run.folder / "events.jsonl"), json.dumps(line).encode() + b"\n")
+    return Follower(run.folder).more()
+
+
 def observed(run: Run, asked: dict[str, Any], story: list[Event]) -> Notifier:
     notifier = Notifier(run, Notify.model_validate(asked), os.environ, pauses_s=NO_PAUSES)
     for each in story:
@@ -324,25 +340,74 @@ def test_a_webhook_that_hangs_holds_nobody_up(hook: Hook, run: Run, monkeypatch:
 
 def test_of_two_supervisors_one_tells_and_the_other_takes_over(hook: Hook, run: Run) -> None:
     asked = {"webhook": {"url": hook.url}}
-    first = observed(run, asked, STORY[:5])
-    second = observed(run, asked, STORY[:5])
+    story = written(run, STORY)
+    first = observed(run, asked, story[:5])
+    second = observed(run, asked, story[:5])
     first.close()
-    for each in STORY:  # those that were told are not told again
+    for each in story:  # those that were told are not told again
         second.event(each)
     second.close()
-    observed(run, asked, STORY[-1:]).close()
+    observed(run, asked, story[-1:]).close()
 
     assert [body["kind"] for _, _, body in hook.got] == ["start", "failure", "recovery", "failure", "end"]
 
 
 def test_what_was_before_a_run_went_on_is_not_told_again(hook: Hook, run: Run) -> None:
-    started = {"run": run.run_id, "time": 150.0, "node": None, "kind": "run-started"}
-    (run.folder / "events.jsonl").write_text(json.dumps(started) + "\n")
-    resumed = event("run-started", 150, nodes=["gpu1"], command=["./train"], goes_on=True)
+    # The clock here was set back by a minute before it went on.
+    resumed = event("run-started", 90, generation=1, nodes=["gpu1"], command=["./train"], goes_on=True)
+    failed = event("worker-failed", 95, "gpu1", attempt="1.0", rank=0, exitcode=1, error="new")
+    story = written(run, [*STORY, resumed, *LATE, event("agent-started", 91, "gpu2"), failed])
 
-    observed(run, {"webhook": {"url": hook.url}}, [*STORY, resumed]).close()
+    observed(run, {"webhook": {"url": hook.url}}, story).close()
 
-    assert [body["text"].split("\n")[0] for _, _, body in hook.got] == ["lab-1 goes on on 1 node: ./train"]
+    assert [body["text"].split("\n")[0] for _, _, body in hook.got] == [
+        "lab-1 goes on on 1 node: ./train",
+        "lab-1 failed on gpu1: rank 0 ended with exit status 1: new (step 4,100 of 9,000)",
+    ]
+
+
+def test_a_clock_that_jumped_silences_nobody(hook: Hook, run: Run) -> None:
+    story = [
+        STORY[0],
+        event(
+            "worker-failed", 110 + 3600, "gpu2", attempt="0.0", rank=1, exitcode=1, error="its clock is ahead"
+        ),
+        event("first-step", 114, "gpu1", attempt="0.1", step=5),
+        event("worker-failed", 160, "gpu1", attempt="0.1", rank=0, exitcode=1, error="another"),
+    ]
+    notifier = observed(run, {"webhook": {"url": hook.url}}, written(run, story))
+    run.finish("failed", "another")
+    notifier.close()
+
+    told = [(body["kind"], body["text"].split("\n")[0]) for _, _, body in hook.got]
+    assert [kind for kind, _ in told] == ["start", "failure", "recovery", "failure", "end"]
+    assert told[2][1] == "lab-1 trains again, from step 5", "how long that took is not known"
+
+
+def test_what_was_told_is_known_though_the_disk_was_full(
+    hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
+    with small_disk(tmp_path / "small"):
+        run = Run(
+            run_id="lab-1",
+            name="lab",
+            inventory_path="/nowhere/lab.yaml",
+            inventory={},
+            command=None,
+            created=1.0,
+        )
+        run.save()
+        story = written(run, STORY)
+        asked = {"webhook": {"url": hook.url}}
+        first = observed(run, asked, story[:1])
+        with full(tmp_path / "small"):
+            for each in story[1:9]:
+                first.event(each)
+            first.close()
+        observed(run, asked, story).close()
+
+    assert [body["kind"] for _, _, body in hook.got] == ["start", "failure", "recovery", "failure", "end"]
 
 
 def test_a_secret_that_is_not_set_is_found_before_the_run(

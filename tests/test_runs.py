@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import full, small_disk
 
-from nodekit.deploy import cli, plot, present, runs_compare, runs_table, summary
+from nodekit.deploy import cli, plot, present, runs, runs_compare, runs_table, summary
 from nodekit.deploy.plot import Curve
 from nodekit.deploy.runs import Run, SupervisorLock, starting
 from nodekit.deploy.summary import Summary
+from nodekit.inventory.errors import NotWritten
 
 START = time.mktime((2026, 11, 22, 6, 1, 0, 0, 0, -1))
 
@@ -346,3 +350,141 @@ def test_runs_that_have_ended_are_listed_without_their_events() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 61), done.stderr
+
+
+# --- the record itself ---
+
+
+def test_who_only_watches_writes_down_the_end_and_nothing_else() -> None:
+    record("lab-1122-060100-aaaa", state="running", token="secret")
+    watcher, supervisor = runs.find(None), runs.find(None)
+    with supervisor.changing():
+        supervisor.generation, supervisor.judgement = 3, {"generation": 3}
+        supervisor.nodes = {**supervisor.nodes, "spare": {}}
+
+    watcher.finish_stopped()
+
+    now = runs.find(None)
+    assert (now.state, now.generation, now.judgement) == ("stopped", 3, {"generation": 3})
+    assert list(now.nodes) == ["gpu1", "gpu2", "spare"]
+    assert (watcher.generation, watcher.state) == (3, "stopped")
+
+
+def test_an_end_is_not_written_over_a_success_nor_over_another_start() -> None:
+    record("lab-1122-060100-aaaa", state="running")
+    watcher, supervisor = runs.find(None), runs.find(None)
+    supervisor.finish("succeeded", "trained to the end")
+    watcher.finish_stopped()
+    assert runs.find(None).state == watcher.state == "succeeded"
+
+    late, next_one = runs.find(None), runs.find(None)
+    with next_one.changing():
+        next_one.started, next_one.state, next_one.generation = START + 100, "running", 1
+    late.finish("failed", "gpu1 was lost")
+    assert (runs.find(None).state, runs.find(None).verdict) == ("running", "trained to the end")
+
+
+def test_what_many_change_at_once_is_all_there() -> None:
+    record("lab-1122-060100-aaaa", state="running", nodes={})
+    code = (
+        "import sys; from nodekit.deploy import runs\n"
+        "for each in range(20):\n"
+        "    run = runs.find(None)\n"
+        "    with run.changing(): run.nodes = {**run.nodes, f'{sys.argv[1]}-{each}': {}}\n"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b")]
+
+    def add(name: str) -> None:
+        run = runs.find(None)
+        for each in range(20):
+            with run.changing():
+                run.nodes = {**run.nodes, f"{name}-{each}": {}}
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in ("c", "d")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [other.wait(60) for other in others] == [0, 0]
+    assert set(runs.find(None).nodes) == {f"{name}-{each}" for name in "abcd" for each in range(20)}
+
+
+def test_a_change_that_fails_leaves_the_record_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
+    with small_disk(tmp_path / "small"):
+        run = record("lab-1122-060100-aaaa", state="running", nodes={"gpu1": {"env": "x" * 5000}})
+        with contextlib.suppress(ZeroDivisionError), run.changing():
+            run.generation = 1
+            run.skew_s = 1 / 0
+        with full(tmp_path / "small"):
+            with pytest.raises(NotWritten) as raised, run.changing():
+                run.generation = 2
+            assert "run.json cannot be written: No space left on device; see to the disk" in str(raised.value)
+            run.say_stop("kit down")  # what stops a run asks no room
+        assert (run.generation, runs.find(None).generation) == (0, 0)
+        with run.changing():
+            run.generation = 3
+        assert runs.find(None).generation == 3
+
+
+def test_the_latest_run_is_the_one_begun_last_whatever_the_clock_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "lab.yaml")
+    record("lab-1122-060100-aaaa", state="failed", created=START + 7200, inventory_path=path)
+    record("lab-1122-060101-bbbb", state="failed", created=START, inventory_path=path)
+
+    assert [run.run_id[-4:] for run in runs.all_runs()] == ["aaaa", "bbbb"]
+    latest = runs.latest_of(tmp_path / "lab.yaml")
+    assert latest is not None
+    assert latest.run_id == runs.find(None).run_id == "lab-1122-060101-bbbb"
+
+
+def test_a_run_that_is_not_over_comes_before_those_that_are(tmp_path: Path) -> None:
+    path = str(tmp_path / "lab.yaml")
+    for number, state in enumerate(("failed", "running", "stopped")):
+        record(f"lab-1122-06010{number}-aaaa", state=state, created=START, inventory_path=path)
+    record("lab-1122-060103-aaaa.0", state="running", inventory_path=path, slurm={"sweep": "lab-1122-060103"})
+
+    latest = runs.latest_of(tmp_path / "lab.yaml")
+    assert latest is not None
+    assert latest.run_id == "lab-1122-060101-aaaa"
+    assert runs.find(None).run_id == "lab-1122-060103-aaaa.0", "a sweep's runs are not asked for by inventory"
+
+
+def test_runs_of_before_they_were_counted_come_first_by_their_time(tmp_path: Path) -> None:
+    for name, created in (("b", START + 9999), ("a", START)):
+        old = record(f"lab-1122-060100-{name}", created=created)
+        fields = json.loads((old.folder / "run.json").read_text())
+        del fields["number"]  # as it was written then
+        (old.folder / "run.json").write_text(json.dumps(fields))
+    (runs.folder().parent / "runs.count").unlink()
+    record("lab-1122-060100-c", created=START - 1)
+
+    assert [(run.run_id[-1], run.number) for run in runs.all_runs()] == [("a", 0), ("b", 0), ("c", 1)]
+    with runs.find("lab-1122-060100-a").changing():
+        pass
+    assert runs.find("lab-1122-060100-a").number == 0, "it stays where it is"
+
+
+def test_the_count_of_runs_goes_on_where_its_file_was_torn() -> None:
+    record("lab-1122-060100-aaaa")
+    record("lab-1122-060100-bbbb")
+    (runs.folder().parent / "runs.count").write_text("")
+    assert record("lab-1122-060100-cccc").number == 3
+
+
+def test_a_supervisor_acts_though_its_name_cannot_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
+    with small_disk(tmp_path / "small"):
+        run = record("lab-1122-060100-aaaa", state="running")
+        lock = SupervisorLock(run)
+        assert lock.take()
+        lock.release()
+        (run.folder / "supervisor.lock").write_text("")
+        with full(tmp_path / "small"):
+            assert lock.take()
+            assert not SupervisorLock(run).take()
+            lock.release()

@@ -1,12 +1,30 @@
-"""How a run ended, by what its nodes said, and what the judge gets to see of a node's status."""
+"""How a run ended, by what its nodes said; what the judge gets to see of a node's status; the supervisor's threads."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from agents import until
+from disks import full, small_disk
+from fake_nodes import NAMES, Nodes
 
+from nodekit.deploy import events, judge, runs, supervise
 from nodekit.deploy.failures import Failure
-from nodekit.deploy.judge import Seen
+from nodekit.deploy.judge import Action, Fence, Finish, Join, Rules, Seen, Start, State, Stop
 from nodekit.deploy.quorum import Electorate
-from nodekit.deploy.supervise import seen_of
+from nodekit.deploy.runs import SupervisorLock
+from nodekit.deploy.start import rules_of
+from nodekit.deploy.supervise import Supervisor, seen_of
 from nodekit.deploy.verdict import Told, verdict
+from nodekit.deploy.view import View
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")
@@ -122,3 +140,245 @@ STATUS = {
 def test_what_the_judge_sees_of_a_status(changes: dict[str, object], expected: dict[str, object]) -> None:
     seen: Seen = seen_of({**STATUS, **changes})
     assert {name: getattr(seen, name) for name in expected} == expected
+
+
+# --- the supervisor's threads ---
+
+Decide = Callable[[State, int], tuple[State, list[Action]]]
+
+
+class Said(View):
+    """What the user is told."""
+
+    def __init__(self) -> None:
+        super().__init__(list(NAMES), logs=False)
+        self.said: list[str] = []
+
+    def say(self, text: str, *, is_event: bool = False) -> None:
+        self.said.append(text)
+        super().say(text, is_event=is_event)
+
+
+@contextlib.contextmanager
+def supervising(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, decide: Decide
+) -> Iterator[tuple[Supervisor, Said]]:
+    """One that decides as it is told: `decide` gets the state and how often it was asked."""
+    asked = 0
+
+    def decided(state: State, seen: Mapping[str, Seen], now: float, rules: Rules) -> Any:
+        nonlocal asked
+        asked += 1
+        new, actions = decide(state, asked)
+        return new, tuple(actions)
+
+    rules = rules_of(nodes.inventory)
+    if not nodes.run.judgement:
+        with nodes.run.changing():
+            begun = judge.begin(rules, generation=0, host="a", port=4711, nodes=("a", "b"))
+            nodes.run.judgement = begun.to_dict()
+    monkeypatch.setattr(judge, "decide", decided)
+    view = Said()
+    lock = SupervisorLock(nodes.run)
+    supervisor = Supervisor(nodes.hands, view, lock, rules=rules, reopen=nodes.reopen)
+    try:
+        yield supervisor, view
+    finally:
+        supervisor.close()
+        lock.release()
+
+
+def generation_after(state: State) -> State:
+    number = state.generation + 1
+    return dataclasses.replace(state, generation=number, electorate=Electorate(number, 0, ("a", "b")))
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """By which thread the record was written, and what; each write takes its time."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    write = runs.write_private
+
+    def writes(path: str, data: bytes, durable: bool = False) -> None:
+        if path.endswith("run.json"):
+            found.append((threading.current_thread().name, json.loads(data)))
+            time.sleep(0.002)
+        write(path, data, durable=durable)
+
+    monkeypatch.setattr(runs, "write_private", writes)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_done_before_it_is(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[tuple[str, dict[str, Any]]]
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch, seed=seed)
+    nodes.loses_links = True
+    chance = random.Random(seed)
+    early: list[str] = []
+
+    def given(name: str, args: dict[str, Any]) -> None:
+        record = json.loads((nodes.run.folder / "run.json").read_text())
+        if args["spec"]["generation"] > record["generation"] or name not in record["nodes"]:
+            early.append(f"{name} in {args['spec']['generation']}, on record is {record['generation']}")
+
+    nodes.answers = {"go": given, "call_in": given}
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number > 30:
+            return state, [Finish("succeeded")]
+        if chance.random() < 0.4:
+            state = generation_after(state)
+        actions: list[Action] = [Start(name, is_new=True) for name in NAMES if chance.random() < 0.4]
+        actions += [Join("a")] if chance.random() < 0.3 else []
+        actions += [Fence("b", state.generation)] if chance.random() < 0.3 else []
+        return state, actions
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+
+    assert early == []
+    assert {thread for thread, _ in written} == {threading.current_thread().name}
+    generations = [record["generation"] for _, record in written]
+    assert generations == sorted(generations)
+    assert generations[-1] == runs.find(None).generation > 0
+    for (_, before), (_, after) in itertools.pairwise(written):
+        assert set(before["nodes"]) <= set(after["nodes"]), "a node that runs is not forgotten"
+    assert nodes.of("go")
+    assert {name for name, _ in nodes.of("go")} <= set(runs.find(None).nodes)
+
+
+def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    may_end, over = threading.Event(), threading.Event()
+    start = supervise.Hands.start
+
+    def late(*args: Any, **named: Any) -> None:
+        may_end.wait(30)
+        try:
+            start(*args, **named)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(supervise.Hands, "start", late)
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        return state, [Start("c", is_new=True)] if number == 1 else [Finish("succeeded")]
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+        may_end.set()
+        until(over.is_set, what="the end of who wanted to start c")
+    assert nodes.of("warm") == []
+    assert "c" not in runs.find(None).nodes
+
+
+def event_of(kind: str, end: int) -> list[Any]:
+    return ["1.0", end, json.dumps({"run": "lab-1", "time": float(end), "node": "a", "kind": kind})]
+
+
+def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_from_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    # The node says it once; then it is out of reach for whoever asks it for its events.
+    nodes.parts = {
+        "a": [
+            {"events": [event_of("agent-started", 10), event_of("rendezvous", 20)]},
+            {"events": [event_of("hang", 30)]},
+        ]
+    }
+    other = SupervisorLock(nodes.run)
+    assert other.take()
+    generations: list[int] = []
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        generations.append(state.generation)
+        if number == 5:  # it has gathered the first itself, has begun a generation, and is killed
+            assert events.read(nodes.run.folder) == [], "who watches gathers nothing"
+            events.Gatherer(nodes.run.folder).take("a", [event_of("agent-started", 10)], clock_offset=0.0)
+            seventh = dataclasses.replace(generation_after(state), generation=7)
+            record = runs.find(None)
+            with record.changing():
+                record.generation, record.judgement = 7, seventh.to_dict()
+            other.release()
+        return state, [Finish("succeeded")] if number > 10 else [Stop("b")]
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, view):
+        supervisor.watch()
+
+    found = [event.kind for event in events.read(nodes.run.folder) if event.node == "a"]
+    assert found == ["agent-started", "rendezvous", "hang"], "each once"
+    assert "supervising now: the one before is gone" in view.said
+    assert (generations[4], generations[-1]) == (0, 7)
+    assert runs.find(None).generation == 7
+
+
+def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
+    with small_disk(tmp_path / "small"):
+        nodes = Nodes(tmp_path, monkeypatch)
+        nodes.run.event("run-started")
+        nodes.parts = {"b": [{}, {}, {"events": [event_of("hang", 5000)]}]}
+        asked_while_full: list[int] = []
+
+        def decide(state: State, number: int) -> tuple[State, list[Action]]:
+            if state.generation:
+                return state, [Finish("succeeded")]
+            if is_full.is_set():
+                asked_while_full.append(number)
+            return generation_after(state), [Join("a")]
+
+        is_full = threading.Event()
+        with supervising(nodes, monkeypatch, decide) as (supervisor, view):
+            watching = threading.Thread(target=supervisor.watch, daemon=True)
+            with full(tmp_path / "small"):
+                is_full.set()
+                watching.start()
+                until(lambda: len(asked_while_full) > 20, what="supervision")
+                assert watching.is_alive()
+                assert nodes.of("call_in") == []
+                assert json.loads((nodes.run.folder / "run.json").read_text())["generation"] == 0
+                is_full.clear()
+            watching.join(30)
+            assert not watching.is_alive()
+            until(lambda: nodes.of("call_in"), what="what was decided")
+
+        assert runs.find(None).generation == 1
+        assert len(nodes.of("call_in")) == 1
+        told = [text for text in view.said if "written" in text]
+        assert len(told) == 2
+        assert told[0].startswith(
+            f"{nodes.run.folder}/run.json cannot be written: No space left on device; see to"
+        )
+        assert "nothing is started in place of what is lost" in told[0]
+        assert told[1] == f"{nodes.run.folder} can be written again"
+        kinds = [event.kind for event in events.read(nodes.run.folder)]
+        assert "hang" in kinds, "what there was no room for was kept"
+        assert "join" in kinds
+
+
+def test_a_node_whose_plan_finds_no_room_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
+    with small_disk(tmp_path / "small"):
+        nodes = Nodes(tmp_path, monkeypatch)
+
+        def decide(state: State, number: int) -> tuple[State, list[Action]]:
+            if any("c: not started" in text for text in view.said):
+                return state, [Finish("succeeded")]
+            return state, [Start("c", is_new=True)] if number == 1 else []
+
+        with supervising(nodes, monkeypatch, decide) as (supervisor, view), full(tmp_path / "small"):
+            supervisor.watch()
+
+    assert nodes.of("warm") == []
+    assert any("c: not started" in text and "No space left on device" in text for text in view.said)

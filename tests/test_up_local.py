@@ -5,14 +5,17 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import processes_of, until
+from disks import full, small_disk
 from kit_runs import Kit, run_id
 
-from nodekit.deploy import runs
+from nodekit.deploy import events, runs
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +110,42 @@ def test_agents_that_a_stop_has_missed_are_ended_when_the_run_goes_on(local: Kit
     assert set(before) == set(after) == {"a", "b"}
     assert set(before.values()).isdisjoint(after.values())
     assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
+
+
+def test_a_full_disk_here_ends_no_supervision(
+    local: Kit, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rendezvous host is lost while nothing can be written: its next generation waits for room."""
+    (local.folder / "job.py").write_text(FOREVER)
+    small = tmp_path / "small"
+    monkeypatch.setenv("XDG_STATE_HOME", str(small))
+
+    def statuses() -> dict[str, dict[str, Any]]:
+        told: dict[str, dict[str, Any]] = json.loads(local.run("status", "--json").stdout)["status"]
+        return told
+
+    with small_disk(small):
+        try:
+            assert local.run("up", "two nodes.yaml", "-d", "--", "job.py").returncode == 0
+            run = runs.find(None)
+            log = run.folder / "supervisor.log"  # it lies on the same disk
+            until(lambda: "running" in log.read_text(), what="the supervisor that was left behind")
+            with full(small):
+                os.kill(int(statuses()["a"]["agent"].partition(".")[0]), signal.SIGKILL)
+                until(lambda: not statuses()["a"]["alive"])
+                for _ in range(10):
+                    time.sleep(0.5)
+                    assert (runs.find(None).generation, statuses()["a"]["alive"]) == (0, False)
+                assert runs.is_supervised(run)
+            until(lambda: statuses()["a"].get("generation") == 1 and statuses()["a"]["alive"], timeout_s=60)
+            assert runs.find(None).generation == 1
+            until(lambda: all(each["state"] == "running" for each in statuses().values()), timeout_s=60)
+            said = log.read_text()
+            assert said.count("can be written again") == 1, said
+            assert "fence" in {event.kind for event in events.read(run.folder)}
+        finally:
+            local.run("down", "--force")
+            until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20)
 
 
 def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:

@@ -1,0 +1,166 @@
+"""Nodes that are not there: links that answer as a host would, as late as a seed says, and what runs on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodekit.deploy import check, plan
+from nodekit.deploy.check import Facts, Interface
+from nodekit.deploy.hands import Hands
+from nodekit.deploy.runs import Run
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.load import dump, load_inventory
+
+NAMES = ("a", "b", "c", "d")
+STATUS = {
+    "alive": True,
+    "known": True,
+    "agent": "12.34",
+    "state": "running",
+    "generation": 0,
+    "workers": [],
+    "members": ["a", "b"],
+    "fence": 0,
+    "port": 4711,
+    "electorate": {"generation": 0, "version": 0, "nodes": ["a", "b"]},
+    "granted": None,
+    "snapshot": [-1, 0],
+}
+Answer = Callable[[str, str, dict[str, Any]], Any]
+
+
+def facts(host: str, *, address: str = "10.0.0.1") -> Facts:
+    """What a host says of itself."""
+    return Facts(
+        host=host,
+        hostname=host,
+        user="train",
+        python="3.11.2",
+        executable="/venv/bin/python",
+        torch="2.13.0",
+        modules=(),
+        clock_offset_s=0.0,
+        cpus=8,
+        interfaces=(Interface("eth0", True, (address,)),),
+        routes={},
+        num_gpus=0,
+        workdir="/home/train/nodekit",
+        workdir_id=host,
+        workdir_problem=None,
+        free_bytes=10**12,
+        rsync=True,
+        boot_id=host,
+        has_kit=True,
+    )
+
+
+class Nodes:
+    """The nodes `NAMES` of a run; a and b are in it, c and d are spares."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seed: int = 0) -> None:
+        self._chance = random.Random(seed)
+        self._lock = threading.Lock()
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        """Node, operation and arguments, in the order in which they came."""
+        self.answers: dict[str, Callable[[str, dict[str, Any]], Any]] = {}
+        """Operation → what it does on a node, in place of nothing."""
+        self.parts: dict[str, list[dict[str, Any]]] = {}
+        """Node → what it says before it repeats its status, each once."""
+        self.loses_links = False
+        file = folder / "lab.yaml"
+        file.write_text("network: 10.0.0.0/24\nnodes: 1:4\nhosts: {a: , b: , c: , d: }\njob: {code: .}\n")
+        self.inventory = load_inventory(file)
+
+        def gather(links: dict[str, FakeLink], *_: object, **__: object) -> dict[str, Facts]:
+            # Each time it is at another address: its plan changes.
+            return {
+                name: facts(name, address=f"10.0.0.{1 + NAMES.index(name) + 10 * self.number(10)}")
+                for name in links
+            }
+
+        built = plan.build(
+            self.inventory,
+            {name: facts(name, address=f"10.0.0.{1 + NAMES.index(name)}") for name in ("a", "b")},
+            run_id="lab-1",
+            peers=dict.fromkeys(NAMES, ()),
+            master_port=4711,
+            kit_digest="abc",
+        )
+        self.run = Run(
+            run_id="lab-1",
+            name="lab",
+            inventory_path=str(file),
+            inventory=dump(self.inventory),
+            command=None,
+            created=1.0,
+            state="running",
+            is_placed=True,  # there is no code to send
+            nodes={node.name: dataclasses.asdict(node) for node in built.nodes},
+        )
+        self.run.save()
+        monkeypatch.setattr(check, "gather", gather)
+        self.hands = Hands(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
+
+    def number(self, below: int) -> int:
+        """The next one of this seed."""
+        with self._lock:
+            return self._chance.randrange(below)
+
+    def pause(self) -> None:
+        """As long as the seed says; mostly not at all."""
+        time.sleep(max(0, self.number(12) - 6) / 1000)
+
+    def reopen(self, name: str) -> FakeLink:
+        """Another link."""
+        self.pause()
+        return FakeLink(name, self)
+
+    def of(self, op: str) -> list[tuple[str, dict[str, Any]]]:
+        """Node and arguments of the calls of an operation."""
+        return [(name, args) for name, called, args in list(self.calls) if called == op]
+
+
+class FakeLink:
+    """A link to one of them."""
+
+    def __init__(self, host: str, nodes: Nodes) -> None:
+        self.host = host
+        self._nodes = nodes
+
+    def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
+        """One call of an operation there."""
+        self._nodes.pause()
+        self._nodes.calls.append((self.host, op, args))
+        if op in self._nodes.answers:
+            return self._nodes.answers[op](self.host, args)
+        return {
+            "status": dict(STATUS),
+            "hold_port": 4711,
+            "stop": {"was": "running", "killed": False},
+            "read_file": "{",
+            "hostfollow.events": [],
+        }.get(op)
+
+    def stream(self, op: str, take: Callable[[Any], None], **_: Any) -> Any:
+        """What follows a node: its status, over and over."""
+        for each in iter(lambda: self._nodes.parts.get(self.host), []):
+            if each is None:
+                break
+            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
+        while True:
+            self._nodes.pause()
+            if self._nodes.loses_links and not self._nodes.number(10):
+                raise HostError(self.host, "the connection is gone")
+            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": []})
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Nothing is open."""

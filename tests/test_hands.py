@@ -1,0 +1,78 @@
+"""What is done to nodes by several threads at once: the record is only read, and links may come and go."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nodes import NAMES, FakeLink, Nodes
+
+from nodekit.deploy import judge
+from nodekit.deploy.events import Gatherer
+from nodekit.deploy.plan import NodePlan
+from nodekit.deploy.start import rules_of
+from nodekit.inventory.errors import HostError, KitError, NotWritten
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    return Nodes(tmp_path, monkeypatch)
+
+
+def state(nodes: Nodes) -> judge.State:
+    return judge.begin(rules_of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
+
+
+def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
+    recorded: list[tuple[str, NodePlan, int]] = []
+
+    def record(name: str, node: NodePlan) -> None:
+        recorded.append((name, node, len(nodes.of("warm"))))
+        nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
+
+    before = (nodes.run.folder / "run.json").read_bytes()
+    nodes.hands.start("c", state(nodes), is_new=True, record=record)
+
+    ((name, node, num_warm),) = recorded
+    assert (name, num_warm) == ("c", 0)
+    ((_, given),) = nodes.of("go")
+    assert (given["spec"]["generation"], given["spec"]["local_addr"]) == (3, node.local_addr)
+    assert (nodes.run.folder / "run.json").read_bytes() == before, "that is the supervisor's to write"
+
+
+def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
+    def record(name: str, node: NodePlan) -> None:
+        raise NotWritten("no room")
+
+    with pytest.raises(KitError, match="no room"):
+        nodes.hands.start("b", state(nodes), is_new=False, record=record)
+    assert nodes.of("warm") == nodes.of("go") == []
+
+
+def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:
+    with pytest.raises(HostError, match="c: it was never started in this run"):
+        nodes.hands.fence("c", 4)
+    del nodes.hands.links["b"]
+    with pytest.raises(HostError, match="b: the connection is gone"):
+        nodes.hands.fence("b", 4)
+
+
+@pytest.mark.parametrize("act", ["stop_all", "gather_events"])
+def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> None:
+    links = nodes.hands.links
+
+    class Busy(dict[str, Any]):
+        """Whenever it is looked into, the thread that follows d loses its link, or has a new one."""
+
+        def __contains__(self, name: object) -> bool:
+            if links.pop("d", None) is None:
+                links["d"] = FakeLink("d", nodes)
+            return super().__contains__(name)
+
+    nodes.run.nodes = Busy(dict.fromkeys(NAMES, nodes.run.nodes["a"]))
+    if act == "stop_all":
+        found = nodes.hands.stop_all()
+        assert {"a", "b", "c"} <= set(found)
+        assert all(each == {"was": "running", "killed": False} for each in found.values())
+    else:
+        nodes.hands.gather_events(Gatherer(nodes.run.folder))
+        assert {name for name, _ in nodes.of("hostfollow.events")} >= {"a", "b", "c"}
