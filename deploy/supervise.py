@@ -432,6 +432,7 @@ class Supervisor:
             notice=notice,
             attempt=str(status.get("attempt") or told.attempt),
             ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
+            ended=tuple(status.get("ended") or ()),
             address=str(status.get("address") or told.address),
         )
 

@@ -45,6 +45,8 @@ class Told:
     """The last one it took part in."""
     ranks: tuple[int, ...] = ()
     """Its ranks there."""
+    ended: tuple[int, ...] = ()
+    """Those of them that have ended well."""
     address: str = ""
     """By which the others reach it."""
 
@@ -177,6 +179,7 @@ def explain(
     else:
         text = f"the ranks lost each other; rank {first.rank} on {first.node} was the first to notice ({how})"
         text += which
+    num_well = sum(len(told.ended) for told in nodes.values() if told.attempt == first.attempt)
     if is_bystander(first):
         notes = [*_spoken_of(first, nodes), *hints, *notes]
     if len(attempts) == 1 and max_restarts == 0:
@@ -187,7 +190,7 @@ def explain(
         no_progress,
         first=first,
         cause=cause,
-        others="" if absent else _others(first, attempt),
+        others="" if absent else _others(first, attempt, num_well),
         awaited=tuple(absent),
         notes=(*_failed_too(first, attempt), *(each for each in notes if each)),
     )
@@ -200,10 +203,11 @@ def _lost(name: str, told: Told) -> str:
     return f"{name} was lost: its agent is gone without a word"
 
 
-def _others(first: Failure, attempt: Sequence[Failure]) -> str:
-    """What became of the other ranks, and how soon."""
-    if (number := first.world_size - 1) <= 0:
-        return ""
+def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
+    """What became of the other ranks, and how soon; `num_well` of them had ended well."""
+    well = f"{num_well} other rank{'' if num_well == 1 else 's'} had ended well" if num_well else ""
+    if (number := first.world_size - 1 - num_well) <= 0:
+        return well
     # A rank is counted once, whatever the number of processes that spoke for it.
     others = {each.rank: each for each in attempt if each is not first and each.rank != first.rank}
     alike = [each for each in others.values() if _kind(each) == _kind(first)]
@@ -225,6 +229,8 @@ def _others(first: Failure, attempt: Sequence[Failure]) -> str:
         parts.append(f"{different} failed too")
     if ended := number - len(others):
         parts.append(f"{ended} {'was' if ended == 1 else 'were'} ended with it")
+    if num_well:
+        parts.append(well)
     if len(same) == number:
         plural = "rank" if number == 1 else "ranks"
         return f"the {'' if number == 1 else f'{number} '}other {plural} ended in the same way{_within(first, same)}"

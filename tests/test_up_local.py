@@ -148,6 +148,54 @@ def test_a_full_disk_here_ends_no_supervision(
             until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20)
 
 
+FAILS_LAST = """
+import os, pathlib, sys, time
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("begins in", os.environ["NODEKIT_GENERATION"], attempt, flush=True)
+if rank == "0" and not pathlib.Path(os.environ["GO"]).exists():
+    time.sleep(600 if sys.argv[1] == "is lost" else 2)
+    raise OSError("the final save")
+"""
+
+
+def last_rank(local: Kit, how: str, go: Path) -> subprocess.Popen[bytes]:
+    """A job of two nodes; rank 1 has ended well, and rank 0, on the rendezvous host, has not yet."""
+    (local.folder / "job.py").write_text(FAILS_LAST)
+    values = (local.folder / "two nodes.yaml").read_text()
+    (local.folder / "two nodes.yaml").write_text(
+        f"{values}job: {{env: {{GO: {str(go)!r}}}, max_restarts: 0}}\n"
+    )
+    return local.start("up", "two nodes.yaml", "--", "job.py", how)
+
+
+def test_a_rank_that_fails_when_the_others_have_ended_well_fails_the_job(local: Kit, tmp_path: Path) -> None:
+    up = last_rank(local, "fails", tmp_path / "go")
+    assert up.wait(90) == 3
+    said = local.log()
+    assert "OSError: the final save" in said
+    assert "trained to the end" not in said
+    assert "others    1 other rank had ended well" in said
+    assert re.search(r"^\S+ .* failed +.*rank 0.*the final save", local.run("runs").stdout, re.MULTILINE)
+
+
+def test_a_node_that_is_lost_when_the_others_have_ended_well_is_made_good(local: Kit, tmp_path: Path) -> None:
+    up = last_rank(local, "is lost", tmp_path / "go")
+
+    def nodes() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(local.run("status", "--json").stdout)["status"]
+        return found
+
+    until(lambda: local.log() and nodes()["b"].get("waits_for") == ["a"], timeout_s=60)
+    assert re.search(
+        r"^  b  waiting .*ended well \d+ s ago, waiting for a", local.run("status").stdout, re.MULTILINE
+    )
+    (tmp_path / "go").touch()
+    os.kill(int(nodes()["a"]["agent"].partition(".")[0]), signal.SIGKILL)
+    assert up.wait(120) == 0, local.log()
+    assert "a:0 | begins in 1 0" in local.log()
+    assert "b:1 | begins in 1 0" in local.log(), "all of the round start again"
+
+
 def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
     (local.folder / "part.py").write_text("WORD = 'old'\n")
     (local.folder / "job.py").write_text(
