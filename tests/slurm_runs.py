@@ -44,8 +44,10 @@ how, seconds = sys.argv[1], float(sys.argv[2])
 print("it is", how, flush=True)
 if how != "stuck":
     pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text("1/2")
+if how == "fails last" and os.environ["RANK"] != "0":
+    sys.exit()
 time.sleep(seconds)
-if how == "wrong":
+if how == "fails last":
     raise ValueError("so it is")
 """
 OURS = re.compile(
