@@ -19,7 +19,7 @@ from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
-from nodekit.deploy import present, remote
+from nodekit.deploy import hostfacts, present, remote
 from nodekit.deploy.drill import NotPossible, chosen, conclude, table
 from nodekit.deploy.drill_job import copied
 from nodekit.deploy.drill_report import (
@@ -293,6 +293,8 @@ def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: boo
     assert started is not None
     recorded = {"rank": 3, "pid": worker.pid, "start_time": started if is_it else started - 1}
     (tmp_path / "events.jsonl").write_text('{"time": 1.5}\n')
+    agent = {"pid": 1, "start_time": -1, "boot_id": hostfacts.boot_id()}  # of this boot, and not alive
+    (tmp_path / "agent.json").write_text(json.dumps(agent))
     present.of(str(tmp_path)).write({"node": tmp_path.name, "time": 2.5, "workers": [recorded]})
     return str(tmp_path)
 

@@ -795,26 +795,20 @@ def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
 
 def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the other node are done, and this one's still write: now and then, with times of an hour ago."""
-    monkeypatch.setattr(inquiry, "LINGER_S", 0.5)
+    monkeypatch.setattr(inquiry, "FLOOR_S", 0.5)
     monkeypatch.setattr(inquiry, "LOOK_S", 0.0)
     told: list[str] = []
 
-    class Store:
-        def check(self, _: list[str]) -> bool:
-            return False
-
-        def add(self, *_: object) -> int:
-            return 1
-
+    formed = SimpleNamespace(store=SimpleNamespace(check=lambda _: False), count=lambda _: 1)
     record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
     inquires = inquiry.Inquiry("auto", record)  # type: ignore[arg-type]  # all that is used of it
-    inquires.begin(SimpleNamespace(store=Store()), {}, {})  # type: ignore[arg-type]  # the same
+    inquires.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
     begun, hour_ago = time.monotonic(), time.time() - 3600
     for number in range(20):
-        (tmp_path / "rank0").write_text("9/10")
+        (tmp_path / "rank0").write_text("10/10")
         os.utime(tmp_path / "rank0", (hour_ago - number, hour_ago - number))
         assert not inquires.finds_a_hang(lambda: None)
         time.sleep(0.05)
-    assert time.monotonic() - begun > inquiry.LINGER_S
+    assert time.monotonic() - begun > inquiry.FLOOR_S
     assert until(lambda: inquires.finds_a_hang(lambda: None), what="the end of patience")
     assert told == ["lingering"]
