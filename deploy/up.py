@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -265,7 +265,7 @@ def watch(
             supervisor.close()
             return status
         else:
-            with _told_of_a_full_disk(view):
+            with _told_of_a_full_disk(view.say):
                 if verdict.outcome == "stopped":
                     run.finish_stopped()
                 else:
@@ -390,19 +390,19 @@ def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: b
             view.say("killing it")
             stop(True)
             break
-    with _told_of_a_full_disk(view):
+    with _told_of_a_full_disk(view.say):
         run.finish_stopped()
     view.say(stopped_text(run, results))
     return 130
 
 
 @contextlib.contextmanager
-def _told_of_a_full_disk(view: View) -> Iterator[None]:
+def _told_of_a_full_disk(say: Callable[[str], None]) -> Iterator[None]:
     """An end that cannot be written down is an end all the same."""
     try:
         yield
     except NotWritten as error:
-        view.say(f"how it ended is not on record: {error}; kit up looks at its nodes then")
+        say(f"how it ended is not on record: {error}; kit up looks at its nodes then")
 
 
 def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
@@ -514,8 +514,11 @@ def down(run: Run, options: SshOptions, *, force: bool, lost: bool = False, fetc
             not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
         )
         clean = (lost or not unheard) and not any(isinstance(each, Exception) for each in results.values())
+        with contextlib.suppress(OSError, ValueError):
+            run.reload()  # whoever supervised it may have seen its end, and why
         if run.state not in runs.ENDED and clean:
-            run.finish_stopped()
+            with _told_of_a_full_disk(print):
+                run.finish_stopped()
         if not was_running and clean:
             print(f"{run.run_id} is not running ({run.state})")
         else:

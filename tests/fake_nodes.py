@@ -75,6 +75,7 @@ class Nodes:
         self.parts: dict[str, list[dict[str, Any]]] = {}
         """Node → what it says before it repeats its status, each once."""
         self.loses_links = False
+        self.are_gone = False
         file = folder / "lab.yaml"
         file.write_text("network: 10.0.0.0/24\nnodes: 1:4\nhosts: {a: , b: , c: , d: }\njob: {code: .}\n")
         self.inventory = load_inventory(file)
@@ -157,7 +158,7 @@ class FakeLink:
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
         while True:
             self._nodes.pause()
-            if self._nodes.loses_links and not self._nodes.number(10):
+            if self._nodes.are_gone or (self._nodes.loses_links and not self._nodes.number(10)):
                 raise HostError(self.host, "the connection is gone")
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": []})
             time.sleep(0.002)

@@ -180,12 +180,15 @@ def supervising(
     monkeypatch.setattr(judge, "decide", decided)
     view = Said()
     lock = SupervisorLock(nodes.run)
+    others = set(threading.enumerate())
     supervisor = Supervisor(nodes.hands, view, lock, rules=rules, reopen=nodes.reopen)
     try:
         yield supervisor, view
     finally:
         supervisor.close()
         lock.release()
+        nodes.are_gone = True
+        until(lambda: set(threading.enumerate()) <= others, what="the end of its threads")
 
 
 def generation_after(state: State) -> State:

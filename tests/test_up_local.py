@@ -143,6 +143,13 @@ def test_a_full_disk_here_ends_no_supervision(
             said = log.read_text()
             assert said.count("can be written again") == 1, said
             assert "fence" in {event.kind for event in events.read(run.folder)}
+            with full(small):
+                down = local.run("down")
+                until(lambda: not runs.is_supervised(run), what="the end of its supervisor")
+            assert (down.returncode, down.stderr) == (0, ""), down.stdout
+            assert "how it ended is not on record" in down.stdout
+            assert f"{run.run_id} is stopped on 2 nodes\n" in down.stdout
+            assert local.run("down").stdout == f"{run.run_id} is not running (stopped)\n"
         finally:
             local.run("down", "--force")
             until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20)
