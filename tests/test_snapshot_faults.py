@@ -6,6 +6,8 @@ that take turns, so that a history found once is found again.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import logging
 import shutil
 import tempfile
@@ -15,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 import pytest
@@ -32,10 +34,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from nodekit.deploy.replica_files import Copies, Listing, Version
 from nodekit.training import Fenced, Snapshots, commit, exchange, snapshot
 from nodekit.training.manifest import Manifest, NewerKit
 
 NODES = 3
+FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # nothing is synced in truth
 Age = tuple[int, int]
 
 
@@ -147,9 +151,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(
-            tempfile.mkdtemp(prefix="faults-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        )
+        self.root = Path(tempfile.mkdtemp(prefix="faults-", dir=FAST))
         self.disk, self.clock = Disk(self.root), Clock()
         self.undo = ExitStack()
         self.undo.enter_context(self.disk.installed())
@@ -307,3 +309,119 @@ def histories(number: int, steps: int) -> settings:
 @pytest.mark.slow
 def test_no_history_loses_a_snapshot() -> None:
     run_state_machine_as_test(Histories, settings=histories(2000, 12))
+
+
+class Sender:
+    """The other side of a connection, which sends what it is asked for."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self.contents = contents
+        self.asked = ""
+
+    def ask(self, request: dict[str, str]) -> dict[str, int]:
+        self.asked = request["sha256"]
+        return {"size_bytes": len(self.contents[self.asked])}
+
+    def receive_bytes(self, size_bytes: int, file: BinaryIO) -> str:
+        file.write(self.contents[self.asked])
+        file.flush()
+        return self.asked
+
+
+CONTENTS = {hashlib.sha256(data).hexdigest(): data for data in (b"one", b"two" * 999, b"three", b"four")}
+OWNER = st.sampled_from(["n0", "n1"])
+
+
+class Kept(RuleBasedStateMachine):
+    """One node's copies for others: what it said it keeps is there, until it is told another thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="faults-", dir=FAST))
+        self.disk, self.clock = Disk(self.root), Clock()
+        self.undo = ExitStack()
+        self.undo.enter_context(self.disk.installed())
+        self.undo.enter_context(mock.patch.object(commit, "time", self.clock))
+        self.copies = Copies(self.root / "kept")
+        self.promised: dict[str, list[Listing]] = {}
+        self.told = 0
+
+    @rule(owner=OWNER, names=st.sets(st.sampled_from(sorted(CONTENTS))), fault=FAULTS)
+    def keep(self, owner: str, names: set[str], fault: Fault | None) -> None:
+        """As an agent that is asked to."""
+        self.told += 1
+        files = {
+            f"{sha256[:4]}.pt": Version((0, 0), 1, sha256, "", len(CONTENTS[sha256])) for sha256 in names
+        }
+        listing = Listing(owner, (0, 0), files, self.told)
+        is_kept = False
+        with self.disk.failing(fault), suppress(OSError):
+            for version in self.copies.lacking(listing, {}).values():
+                self.copies.receive(Sender(CONTENTS), version)  # type: ignore[arg-type]
+            if not self.copies.lacking(listing, {}):
+                # From here on either may be what is there: a listing that was replaced, but of which nobody was told.
+                if owner in self.promised:
+                    self.promised[owner].append(listing)
+                self.copies.keep(listing)
+                is_kept = True
+        if is_kept:
+            self.promised[owner] = [listing]
+        if self.disk.has_killed:
+            self.restart(None)
+
+    @rule(fault=FAULTS)
+    def restart(self, fault: Fault | None) -> None:
+        """Another agent, which begins as one does: with what was kept, and with cleaning up."""
+        self.copies = Copies(self.root / "kept")
+        with self.disk.failing(fault), suppress(OSError):
+            self.copies = Copies(self.root / "kept")
+            self.copies.clean(all_have_all=False)
+            commit.retried(self.copies.read)
+
+    @rule(fault=FAULTS, all_have_all=st.booleans())
+    def clean(self, fault: Fault | None, all_have_all: bool) -> None:
+        """At a round's start, or at its end."""
+        with self.disk.failing(fault), suppress(OSError):
+            if all_have_all:
+                self.promised = {}
+            self.copies.clean(all_have_all=all_have_all)
+        if self.disk.has_killed:
+            self.restart(None)
+
+    @rule(random=st.randoms(use_true_random=False))
+    def lose_power(self, random: Any) -> None:
+        """What was not synced is lost, or not."""
+        for name in ("blobs", "listings"):
+            self.disk.lose_power(self.root / "kept" / name, keeps=lambda: random.random() < 0.5)
+        self.restart(None)
+
+    @invariant()
+    def what_it_said_is_so(self) -> None:
+        found = Copies(self.root / "kept").listings
+        for owner, either in self.promised.items():
+            assert found[owner] in either
+            for sha256 in found[owner].content:
+                assert (self.root / "kept" / "blobs" / sha256).read_bytes() == CONTENTS[sha256]
+
+    def teardown(self) -> None:
+        self.undo.close()
+        shutil.rmtree(self.root)
+
+
+@pytest.mark.slow
+def test_no_history_loses_a_copy() -> None:
+    run_state_machine_as_test(Kept, settings=histories(1000, 12))
+
+
+@pytest.mark.parametrize("at", range(20))
+def test_a_listing_that_was_replaced_but_not_told_of_is_read_before_any_cleaning(at: int) -> None:
+    one, two = sorted(CONTENTS)[:2]
+    kept = Kept()
+    try:
+        kept.keep(owner="n0", names={one}, fault=None)
+        kept.keep(owner="n0", names={two}, fault=Fault(at, errno.EIO))
+        kept.clean(fault=None, all_have_all=False)
+        kept.restart(fault=None)
+        kept.what_it_said_is_so()
+    finally:
+        kept.teardown()
