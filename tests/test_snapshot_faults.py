@@ -308,7 +308,7 @@ def histories(number: int, steps: int) -> settings:
 
 @pytest.mark.slow
 def test_no_history_loses_a_snapshot() -> None:
-    run_state_machine_as_test(Histories, settings=histories(2000, 12))
+    run_state_machine_as_test(Histories, settings=histories(1500, 12))
 
 
 class Sender:
@@ -410,7 +410,7 @@ class Kept(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_no_history_loses_a_copy() -> None:
-    run_state_machine_as_test(Kept, settings=histories(1000, 12))
+    run_state_machine_as_test(Kept, settings=histories(500, 12))
 
 
 @pytest.mark.parametrize("at", range(20))
