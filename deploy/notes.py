@@ -75,14 +75,15 @@ class Notes:
         self._attempt = ""
         self._has_stepped, self._sees_snapshots = True, False
         self._offsets: dict[str, int] = {}
-        self._known = set(self._manifests())
+        self._known: set[str] = set()
+        self._known = self._manifests()
         self._num_saved, self._paused_s, self._newest = 0, 0.0, ""
         self._best: dict[str, tuple[float, float]] = {}
 
     def begin(self, attempt: str, *, sees_snapshots: bool) -> None:
         """An attempt begins; what ranks of an earlier one told is gone. One node sees to a shared snapshot folder."""
         self._attempt, self._has_stepped, self._sees_snapshots = attempt, False, sees_snapshots
-        self._known = set(self._manifests())
+        self._known = self._manifests()
         self._offsets = {}
         with contextlib.suppress(OSError):
             for stale in self._told.iterdir():
@@ -167,14 +168,16 @@ class Notes:
             self._best[name] = (min(least, value), max(most, value))
         return is_best
 
-    def _manifests(self) -> list[str]:
+    def _manifests(self) -> set[str]:
         try:
-            return [path.name for path in self._snapshots.iterdir() if _MANIFEST.fullmatch(path.name)]
-        except OSError:  # not there yet
-            return []
+            return {path.name for path in self._snapshots.iterdir() if _MANIFEST.fullmatch(path.name)}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        except OSError:  # else those known would be told of as new at the next look
+            return self._known
 
     def _look_for_snapshots(self, *, is_last: bool) -> None:
-        there = set(self._manifests())
+        there = self._manifests()
         self._num_saved += len(there - self._known)
         self._newest = max([self._newest, *(there - self._known)])
         self._known = there

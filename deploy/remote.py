@@ -350,8 +350,9 @@ def _patiently(read: Callable[[str], _T], path: str) -> _T:
             return read(path)
         except _NOT_FOUND:
             raise
-        except OSError:
+        except OSError as error:
             if time.monotonic() >= until:
+                error.filename = error.filename or path  # os.read has no name to tell
                 raise
             time.sleep(0.1)
 

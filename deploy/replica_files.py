@@ -513,9 +513,15 @@ class Copies:
         with self._lock:
             old = self.listings.get(listing.node)
             path = self._listings / f"{quote(listing.node, safe='')}.json"
-            write_synced(path, asdict(listing))
+            commit.sync_folder(self._blobs)  # else a power failure could leave a listing of what is not there
+            was_whole, self._is_whole = self._is_whole, False
+            self._read.discard(path)
+            write_synced(
+                path, asdict(listing)
+            )  # if that raises, either may be there: it is read before any cleaning
             self.listings = {**self.listings, listing.node: listing}
             self._read.add(path)
+            self._is_whole = was_whole
             for sha256 in (old.content if old and self._is_whole else set()) - self._named():
                 self.discard(sha256)
 

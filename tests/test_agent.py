@@ -137,6 +137,24 @@ def test_what_a_rank_has_saved_is_on_all_nodes_at_the_next_attempt(agents: Agent
     assert [agents.log(rank, "0.1") for rank in range(2)] == ["['mine']\n"] * 2
 
 
+def test_a_node_that_cannot_read_what_was_saved_starts_no_rank_and_says_why(agents: Agents) -> None:
+    (agents.node_dir("n0") / "saved.json").mkdir(parents=True)
+    agents.start("print('it began')", num_nodes=1)
+    status = agents.wait("n0", "ended")
+    assert "saved.json" in status["message"]
+    assert status["notice"] == f"n0: {status['message']}"
+    assert status["message"] in until(lambda: agents.status("n0").get("agent_log"))
+    assert not list((agents.node_dir("n0") / "logs").iterdir())
+
+
+def test_ranks_are_told_what_was_committed_before(agents: Agents) -> None:
+    agents.node_dir("n0").mkdir(parents=True)
+    (agents.node_dir("n0") / "saved.json").write_text('{"words": "step 6 was committed"}')
+    agents.start("import os; print(os.environ['NODEKIT_SNAPSHOT_EXPECTED'])", num_nodes=1)
+    agents.wait("n0", "succeeded")
+    assert agents.log(0) == "step 6 was committed\n"
+
+
 def test_a_rank_that_raises_fails_its_node_with_its_own_traceback(agents: Agents) -> None:
     agents.start(ALL_REDUCE + "if dist.get_rank() == 1: raise KeyError('x y')\ndist.all_reduce(total)")
     status = agents.wait("n1", "failed")
