@@ -612,11 +612,12 @@ class Agent:
         A node that fails or is lost before that leaves work undone: all start again from the snapshot. Upstream gives
         up waiting after 300 s, and takes the job for succeeded then.
         """
-        self._record.update(state="waiting", done_at=time.time())
-        if self._replicas is not None:
-            self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
         num_nodes, look_at = len(formed.members), 0.0
         with rendezvous.lost_store_is_told():
+            others = [name for name in formed.without(DONE) if name != self._spec.name]
+            self._record.update(state="waiting", done_at=time.time(), waits_for=others)
+            if self._replicas is not None:
+                self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
             formed.tell(DONE)
             while formed.count(DONE) < num_nodes:
                 self._pause()
