@@ -356,6 +356,13 @@ def test_when_nobody_runs_any_more_the_job_is_over(states: tuple[str, str], outc
     assert story.sees(a=ended(states[0]), b=ended(states[1])) == [Finish(outcome)]  # type: ignore[arg-type]
 
 
+def test_a_node_that_is_missed_for_a_moment_only_is_not_spoken_of() -> None:
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=4)).all_run()
+    alone = {name: agent("rendezvous") for name in "abc"}
+    assert not [text for text in story.says(2.8, d=ended(), **alone) if "waiting" in text]
+    assert [text for text in story.says(1) if "3 of at least 4 nodes are there; waiting" in text]
+
+
 def test_a_node_that_finished_first_is_no_lost_host() -> None:
     story = Story().all_run()
     assert story.sees(60, a=ended("succeeded"), **{name: agent("waiting") for name in "bcd"}) == []
