@@ -178,7 +178,8 @@ class Supervisor:
 
         A disk that is full is told of once, and once when there is room again.
         """
-        judgement, is_known = state.to_dict(), state.to_dict() == self._run.judgement
+        judgement = state.to_dict()
+        is_known = judgement == self._run.judgement
         if is_known and not self._disk_problem:
             return True
         if self._disk_problem and time.monotonic() < self._write_at:
