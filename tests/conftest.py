@@ -15,8 +15,29 @@ os.environ["OMP_NUM_THREADS"] = "1"
 pytest_plugins = ["agents", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 
 LONGEST_FIRST = (
-    *("slurm", "recovery_lab", "engines", "readme", "up_lab", "drill", "training", "up_local", "sharded"),
-    *("text", "agent", "environment", "board", "replicas", "apply", "simulation"),
+    *(
+        "slurm",
+        "recovery_lab",
+        "engines",
+        "readme",
+        "up_lab",
+        "drill",
+        "agent",
+        "training",
+        "up_local",
+        "contract",
+    ),
+    *(
+        "simulation",
+        "snapshot_faults",
+        "workers",
+        "sharded",
+        "text",
+        "environment",
+        "board",
+        "replicas",
+        "apply",
+    ),
 )
 """The files that take longest: workers begin with these, so that none has a long one left at the end."""
 
