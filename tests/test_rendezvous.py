@@ -204,16 +204,21 @@ def test_a_stranger_is_not_listened_to() -> None:
     hub.close()
 
 
-def test_forming_takes_no_whole_seconds(connect: Any) -> None:
-    # Upstream asks once a second: whoever waits for a late node waits for a whole one, every time. A busy machine may
-    # hold us up, but not every time.
+def test_forming_takes_no_whole_seconds(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Upstream asks once a second: whoever waits for a late node waits for a whole one, every time. What is looked at is
+    # how long it pauses, for a busy machine holds us up whatever we do.
     nodes = [connect(0, nodes=2), connect(1, nodes=2)]
-    waited: list[float] = []
-    while len(waited) < 10 and (not waited or min(waited) >= 0.35 + 0.5):
-        thread = threading.Timer(0.35, lambda: nodes[1].form({"name": "n1"}))
-        start = time.monotonic()
-        thread.start()
-        nodes[0].form({"name": "n0"})
-        waited.append(time.monotonic() - start)
-        thread.join()
-    assert min(waited) < 0.35 + 0.5, (waited, torch.__version__)
+    pauses: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
+    thread = threading.Timer(0.35, lambda: nodes[1].form({"name": "n1"}))
+    thread.start()
+    nodes[0].form({"name": "n0"})
+    thread.join()
+    assert pauses
+    assert max(pauses) <= 0.1, torch.__version__
