@@ -262,6 +262,18 @@ def test_the_rank_that_raises_is_the_verdict_with_its_own_traceback(kit: Kit) ->
     assert not kit.leftovers()
 
 
+def test_a_rank_that_fails_when_those_of_other_hosts_have_ended_well_fails_the_job(kit: Kit) -> None:
+    (kit.folder / "job.py").write_text(
+        "import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '0':\n"
+        "    time.sleep(3)\n    raise OSError('the final save')\n"
+    )
+    kit.inventory(job={"command": ["job.py"], "max_restarts": 0})
+    end = kit.run("up", "lab.yaml")
+    assert end.returncode == 3, end.stdout + end.stderr
+    assert "2 other ranks had ended well" in end.stdout
+    assert "OSError: the final save" in end.stdout
+
+
 def test_ctrl_c_stops_the_job_everywhere_and_says_so(kit: Kit) -> None:
     (kit.folder / "job.py").write_text(FOREVER)
     kit.inventory()
