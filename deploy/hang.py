@@ -37,7 +37,7 @@ class Progress:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step of all is done: what comes after it (a last evaluation) is not judged."""
+        """Whether the last step of all is done: what comes after it (a last evaluation) may take long."""
         found = _STEP.match(self.text)
         return bool(found and found[2] and int(found[1]) >= int(found[2]))
 
@@ -178,8 +178,11 @@ class Watch:
 
     def quiet_s(self, now: float) -> float:
         """For how long no rank has told of progress or written a line, in this attempt."""
+        return self._silence_s(self._at(now))
+
+    def _silence_s(self, clock: float) -> float:
         said = (self._changed, self._talked, self._begun)
-        return self._at(now) - max(clock for clock in said if clock is not None)
+        return clock - max(each for each in said if each is not None)
 
     def _judge(self, clock: float) -> Suspicion | None:
         if self._changed is None:
@@ -189,6 +192,9 @@ class Watch:
         quiet_s = clock - self._changed
         talks = self._hang == "auto" and self._talked is not None and clock - self._talked <= limit_s
         node_s = limit_s * _TALKING if talks else limit_s
+        # After the last step they may evaluate and save for long, but not for ever and without a word.
+        if not undone and (silence_s := self._silence_s(clock)) > limit_s * _TALKING:
+            return self._suspicion(self._ranks, silence_s, limit_s * _TALKING)
         if undone and quiet_s > node_s:
             steps = {rank: each.progress.step for rank, each in undone.items()}
             lowest = min((step for step in steps.values() if step is not None), default=None)

@@ -90,6 +90,19 @@ def test_nothing_is_suspected_before_the_first_step():
         assert job.wait(3600) is None
 
 
+def test_after_the_last_step_there_is_much_time_and_not_all_of_it():
+    job = Job(Watch(floor_s=30))
+    job.train(98, 99, 100)
+    assert job.wait(290) is None
+    job.watch.observe(job.now, {}, {0: 10})  # it writes a line
+    assert job.wait(290) is None
+    assert job.wait(20) is not None
+    found = job.watch.suspect(job.now)
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert "no progress for" in found.text
+
+
 def test_the_first_step_has_a_deadline_of_its_own():
     job = Job(Watch(floor_s=30, first_step_s=600))
     assert job.wait(3600) == 600 + POLL_S
@@ -180,12 +193,6 @@ def test_the_rank_with_the_lowest_step_is_named_when_all_stop():
     found = job.watch.suspect(job.now)
     assert found is not None
     assert found.ranks == (1,)
-
-
-def test_after_the_last_step_nothing_is_suspected():
-    job = Job(Watch(floor_s=30))
-    job.train(99, 100)
-    assert job.wait(3600) is None
 
 
 def test_output_buys_time_but_not_for_ever():
