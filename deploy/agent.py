@@ -505,16 +505,16 @@ class Agent:
             if waiting:
                 with rendezvous.lost_store_is_told():
                     without = formed.without(DONE)
-                # Who waits to come in can wait for a snapshot at the next step's edge; the lost cannot take part.
-                lost = not rendezvous.here.issuperset(without)
-                if lost or (
-                    len(without) == len(formed.members) and not exits
-                ):  # else the end is near: no use
+                is_lost = not rendezvous.here.issuperset(without)
+                is_ending = bool(exits) or len(without) < len(formed.members)
+                # Who waits to come in can wait for a snapshot at the next step's edge, and comes too late once some
+                # ranks have ended well; the lost cannot take part.
+                if is_lost or not is_ending:
                     self._say_membership(rendezvous, formed)
-                    self._end_attempt(
-                        DYING_S if lost else self._spec.grace_s,
-                        "a node is lost" if lost else "a node comes in",
-                    )
+                    if is_lost:
+                        self._end_attempt(DYING_S, "a node is lost")
+                    else:
+                        self._end_attempt(self._spec.grace_s, "a node comes in")
                     return self._or_give_up("again")
             if self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits)):
                 self._end_attempt(0, "a hang")
@@ -623,9 +623,8 @@ class Agent:
                 self._pause()
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + _MEMBERS_S
-                    waiting = (
-                        rendezvous.num_nodes_waiting()
-                    )  # asked first: who is gone then, and not done, is lost
+                    # Asked before: who is gone by then, and not done, is lost.
+                    waiting = rendezvous.num_nodes_waiting()
                     without = formed.without(DONE)
                     self._record.update(waits_for=without)
                     if rendezvous.is_closed:
@@ -673,10 +672,8 @@ class Agent:
             return
         with contextlib.suppress(StoreLost, SignalException), rendezvous.lost_store_is_told():
             formed.tell("settled")  # all are stopped, and each keeps copies of the others
-            while formed.count("settled") < len(formed.members) and time.monotonic() < deadline:
-                rendezvous.num_nodes_waiting()
-                if rendezvous.here.isdisjoint(formed.without("settled")):
-                    return
+            while time.monotonic() < deadline and not rendezvous.here.isdisjoint(formed.without("settled")):
+                rendezvous.num_nodes_waiting()  # looks who is here
                 time.sleep(_POLL_S)
 
     def _leave(self) -> None:

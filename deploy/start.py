@@ -13,6 +13,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy import check, checkup, cluster, events, judge, notify, plan, runs, script, sync
+from nodekit.deploy.attempts import of_kind
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
@@ -375,6 +376,7 @@ def _record(
         created=time.time(),
     )
     offsets = [found.clock_offset_s for found in facts.values()]
+    saved = of_kind(events.read(run.folder), "snapshot") if resumed else []
     with run.changing():
         if resumed:
             run.generation += 1
@@ -384,7 +386,7 @@ def _record(
         run.inventory, run.is_placed = dump(inventory), is_placed
         run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
-        if saved := [each for each in events.read(run.folder) if each.kind == "snapshot"] if resumed else []:
+        if saved:
             newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
             words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
             for each in run.nodes.values():

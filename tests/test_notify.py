@@ -88,8 +88,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
     serving.join()
 
 
-@pytest.fixture
-def run() -> Run:
+def saved_run() -> Run:
     made = Run(
         run_id="lab-1",
         name="lab",
@@ -100,6 +99,11 @@ def run() -> Run:
     )
     made.save()
     return made
+
+
+@pytest.fixture
+def run() -> Run:
+    return saved_run()
 
 
 def event(kind: str, time: float, node: str | None = None, **fields: Any) -> Event:
@@ -389,15 +393,7 @@ def test_what_was_told_is_known_though_the_disk_was_full(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
     with small_disk(tmp_path / "small"):
-        run = Run(
-            run_id="lab-1",
-            name="lab",
-            inventory_path="/nowhere/lab.yaml",
-            inventory={},
-            command=None,
-            created=1.0,
-        )
-        run.save()
+        run = saved_run()
         story = written(run, STORY)
         asked = {"webhook": {"url": hook.url}}
         first = observed(run, asked, story[:1])

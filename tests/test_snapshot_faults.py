@@ -146,8 +146,8 @@ FAULTS = st.none() | st.builds(
 NODE = st.integers(0, NODES - 1)
 
 
-class Histories(RuleBasedStateMachine):
-    """A run of three nodes, again and again started, saved, killed, and left without power."""
+class OnAFailingDisk(RuleBasedStateMachine):
+    """What is on a disk that may fail, in a folder of its own; the modules that look at a clock have this one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +157,17 @@ class Histories(RuleBasedStateMachine):
         self.undo.enter_context(self.disk.installed())
         for module in (commit, snapshot):
             self.undo.enter_context(mock.patch.object(module, "time", self.clock))
+
+    def teardown(self) -> None:
+        self.undo.close()
+        shutil.rmtree(self.root)
+
+
+class Histories(OnAFailingDisk):
+    """A run of three nodes, again and again started, saved, killed, and left without power."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.stores: dict[int, Snapshots] = {}  # of the ranks that train now
         self.old: list[Snapshots] = []  # of ranks that were given up for lost, and live
         self.is_newer_kit = False
@@ -280,10 +291,6 @@ class Histories(RuleBasedStateMachine):
         found = (self.newest_on(node) for node in range(1 if self.is_shared else NODES))
         assert any(age and age >= self.promised for age in found), f"{self.promised} was promised"
 
-    def teardown(self) -> None:
-        self.undo.close()
-        shutil.rmtree(self.root)
-
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
@@ -332,16 +339,11 @@ CONTENTS = {hashlib.sha256(data).hexdigest(): data for data in (b"one", b"two" *
 OWNER = st.sampled_from(["n0", "n1"])
 
 
-class Kept(RuleBasedStateMachine):
+class Kept(OnAFailingDisk):
     """One node's copies for others: what it said it keeps is there, until it is told another thing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="faults-", dir=FAST))
-        self.disk, self.clock = Disk(self.root), Clock()
-        self.undo = ExitStack()
-        self.undo.enter_context(self.disk.installed())
-        self.undo.enter_context(mock.patch.object(commit, "time", self.clock))
         self.copies = Copies(self.root / "kept")
         self.promised: dict[str, list[Listing]] = {}
         self.told = 0
@@ -402,10 +404,6 @@ class Kept(RuleBasedStateMachine):
             assert found[owner] in either
             for sha256 in found[owner].content:
                 assert (self.root / "kept" / "blobs" / sha256).read_bytes() == CONTENTS[sha256]
-
-    def teardown(self) -> None:
-        self.undo.close()
-        shutil.rmtree(self.root)
 
 
 @pytest.mark.slow
