@@ -100,7 +100,8 @@ class Notes:
         if self._sees_snapshots:
             self._look_for_snapshots(is_last=is_last)
         now = time.monotonic()
-        if now - self._measured < SAMPLE_S:
+        is_only = is_last and not self._due["sample"]  # a run that ends before its first sample has this one
+        if now - self._measured < SAMPLE_S and not is_only:
             return None
         self._measured = now
         sample = self._usage()

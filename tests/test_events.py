@@ -198,7 +198,7 @@ def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: A
         assert (now.node, now.get("state")) == ("n0", state)
         assert now.time == pytest.approx(time.time(), abs=60)
     record.end("stopped")
-    assert [event.kind for event in events.read(folder)] == ["agent-started", "agent-ended"]
+    assert [event.kind for event in events.read(folder)] == ["agent-started", "sample", "agent-ended"]
 
 
 def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.MonkeyPatch):
@@ -335,6 +335,15 @@ def test_samples_come_only_while_ranks_train(said: Said):
         assert said.notes.look("3/9 loss 1.5", is_training=is_training) == {"cpu": 0.5}
     assert [(each["step"], each["loss"], each["cpu"]) for each in said.of("sample")] == [(3, 1.5, 0.5)] * 2
     assert said.notes.look("3/9 loss 1.5", is_training=True) is None  # nothing is measured so soon again
+
+
+def test_a_run_that_ends_before_its_first_sample_has_one_all_the_same(said: Said):
+    said.notes.begin("0.0", sees_snapshots=True)
+    assert said.notes.look("3/9 loss 1.5", is_training=True) is None
+    assert said.notes.look("9/9 loss 0.5", is_training=True, is_last=True) == {"cpu": 0.5}
+    assert [each["step"] for each in said.of("sample")] == [9]
+    said.notes.look("9/9 loss 0.5", is_training=True, is_last=True)
+    assert len(said.of("sample")) == 1
 
 
 def test_what_this_machine_uses():

@@ -265,8 +265,10 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
         run.wait_for(STARTED, number + 1)
     run.wait_more()
     assert run.end() == 0, run.said()
-    assert run.said().count("stopped by Slurm, which ends the job soon; Slurm queues it again") == 2
-    assert run.said().count("stopped by Slurm; Slurm queues it again") == 2
+    # One is told of by both signals within a moment, and either may be seen first.
+    warned = run.said().count("stopped by Slurm, which ends the job soon; Slurm queues it again")
+    assert warned in (2, 3)
+    assert run.said().count("stopped by Slurm; Slurm queues it again") == 4 - warned
     assert run.said().count("resumed at step") == 5
     run.trained_as(unbroken, same_world=False)
 
