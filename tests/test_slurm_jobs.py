@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm import own_job, submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
+from nodekit.slurm.allocation import Ending
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import (
     Job,
@@ -515,6 +518,41 @@ def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
         events.append({"kind": "workers-started", "time": time.time() - seconds})
     (run_dir / "node1" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     assert own_job.has_made_progress(run_dir) == expected
+
+
+@pytest.fixture
+def ending() -> Iterator[Ending]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+    yield Ending()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_job_is_stopped_by_its_first_signal_and_none_that_follows_cuts_the_stop_short(
+    ending: Ending,
+) -> None:
+    with pytest.raises(KeyboardInterrupt, match="Slurm"):
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR2)
+    assert ending.why == "Slurm"
+    assert ending.is_warned  # that the job ends soon is known from whichever signal says so
+
+
+def test_a_job_that_lacks_nodes_says_so_whatever_else_it_is_told(ending: Ending) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        ending.lacks_nodes(["node3"], ", and 3 nodes are needed")
+    signal.raise_signal(signal.SIGTERM)
+    ending.lacks_nodes(["node2"], "")
+    assert ending.why == "kit: node3 lost, and 3 nodes are needed"
+    assert ending.lost == ["node3"]
+
+
+def test_a_job_that_is_over_is_not_stopped(ending: Ending) -> None:
+    ending.close()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR2)
+    assert ending.why == ""
 
 
 @pytest.mark.lab
