@@ -373,19 +373,19 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     run.trained_as(unbroken, same_world=False)
 
 
-def test_a_node_that_flaps_five_times_is_left_out_for_longer_and_longer(story: Callable[..., Story]) -> None:
+def test_a_node_that_flaps_is_left_out_for_longer_and_longer(story: Callable[..., Story]) -> None:
     run = story("-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", "1000")
     run.wait_step("node2", 30)
-    for flaps in range(1, 6):
+    for flaps in range(1, 5):
         run.lab.crash("node3")
         run.wait_world("node1", 2)
         run.lab.revive("node3")
-        if flaps < 5:
+        if flaps < 4:
             run.wait_world("node1", 3, timeout_s=60)
-    run.kit.wait_for("node3: lost 5 times lately; it is left out for", timeout_s=20)
+    run.kit.wait_for("node3: lost 4 times lately; it is left out for", timeout_s=20)
     pauses = re.findall(r"node3: lost (\d) times lately; it is left out for (\d+) s", run.kit.log())
-    assert [number for number, _ in pauses] == ["3", "4", "5"], run.kit.log()
-    assert [float(pause) for _, pause in pauses] == pytest.approx([10, 20, 40], abs=1)
+    assert [number for number, _ in pauses] == ["3", "4"], run.kit.log()
+    assert [float(pause) for _, pause in pauses] == pytest.approx([10, 20], abs=1)
     before = run.step("node1")
     run.wait_step("node1", before + 50)
     assert run.status("node1")["world_size"] == 2, "its peers train on in peace"

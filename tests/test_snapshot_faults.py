@@ -315,7 +315,7 @@ def histories(number: int, steps: int) -> settings:
 
 @pytest.mark.slow
 def test_no_history_loses_a_snapshot() -> None:
-    run_state_machine_as_test(Histories, settings=histories(1500, 12))
+    run_state_machine_as_test(Histories, settings=histories(600, 12))
 
 
 class Sender:
