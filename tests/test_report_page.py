@@ -319,13 +319,37 @@ def test_what_looks_like_a_secret_is_left_out(text: str, shown: str) -> None:
 
 
 NASTY = {
-    "word": "a", "words": "a ", "dots": "a.", "dashes": "-", "options": "--a ", "hex": "0123456789abcdef",
-    "underscores": "_",     "spaces": "token ", "assignments": "token=", "quotes": "token='", "both quotes": "token='token=\"", "colons": "a:",
-    "escapes": "token=\\\\", "tokens": "token", "urls": "https://", "users": "a://b@", "hooks": "https://hooks.", "at": "://a",
-    "bearers": "bearer ", "jwt": "eyJ-", "jwts": "eyJaaaaaaaa.", "keys": "sk-", "hf": "hf_a", "queries": "?key=",
-    "equals": "=",     "pem": "-----BEGIN ", "pems": "-----BEGIN PRIVATE KEY-----", "ends": "-----BEGIN PRIVATE KEY----- -----END ",
-    "hosts": "https://a.", "blanks": " ",
-}  # fmt: skip
+    "word": "a",
+    "words": "a ",
+    "dots": "a.",
+    "dashes": "-",
+    "options": "--a ",
+    "hex": "0123456789abcdef",
+    "underscores": "_",
+    "spaces": "token ",
+    "assignments": "token=",
+    "quotes": "token='",
+    "both quotes": "token='token=\"",
+    "colons": "a:",
+    "escapes": "token=\\\\",
+    "tokens": "token",
+    "urls": "https://",
+    "users": "a://b@",
+    "hooks": "https://hooks.",
+    "at": "://a",
+    "bearers": "bearer ",
+    "jwt": "eyJ-",
+    "jwts": "eyJaaaaaaaa.",
+    "keys": "sk-",
+    "hf": "hf_a",
+    "queries": "?key=",
+    "equals": "=",
+    "pem": "-----BEGIN ",
+    "pems": "-----BEGIN PRIVATE KEY-----",
+    "ends": "-----BEGIN PRIVATE KEY----- -----END ",
+    "hosts": "https://a.",
+    "blanks": " ",
+}
 
 
 def seconds(redactor: Redactor, text: str) -> float:
