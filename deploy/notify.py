@@ -23,6 +23,7 @@ from nodekit.deploy import arguments, events, helptext, runs
 from nodekit.deploy.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.events import Event
 from nodekit.deploy.message import Message, Story, with_goodput
+from nodekit.deploy.redact import Redactor
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import KitError
 
@@ -85,6 +86,7 @@ class Notifier:
         self._ways = ways(notify, secrets, Path(run.inventory_path).parent)
         self._pauses_s = pauses_s
         self._story = Story(run.run_id)
+        self._redactor = Redactor(run.inventory, known=[run.token, *secrets.values()])
         self._begin, self._generation = _last_start(run)
         self._generations: dict[str, int] = {}
         self._steps: tuple[int, int | None] | None = None
@@ -112,7 +114,9 @@ class Notifier:
             return
         if self._steps is not None:
             self._story.reached(*self._steps)
-        message = self._story.tell(event)
+        message = self._story.tell(
+            self._redactor.tree(event)
+        )  # a rank's last words may have a secret in them
         if message is None or message.kind not in self._on:
             return
         if message.kind == "failure" and self._run.stopped_by:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 LEFT_OUT = "…"
 _SHORTEST = 8
 """Of a variable's value that is looked for in other texts too: ``1`` and ``info`` are everywhere."""
 _SHORTEST_SECRET = 4
 
-_NAME = (
-    r"(?:token|secret|passw(?:or)?d|passphrase|passwd|credential|api[-_]?key|access[-_]?key|private[-_]?key)"
-)
+# Each expression is linear: whatever is repeated either begins where no earlier try has, or has a bound.
+_NAME = r"token|secret|passw(?:or)?d|passphrase|credential|(?:api|access|private)[-_]?key"
+_IN_TEXT = re.compile(_NAME, re.IGNORECASE)
 _SECRET_NAME = re.compile(rf"{_NAME}|(?:^|[-_])(?:auth|key|pat|pwd)$", re.IGNORECASE)
-_ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*{_NAME}[\w-]*)(?P<between>[\"']?\s*[=:]\s*(?:bearer\s+)?|(?<=-)\s+)(?P<quote>[\"']?)(?P<value>[^\s\"',;&<>]+)",
+_IN_QUERY = re.compile(
+    rf"{_SECRET_NAME.pattern}|(?:^|[-_.])(?:sig|signature|pass|code|session|sid)$", re.IGNORECASE
+)
+"""Of a URL's parameters; in prose a key or a code is harmless."""
+_NAMED = re.compile(
+    r"(?<![\w.-])(?:(?P<option>-[\w.-]*)\s+(?=[^\s-])"
+    r"|(?P<name>[\w.-]+)\\{0,3}[\"']?\s*[=:]{1,2}>?\s*(?:bearer\s+)?)(?P<quote>\\{0,3}[\"']?)",
     re.IGNORECASE,
 )
-_OPTION = re.compile(
-    rf"(?P<name>--?[\w-]*{_NAME}[\w-]*)(?P<between>\s+|=)(?P<value>(?!-)[^\s]+)", re.IGNORECASE
-)
-_USER_IN_URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@", re.IGNORECASE)
+_VALUE = re.compile(r"(?:[^\s\"',;&<>\\]|\\(?![\"']))+")
+_OPTION_VALUE = re.compile(r"[^\s\"']+")
+_QUOTED = {'"': re.compile(r'[^"\\\n]+(?=\\{0,3}")'), "'": re.compile(r"[^'\\\n]+(?=\\{0,3}')")}
+_USER_IN_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+@")
 _BEARER = re.compile(r"\b(?P<name>bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _WEBHOOK = re.compile(
     r"(?P<site>https?://(?:hooks\.[\w.-]+|discord(?:app)?\.com/api/webhooks|[\w.-]+\.webhook\.office\.com|"
@@ -34,10 +41,13 @@ _WEBHOOK = re.compile(
 )
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
-    r"|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|dop_v1_[0-9a-f]{32,}|[0-9a-f]{40}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)(?![\w-])"
+    r"|xox[abeoprs]-[\w-]{10,}|AIza[\w-]{30,}|dop_v1_[0-9a-f]{32,}|nvapi-[\w-]{16,}|pypi-[\w-]{16,}"
+    r"|wandb_v\d_\w{16,}|npm_[A-Za-z0-9]{20,}|(?:(?:AKIA|ASIA)[0-9A-Z]{16}|[0-9a-f]{40})(?![\w-]))"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
 )
 _PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_LONGEST_KEPT = 4096
 
 
 class Redactor:
@@ -54,26 +64,44 @@ class Redactor:
         for env in _envs(inventory):
             for name, value in env.items():
                 values[str(value)] = _SHORTEST_SECRET if is_secret_name(str(name)) else _SHORTEST
-        names = _mapping(inventory.get("job")).get("secrets") or ()
+        names = list(dict.fromkeys(_secrets(inventory)))
         values |= {os.environ[name]: _SHORTEST_SECRET for name in names if name in os.environ}
-        found = [value for value, shortest in values.items() if len(value) >= shortest]
+        self.unknown = tuple(name for name in names if name not in os.environ)
+        """The inventory's secrets whose values this process does not have, and so cannot find in a text."""
+        found = {
+            written
+            for value, shortest in values.items()
+            if len(value) >= shortest
+            for written in (value, quote(value, safe=""), json.dumps(value)[1:-1])
+        }
         # The longest first: one may be the beginning of another.
         joined = "|".join(re.escape(value) for value in sorted(found, key=len, reverse=True))
         self._known = re.compile(joined) if joined else None
+        self._often = functools.lru_cache(maxsize=8192)(self._text)
 
-        self.text = functools.lru_cache(maxsize=8192)(self._text)
+    @property
+    def warning(self) -> str:
+        """What whoever passes the report on has to know of `unknown`; "" where there are none."""
+        if not self.unknown:
+            return ""
+        names = ", ".join(self.unknown)
+        return (
+            f"{names}: not set in the environment that kit report ran in, so its value could not be looked for; if the "
+            "job printed it, it may be in this report. Export it and run kit report again."
+        )
+
+    def text(self, text: str) -> str:
         """A text without secrets; most of those of a run come again and again."""
+        return (self._often if len(text) <= _LONGEST_KEPT else self._text)(text)
 
     def _text(self, text: str) -> str:
         text = _PEM.sub(LEFT_OUT, text)
         if self._known is not None:
             text = self._known.sub(LEFT_OUT, text)
-        text = _USER_IN_URL.sub(rf"\g<scheme>{LEFT_OUT}@", text)
+        text = _USER_IN_URL.sub(f"{LEFT_OUT}@", text)
         text = _WEBHOOK.sub(rf"\g<site>/{LEFT_OUT}", text)
         text = _BEARER.sub(rf"\g<name> {LEFT_OUT}", text)
-        text = _OPTION.sub(rf"\g<name>\g<between>{LEFT_OUT}", text)
-        text = _ASSIGNED.sub(rf"\g<name>\g<between>\g<quote>{LEFT_OUT}", text)
-        return _SHAPES.sub(LEFT_OUT, text)
+        return _SHAPES.sub(LEFT_OUT, _without_named(text))
 
     def words(self, argv: Iterable[str]) -> list[str]:
         """A command's words: also of ``--token x`` the second one is left out."""
@@ -86,11 +114,23 @@ class Redactor:
         return shown
 
     def tree(self, value: Any, name: str = "") -> Any:
-        """JSON values without secrets; of variables and of where people are notified nothing but the names."""
+        """JSON values, and dataclasses of them, without secrets.
+
+        Of variables and of where people are notified nothing is told but the names; kit's own variables are no secrets.
+        """
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return dataclasses.replace(value, **{key: self.tree(each, key) for key, each in fields.items()})
         if isinstance(value, Mapping):
             if name == "env":
-                return dict.fromkeys(value, LEFT_OUT)
-            return {key: self.tree(each, str(key)) for key, each in value.items()}
+                own = (
+                    key for key in value if str(key).startswith("NODEKIT_") and not is_secret_name(str(key))
+                )
+                return {**dict.fromkeys(value, LEFT_OUT), **{key: self.text(str(value[key])) for key in own}}
+            return {
+                self.text(key) if isinstance(key, str) else key: self.tree(each, str(key))
+                for key, each in value.items()
+            }
         if isinstance(value, list | tuple):
             if name in ("command", "argv", "srun_args"):
                 return self.words([str(each) for each in value])
@@ -101,7 +141,7 @@ class Redactor:
             parts = urlsplit(value)
             return f"{parts.scheme}://{parts.hostname or ''}/{LEFT_OUT}"
         if is_secret_name(name) and name not in ("secrets",) and not name.endswith("_file"):
-            return LEFT_OUT
+            return LEFT_OUT if value else value
         return self.text(value)
 
 
@@ -109,6 +149,34 @@ class Redactor:
 def is_secret_name(name: str) -> bool:
     """Whether what is called so is no one's business."""
     return bool(_SECRET_NAME.search(name))
+
+
+def _without_named(text: str) -> str:
+    """A text without what is assigned to a secret name: of variables, options, JSON and parameters of URLs."""
+    parts: list[str] = []
+    done = at = 0
+    while match := _NAMED.search(text, at):
+        at = match.end()
+        in_query = match["name"] and text[max(match.start() - 1, 0) : match.start()] in ("?", "&", ";", "#")
+        if not (_IN_QUERY if in_query else _IN_TEXT).search(match["option"] or match["name"]):
+            continue
+        opened = match["quote"][-1:]
+        value = _QUOTED[opened].match(text, at) if opened in _QUOTED else None
+        value = value or (_OPTION_VALUE if match["option"] else _VALUE).match(text, at)
+        if value is not None:
+            parts += [text[done:at], LEFT_OUT]
+            done = at = value.end()
+    return "".join([*parts, text[done:]])
+
+
+def _secrets(inventory: Mapping[str, Any]) -> Iterable[str]:
+    """The variables that an inventory names in place of a secret's value."""
+    yield from _mapping(inventory.get("job")).get("secrets") or ()
+    webhook = _mapping(_mapping(inventory.get("notify")).get("webhook"))
+    if webhook.get("url_from"):
+        yield webhook["url_from"]
+    yield from _mapping(webhook.get("headers_from")).values()
+    yield from _VARIABLE.findall(json.dumps(_mapping(inventory.get("environment"))))
 
 
 def _envs(value: Any) -> Iterable[Mapping[str, Any]]:

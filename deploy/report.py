@@ -108,7 +108,10 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
 
     run, events = past(run, options)
     redactor = Redactor(run.inventory, known=[run.token] if run.token else [])
-    events = [dataclasses.replace(event, fields=redactor.tree(event.fields)) for event in events]
+    if redactor.warning:
+        options.notice(f"warning: {redactor.warning}")
+    # Before anything is told of them: what shortens a text might cut a secret so that nobody knows it again.
+    events = redactor.tree(events)
     now = time.time()
     if run.state in runs.ENDED and run.ended:  # its last event may be lost
         now = run.ended
@@ -122,7 +125,7 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
 
 
 def to_json(run: Run, options: SshOptions) -> str:
-    """What the page is made from, but for the single events."""
+    """What the page is made from, but for the single events; without secrets."""
     run, _, redactor, history = _story(run, options)
     values = dataclasses.asdict(dataclasses.replace(history, samples={}))
     del values["samples"]
@@ -134,8 +137,9 @@ def to_json(run: Run, options: SshOptions) -> str:
         "loss": [dataclasses.asdict(point) for point in history.losses()],
         "steps_per_s": [dataclasses.asdict(point) for point in history.speeds()],
     }
-    shown = {"run_id": run.run_id, **values, "inventory": redactor.tree(run.inventory)}
-    return json.dumps(shown, indent=2, ensure_ascii=False, default=str)
+    unknown = {"secrets_not_looked_for": redactor.unknown} if redactor.unknown else {}
+    shown = redactor.tree({"run_id": run.run_id, **values, "inventory": run.inventory})
+    return json.dumps({**shown, **unknown}, indent=2, ensure_ascii=False, default=str)
 
 
 def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:

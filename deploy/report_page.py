@@ -81,13 +81,10 @@ class Source:
 
 def page(source: Source) -> str:
     """The page."""
+    # Here and nowhere else secrets are taken out: all of the page, its charts too, is made from what passes here.
+    source = source.redactor.tree(source)
     history, run = source.history, source.run
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        # The last gate: whatever text comes to the page, by whichever way, has no secret in it.
-        finalize=lambda value: _shown(value, source.redactor),
-    )
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     style, script = Markup(_file("report.css")), Markup(_file("report.js"))  # noqa: S704  # kit's own
     view = _View(source)
     return environment.from_string(_file("report.html")).render(
@@ -119,10 +116,6 @@ def _file(name: str) -> str:
 def _hash(text: str) -> str:
     """What a content security policy knows an inline script or style by."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _shown(value: Any, redactor: Redactor) -> Any:
-    return redactor.text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 class _View:
@@ -518,8 +511,10 @@ class _View:
         command = started[-1].get("command") if started else None
         if not command and run.nodes:
             command = next(iter(run.nodes.values())).get("argv")
-        words = source.redactor.words([str(each) for each in command or []])
-        rows = [["command", shlex.join(words)], ["inventory", run.inventory_path]]
+        rows = [
+            ["command", shlex.join(str(each) for each in command or [])],
+            ["inventory", run.inventory_path],
+        ]
         if run.code_digest:
             rows.append(["code", f"SHA-256 {run.code_digest}"])
         if run.slurm:
@@ -592,11 +587,12 @@ class _View:
     # --- inventory, events ---
 
     def inventory(self) -> dict[str, Any]:
-        clean = self._source.redactor.tree(_without_empty(self._run.inventory))
+        shown = _without_empty(self._run.inventory)
         return {
             "inventory_path": self._run.inventory_path,
-            "inventory": yaml.safe_dump(clean, sort_keys=False, allow_unicode=True, width=100),
+            "inventory": yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100),
             "left_out": LEFT_OUT,
+            "warning": self._source.redactor.warning,
         }
 
     def events(self) -> dict[str, Any]:

@@ -304,6 +304,17 @@ def test_a_run_is_told_of_as_far_as_is_wanted(hook: Hook, run: Run) -> None:
     assert read(run.folder) == []  # nothing went wrong
 
 
+def test_no_secret_of_a_rank_s_last_words_is_told(hook: Hook, run: Run) -> None:
+    error = f"401 for https://a.org/?key={SECRET} with {SECRET}"
+    failed = event("worker-failed", 5, "a", attempt="0.0", rank=0, local_rank=0, world_size=1, exitcode=1,
+                   when=5.0, log="x", error=error, kernel=[])  # fmt: skip
+    run.token = SECRET
+    observed(run, {"webhook": {"url": f"http://127.0.0.1:{hook.port}/"}, "on": ["failure"]}, [failed]).close()
+    [(_, _, body)] = hook.got
+    assert "https://a.org/?key=…" in body["text"]
+    assert SECRET not in json.dumps(body)
+
+
 def test_the_end_is_told_though_no_event_said_so(hook: Hook, run: Run) -> None:
     notifier = observed(run, {"webhook": {"url": hook.url}}, STORY[:4])
     run.finish("succeeded", "trained to the end")

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -294,10 +295,90 @@ def test_a_run_that_has_only_begun_has_a_page_too() -> None:
         ("the tokenizer has 5 tokens per word", "the tokenizer has 5 tokens per word"),
         ("monkey=3 turkey: 4", "monkey=3 turkey: 4"),
         ("value-of-mine in a path", "… in a path"),
+        ("401 for url: https://a.org/v1?key=Zm9v&x=1", "401 for url: https://a.org/v1?key=…&x=1"),
+        (
+            "https://s3.org/b?X-Amz-Date=1&X-Amz-Signature=ab#f",
+            "https://s3.org/b?X-Amz-Date=1&X-Amz-Signature=…",
+        ),
+        ("https://b.net/c?sv=2&amp;sig=a%2Fb&amp;sp=r", "https://b.net/c?sv=2&amp;sig=…&amp;sp=r"),
+        ("https://a.org/#access_token=abc", "https://a.org/#access_token=…"),
+        ("https://a.org/x?page=2&keys=3", "https://a.org/x?page=2&keys=3"),
+        ("https://me:p@ss@a.org/x?to=you@b.org", "https://…@a.org/x?to=you@b.org"),
+        ("url=https://a.org?api_key=abc", "url=https://a.org?api_key=…"),
+        ('{"error": "{\\"password\\": \\"a b\\"}"}', '{"error": "{\\"password\\": \\"…\\"}"}'),
+        ("{'secret': 'two words', 'n': 3}", "{'secret': '…', 'n': 3}"),
+        ("nvapi-abcdefghijklmnopqrst", "…"),
+        ("with a/slash-of-mine", "with …"),
+        ("https://a.org/a%2Fslash-of-mine", "https://a.org/…"),
+        ("primary_key=3, code: 404", "primary_key=3, code: 404"),
     ],
 )
 def test_what_looks_like_a_secret_is_left_out(text: str, shown: str) -> None:
-    assert Redactor({"job": {"env": {"MINE": "value-of-mine"}}}).text(text) == shown
+    inventory = {"job": {"env": {"MINE": "value-of-mine", "OTHER": "a/slash-of-mine"}}}
+    assert Redactor(inventory).text(text) == shown
+
+
+NASTY = {
+    "word": "a",
+    "words": "a ",
+    "dots": "a.",
+    "dashes": "-",
+    "options": "--a ",
+    "hex": "0123456789abcdef",
+    "underscores": "_",
+    "spaces": "token ",
+    "assignments": "token=",
+    "quotes": "token='",
+    "both quotes": "token='token=\"",
+    "colons": "a:",
+    "escapes": "token=\\\\",
+    "tokens": "token",
+    "urls": "https://",
+    "users": "a://b@",
+    "hooks": "https://hooks.",
+    "at": "://a",
+    "bearers": "bearer ",
+    "jwt": "eyJ-",
+    "jwts": "eyJaaaaaaaa.",
+    "keys": "sk-",
+    "hf": "hf_a",
+    "queries": "?key=",
+    "equals": "=",
+    "pem": "-----BEGIN ",
+    "pems": "-----BEGIN PRIVATE KEY-----",
+    "ends": "-----BEGIN PRIVATE KEY----- -----END ",
+    "hosts": "https://a.",
+    "blanks": " ",
+}
+
+
+def seconds(redactor: Redactor, text: str) -> float:
+    began = time.thread_time()
+    redactor.text(text)
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize("shape", NASTY)
+@pytest.mark.parametrize("end", ["", " ", "=", "@", "."])
+def test_long_lines_take_time_as_their_length(shape: str, end: str) -> None:
+    """Four times the length takes four times as long, where a quadratic expression takes sixteen times."""
+    redactor = Redactor({"job": {"env": {"MINE": "value-of-mine"}}})
+    unit = NASTY[shape]
+    short, long = (unit * (size // len(unit)) + end for size in (10_000, 40_000))
+    # A ratio of the best of some: another process can only make them longer. A quadratic one has seconds to show.
+    ratios = (seconds(redactor, long) / max(seconds(redactor, short), 1e-3) for _ in range(5))
+    assert any(ratio < 8 for ratio in ratios)
+
+
+@pytest.mark.parametrize(
+    "shape", ["word", "words", "dots", "dashes", "hex", "assignments", "quotes", "users", "jwt", "pem"]
+)
+def test_a_line_of_a_megabyte_goes_through(shape: str) -> None:
+    unit = NASTY[shape]
+    text = unit * (1_000_000 // len(unit))
+    shown = Redactor({}).text(f"{text} password=hunter2")
+    assert "hunter2" not in shown
+    assert LEFT_OUT in shown
 
 
 def test_of_a_tree_the_names_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +393,89 @@ def test_of_a_tree_the_names_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         "hosts": [{"identity_file": "~/.ssh/id", "env": {}}],
         "notify": {"webhook": "https://example.org/…", "command": "mail …"},
     }
+
+
+def spoilt(value: Any, name: str = "") -> Any:
+    """Events, an inventory, a record …, with secrets in each text that stands for nothing but itself."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{key: spoilt(each, key) for key, each in fields.items()})
+    if isinstance(value, dict):
+        return {key: spoilt(each, key) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [spoilt(each, name) for each in value]
+    is_needed = name in (
+        "kind",
+        "node",
+        "about",
+        "attempt",
+        "members",
+        "nodes",
+        "state",
+        "secrets",
+        "node_dir",
+    )
+    return (
+        value
+        if is_needed or not isinstance(value, str)
+        else f"{value} {PRINTED} https://a.org/?key={IN_URL} {SHAPED}"
+    )
+
+
+PRINTED, IN_URL, SHAPED = "correct-horse-battery", "Zm9vYmFyYmF6", "sk-abcdefghijklmnop1234"
+KINDS = re.findall(r"`([a-z-]+)`", "".join(
+    line.split("|")[1]
+    for line in (Path(__file__).parents[1] / "docs/events.md").read_text().splitlines()
+    if line.startswith("| `")
+))  # fmt: skip
+
+
+def test_a_secret_in_any_text_of_any_event_is_nowhere_in_what_is_written(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", PRINTED)
+    words = {"text": "", "line": "", "stack": [""], "stacks": {"0": ""}, "why": "", "reason": "", "message": "",
+             "names": [""], "verdict": "", "phase": "", "notice": "", "error": "", "log": ""}  # fmt: skip
+    assert {"worker-failed", "hang", "unreachable", "agent-ended", "said"} < set(KINDS)
+    more = [
+        made_up_run.said(9100 + n / 100, None, kind, about="gpu1", attempt="2.0", rank=0, **words)
+        for n, kind in enumerate(KINDS)
+        if kind != "run-ended"
+    ]
+    events = sorted([*made_up_run.events(), *more], key=lambda event: event.time)
+    run = dataclasses.replace(spoilt(made_up_run.run()), run_id=made_up_run.run().run_id)
+    assert PRINTED in run.verdict
+    assert PRINTED in run.inventory["hosts"][0]["workdir"]
+    spoilt_events = [spoilt(event) for event in events]
+    monkeypatch.setattr("nodekit.deploy.past.past", lambda *_: (run, spoilt_events))
+    answers = {"gpu1": spoilt({"hostname": "x", "python": "3.11", "torch": "2.13"})}
+    monkeypatch.setattr(report, "_ask", lambda *_: ([], answers, spoilt("asked")))
+    options = SshOptions(notice=lambda _: None)
+    # The page is given events and a history with secrets, too: whoever makes one need not think of them.
+    page = report_page.page(
+        report_page.Source(
+            run=run,
+            history=History.of(spoilt_events, now=made_up_run.T0 + 10_000, min_nodes=2),
+            events=spoilt_events,
+            redactor=Redactor(run.inventory),
+            written="x",
+        )
+    )
+    for written in (page, report.build(run, options), report.to_json(run, options)):
+        assert made_up_run.NODES[0] in written
+        for secret in (PRINTED, IN_URL, SHAPED):
+            assert secret not in written
+
+
+def test_what_could_not_be_looked_for_is_named(on_record: Path) -> None:
+    told: list[str] = []
+    html = report.build(made_up_run.run(), SshOptions(notice=told.append), offline=True)
+    [warning] = told
+    assert warning.startswith("warning: HF_TOKEN: not set in the environment that kit report ran in")
+    assert "HF_TOKEN: not set in the environment" in html
+    assert json.loads(report.to_json(made_up_run.run(), SshOptions(notice=told.append)))[
+        "secrets_not_looked_for"
+    ] == ["HF_TOKEN"]
 
 
 # --- charts, points ---
@@ -390,8 +554,11 @@ def on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def test_kit_report_writes_a_file_for_its_owner_only_and_says_where(on_record: Path) -> None:
+def test_kit_report_writes_a_file_for_its_owner_only_and_says_where(
+    on_record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.umask(0o022)
+    monkeypatch.setenv("HF_TOKEN", "of-this-shell")
     done = kit("lab", "--offline", cwd=on_record)
     path = on_record / "lab-1122-061500-3f2a.html"
     assert (done.returncode, done.stderr) == (0, "")
