@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from nodekit.deploy import kernel, remote
+from nodekit.deploy import kernel, programs, remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.forkserver import ForkServer
@@ -442,6 +442,7 @@ class Agent:
         spec = self._spec
         return {
             **os.environ,
+            "PATH": programs.rank_path(),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(world_size),

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nodekit.deploy.failures import message_of
+from nodekit.deploy.failures import is_wrong_usage, message_of
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,22 @@ _BY_WORDS = (
         "Accept its terms on the hub, and name HF_TOKEN in job.secrets, so that the ranks have it",
     ),
     _known(
+        "no-such-script",
+        r"python[\d.]*: can't (?:open file|find '__main__' module in) '(?P<path>[^']+)'(?!: \[Errno 13\])"
+        r"|\b(?:ba|da|k|z)?sh: (?:\d+: cannot open )?(?P<path2>[^\n:]+): No such file"
+        r"|kit: cannot run '(?P<path3>[^\n]*/[^\n]*)' in [^\n]*: No such file",
+        "there is no {path}{path2}{path3} on that node, which the command runs",
+        "Only job.code is sent to the nodes: name the script by its path from there, or by an absolute one that every "
+        "node has; kit shell INVENTORY -- ls PATH shows who has it. Of a script that is there, its first line names a "
+        "program that is not",
+    ),
+    _known(
+        "not-executable",
+        r"kit: cannot run '(?P<program>[^\n]*)' in [^\n]*: (?:Permission denied|Exec format error)",
+        "{program} cannot be executed there",
+        "See its mode (chmod +x) and its first line, which names its program (#!/bin/bash)",
+    ),
+    _known(
         "no-such-file",
         r"FileNotFoundError: \[Errno 2\] [^:\n]*: '(?P<path>[^']+)'",
         "there is no {path} on that node",
@@ -234,7 +250,7 @@ _BY_WORDS = (
     ),
     _known(
         "permission-denied",
-        r"PermissionError: \[Errno (?:13|1)\]|: Permission denied\b",
+        r"PermissionError: \[Errno (?:13|1)\]|(?::|\[Errno 13\]) Permission denied\b",
         "the job lacks the permission on that node{path}",
         "See whose it is on that node (ls -ld), and as whom kit logs in (user in the inventory)",
     ),
@@ -605,12 +621,12 @@ _BY_STATUS = {
         "the command was not found on that node",
         "Install it there, or give its whole path in job.command",
     ),
-    2: Cause(
-        "wrong-usage",
-        "the command does not take these arguments",
-        "See what it says above, and mend job.command",
-    ),
 }
+_WRONG_USAGE = Cause(
+    "wrong-usage",
+    "the command does not take these arguments",
+    "See what it says above, and mend job.command",
+)
 
 
 def recognise(error: str, exitcode: int = 1, kernel: Sequence[str] = ()) -> Cause | None:
@@ -645,6 +661,8 @@ def recognise(error: str, exitcode: int = 1, kernel: Sequence[str] = ()) -> Caus
         return found
     if number in _BY_SIGNAL:
         return _BY_SIGNAL[signal.Signals(number)]
+    if is_wrong_usage(error, exitcode):
+        return _WRONG_USAGE
     return by_kernel or _BY_STATUS.get(exitcode)
 
 

@@ -9,7 +9,8 @@ import re
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.findings import Finding
@@ -67,6 +68,8 @@ class Facts:
     has_kit: bool
     rtt_s: float = 0.0
     """The shortest round trip of a call."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What the command runs there: an absolute path, or a program of the PATH → its `programs.kind`."""
 
     @property
     def clock_error_s(self) -> float:
@@ -75,9 +78,14 @@ class Facts:
 
 
 def gather(
-    links: Mapping[str, Link], inventory: Inventory, *, kit_digest: str, peers: Mapping[str, tuple[str, ...]]
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    *,
+    kit_digest: str,
+    peers: Mapping[str, tuple[str, ...]],
+    files: Sequence[str] = (),
 ) -> dict[str, Facts]:
-    """Ask every host at once for its facts.
+    """Ask every host at once for its facts; `files` are those that the command runs there.
 
     Raises:
         KitError: with one line per host that gave none.
@@ -92,6 +100,7 @@ def gather(
             kit_digest=kit_digest,
             peers=peers[link.host],
             modules=(*LIBRARIES, *TRACKERS),
+            files=files,
         )
         return facts_of(link, found)
 
@@ -141,6 +150,7 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
         rsync=found["rsync"],
         boot_id=found["boot_id"],
         has_kit=found["has_kit"],
+        files=found.get("files", {}),
     )
 
 
@@ -192,6 +202,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
             ("software", _torch_problem(found, common, torches, inventory.environment)),
             ("workdir", _workdir_problem(found)),
             ("gpus", _gpu_problem(host, found)),
+            ("software", _file_problem(host, found, inventory)),
         )
         for check, problem in checks:
             if problem:
@@ -337,6 +348,26 @@ def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
         if absent:
             return f"`gpus:` names {absent}, but {listed} (numbered from 0)", "", cure
     return None
+
+
+def _file_problem(host: Host, found: Facts, inventory: Inventory) -> _Problem | None:
+    absent = [name for name, kind in found.files.items() if not kind]
+    if not absent:
+        return None
+    name = absent[0]
+    code = Path(inventory.job.code).expanduser().resolve()
+    if not Path(name).is_absolute():
+        if "PATH" in {**host.env, **inventory.job.env}:
+            return None  # ranks look in other places
+        return (
+            f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
+            "",
+            "install it there, or give its path",
+        )
+    cure = "lay it at the same place on each host, or into the folder that is synced (job.code)"
+    if Path(name).is_relative_to(code):
+        cure = f"it lies in the folder that is synced, so say {Path(name).relative_to(code)}"
+    return f"no {name} there, which the command runs", "", cure
 
 
 def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, ...]) -> tuple[str, str]:

@@ -126,8 +126,9 @@ def survey(
     *,
     kit_digest: str,
     peers: Mapping[str, tuple[str, ...]],
+    files: Sequence[str] = (),
 ) -> dict[str, Seen]:
-    """Look at hosts that there are links to, as `kit up` has them.
+    """Look at hosts that there are links to, as `kit up` has them; `files` are those that the command runs there.
 
     Raises:
         KitError: with one line per host that gave no answer.
@@ -135,7 +136,8 @@ def survey(
     hosts = {host.name: host for host in inventory.hosts}
 
     def ask(link: Link) -> Seen:
-        return _look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=peers[link.host])
+        of = peers[link.host]
+        return _look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=of, files=files)
 
     return check.all_or_raise(on_all(links, ask))
 
@@ -156,7 +158,14 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
 
 
 def _look(
-    link: Link, host: Host, inventory: Inventory, own: Script, *, kit_digest: str, peers: Sequence[str]
+    link: Link,
+    host: Host,
+    inventory: Inventory,
+    own: Script,
+    *,
+    kit_digest: str,
+    peers: Sequence[str],
+    files: Sequence[str],
 ) -> Seen:
     paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
     found = link.call(
@@ -169,6 +178,7 @@ def _look(
         imports=own.imports,
         source=own.source,
         path=[each for each in paths.split(os.pathsep) if each],
+        files=files,
     )
     return Seen(facts=check.facts_of(link, found["facts"]), probe=found)
 
@@ -248,6 +258,13 @@ def split(problem: str) -> tuple[str, str]:
     return (found, cure) if found else (problem, "")
 
 
+def _files(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ...]:
+    try:
+        return script.hosts_own(plan.argv_of(inventory, command))
+    except KitError:
+        return ()  # another launcher, which `_here` tells
+
+
 class _Visits:
     """The way to each host and back, each in its own thread; who is late is left behind."""
 
@@ -256,6 +273,7 @@ class _Visits:
         self._inventory = inventory
         self._own = own
         self._options = options
+        self._files = _files(inventory, options.command)
         self._digest = sync.package().digest
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
@@ -284,7 +302,15 @@ class _Visits:
                 return link.close()
             unmade = check.enter_what_is_there({host.name: link}, self._inventory)
             peers = self.peers().get(host.name, ())
-            seen = _look(link, host, self._inventory, self._own, kit_digest=self._digest, peers=peers)
+            seen = _look(
+                link,
+                host,
+                self._inventory,
+                self._own,
+                kit_digest=self._digest,
+                peers=peers,
+                files=self._files,
+            )
             with self._lock:
                 self._unmade |= unmade
                 self._seen[host.name] = seen

@@ -343,7 +343,9 @@ def _on_host(
         HostError: it did not.
         _LateError: it was ended, for the time was over.
     """
-    source = program(("nics", "hostfacts", "venvs"), f"module.run({do!a}, **{args!a})").decode("ascii")
+    source = program(("nics", "programs", "hostfacts", "venvs"), f"module.run({do!a}, **{args!a})").decode(
+        "ascii"
+    )
     done = link.stream(
         "attend",
         beat,

@@ -128,7 +128,7 @@ def launched(argv: Sequence[str], python: str) -> list[str]:
     if interpreter == PYTHON and rest[:1] == ["-u"]:
         if rest[1:2] == ["-m"] and len(rest) > 2 and not rest[2].startswith("-"):
             return ["--module", *rest[2:]]
-        if rest[1:] and rest[1].endswith(".py") and not rest[1].startswith("-"):
+        if rest[1:] and not rest[1].startswith("-"):
             return rest[1:]
     if interpreter.startswith("-") or not interpreter:
         raise KitError(

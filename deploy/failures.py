@@ -42,6 +42,14 @@ _LOCAL = re.compile(r"/multiprocessing/|/concurrent/futures/|/subprocess\.py$")
 _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
 )
+# argparse, click and shells; of argparse's the head may be too long ago to be among a rank's last words. Status 2 alone
+# says nothing: python ends so for a file that it cannot open, make and bash for most of what goes wrong.
+_USAGE = re.compile(
+    r"^\s*usage:|^[^\n:]+: error: (?:unrecognized arguments|the following arguments are required"
+    r"|ambiguous option|one of the arguments |argument )",
+    re.MULTILINE | re.IGNORECASE,
+)
+_NO_SCRIPT = re.compile(r"^\S*python[\d.]*: can't (?:open file|find '__main__')", re.MULTILINE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # The stack of a C++ exception: a dozen lines that push the message out of sight.
@@ -200,10 +208,17 @@ def may_be_the_kernels(error: str, exitcode: int) -> bool:
 
 def never_starts(error: str, exitcode: int) -> bool:
     """Whether a command that ended so would end so again: not found, wrong usage, code that cannot be imported."""
-    if exitcode in (2, 126, 127):
+    if exitcode in (126, 127) or is_wrong_usage(error, exitcode):
+        return True
+    if exitcode in (1, 2) and _NO_SCRIPT.search(error):
         return True
     last_line = (error.strip().splitlines() or [""])[-1]
     return bool(_NEVER_STARTS.match(last_line))
+
+
+def is_wrong_usage(error: str, exitcode: int) -> bool:
+    """Whether a command has refused its arguments."""
+    return exitcode == 2 and not error.startswith(_HEADER) and bool(_USAGE.search(error))
 
 
 def awaited(failures: Sequence[Failure]) -> tuple[int, ...]:

@@ -263,7 +263,7 @@ class _Target:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> _Target | None:
-        """The target of ``python [-u] SCRIPT.py|-m MODULE ARGS...``; None of anything else."""
+        """The target of ``python [-u] SCRIPT|-m MODULE ARGS...``; None of anything else."""
         rest = list(argv[1:])
         if rest[:1] == ["-u"] and getattr(sys.stdout, "write_through", False):
             del rest[0]  # as we are ourselves: the streams are taken over as they are
@@ -271,8 +271,7 @@ class _Target:
             return None
         if rest[0] == "-m" and len(rest) > 1:
             return cls(rest[1], True, rest[2:])
-        is_script = rest[0].endswith(".py") and not rest[0].startswith("-")
-        return cls(rest[0], False, rest[1:]) if is_script else None
+        return None if rest[0].startswith("-") else cls(rest[0], False, rest[1:])
 
     def folder(self, cwd: str) -> str:
         """What python puts first on ``sys.path``."""
@@ -284,7 +283,7 @@ def _refusal(
 ) -> str | None:
     """Why the worker cannot be a fork of this process, if it cannot."""
     if target is None:
-        return "only python [-u] SCRIPT.py or -m MODULE can be forked"
+        return "only python [-u] SCRIPT or -m MODULE can be forked"
     differs = {
         name
         for name in env.keys() | server_env.keys()
@@ -296,8 +295,12 @@ def _refusal(
         return f"the environment differs in {', '.join(sorted(differs))}"
     if not all(entry.startswith("/") for entry in (env.get("PYTHONPATH") or "/").split(":")):
         return "PYTHONPATH has a relative entry"  # ours was looked up from another folder
-    if not target.is_module and not Path(cwd, target.name).is_file():
-        return f"there is no {target.name}"
+    if not target.is_module:
+        path = Path(cwd, target.name)
+        if not path.is_file():
+            return f"there is no {target.name}"
+        if path.suffix != ".py" and b"\0" in path.read_bytes()[:1024]:
+            return f"{target.name} is no source"  # an archive, or compiled: python itself knows how
     # A file of the user's that has the name of a module we have imported is what a fresh interpreter would import.
     loaded = {name.partition(".")[0] for name in sys.modules} - {"__main__", "nodekit"}
     with contextlib.suppress(OSError):

@@ -108,7 +108,9 @@ class Hands:
             # Its disk may be new, or it is here for the first time.
             limit_s = self.inventory.timings.environment
             environment.enter({name: link}, [host], self.inventory.environment, timeout_s=limit_s)
-        facts = check.gather({name: link}, alone, kit_digest=self._package.digest, peers=self._peers)
+        files = script.hosts_own(self._argv())
+        digest = self._package.digest
+        facts = check.gather({name: link}, alone, kit_digest=digest, peers=self._peers, files=files)
         if problems := check.examine(alone, facts):
             raise HostError(name, "; ".join(problem.problem for problem in problems))
         record(name, self._planned(name, facts[name]))
@@ -220,7 +222,11 @@ class Hands:
             kit_digest=self._package.digest,
             command=self.run.command,
         ).nodes
-        return node
+        return dataclasses.replace(node, argv=self._argv())
+
+    def _argv(self) -> tuple[str, ...]:
+        """What all nodes run, as it was when the run began: the code here may be another by now."""
+        return tuple(next(iter(self.run.nodes.values()))["argv"])
 
     def _send_code(self, name: str, found: check.Facts) -> None:
         tree = take(self.inventory, self.run.command)

@@ -18,14 +18,18 @@ import time
 from importlib import metadata
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from nodekit.deploy import nics
+from nodekit.deploy import nics, programs
 
 _boot_ids: List[str] = []  # read once: it is asked for several times a second
 SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 
 def facts(
-    workdir: str, kit_digest: str = "", peers: Sequence[str] = (), modules: Sequence[str] = ()
+    workdir: str,
+    kit_digest: str = "",
+    peers: Sequence[str] = (),
+    modules: Sequence[str] = (),
+    files: Sequence[str] = (),
 ) -> Dict[str, Any]:
     """What `deploy/check.py` needs to know of this host, in one answer.
 
@@ -34,6 +38,7 @@ def facts(
         kit_digest: asks whether this version of kit's package is here already.
         peers: addresses of the other hosts, to find the interface that routes to each.
         modules: names of packages that may be here or not.
+        files: absolute paths, and programs of the PATH, that the job's command runs.
     """
     workdir = os.path.expanduser(workdir)
     found: Dict[str, Any] = {
@@ -52,6 +57,7 @@ def facts(
         "workdir_problem": None,
         "rsync": shutil.which("rsync") is not None,
         "boot_id": boot_id(),
+        "files": {each: programs.kind_here(each) for each in files},
         "has_kit": False,
     }
     try:

@@ -31,7 +31,7 @@ SILENCE_S = (
 
 OFFERED = (
     "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "netprobe",
-    "points", "present", "probes", "removal", "survey", "tree",
+    "points", "present", "probes", "programs", "removal", "survey", "tree",
 )  # fmt: skip
 """The modules whose functions a host can be asked to call."""
 

@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from nodekit.deploy import programs
 from nodekit.deploy.check import Facts, choose_interface
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.spec import AgentSpec
@@ -105,10 +107,18 @@ class Plan:
         return sum(node.nproc_per_node for node in self.active)
 
 
-def argv_of(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ...]:
+def argv_of(
+    inventory: Inventory, command: Sequence[str] | None, kinds: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
     """What a rank runs: the command line's command, the inventory's, or the shared module.
 
-    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered.
+    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered. As under
+    torchrun, a script is Python whatever its name, its ``#!`` and its mode are; other programs are executed.
+
+    Args:
+        inventory: its `job.code` is where a script is looked at.
+        command: the user's, in place of the inventory's.
+        kinds: absolute path → its `programs.kind` on the hosts.
 
     Raises:
         KitError: it is another launcher.
@@ -117,7 +127,17 @@ def argv_of(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, .
     begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
     target = argv[begin:] or argv  # the interpreter alone is a program as any other
     _refuse_launcher(target)
-    return (PYTHON, "-u", *target) if target[0] == "-m" or target[0].endswith(".py") else argv
+    name = target[0]
+    is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
+    if name == "-m" or name.endswith(".py") or is_script:
+        return (PYTHON, "-u", *target)
+    if begin or not name:
+        return argv
+    own = Path(inventory.job.code).expanduser() / name
+    kind = kinds.get(name, "") if Path(name).is_absolute() else programs.kind(str(own))
+    if kind == "python":
+        return (PYTHON, "-u", *target)
+    return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
 
 
 def _refuse_launcher(target: tuple[str, ...]) -> None:
@@ -219,7 +239,8 @@ def build(
         KitError: with one line for each host whose interface or GPUs are not clear.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
-    argv = argv_of(inventory, command)
+    kinds = next((found.files for found in facts.values() if found.files), {})
+    argv = argv_of(inventory, command, kinds)
     gpus = share_gpus(hosts, facts)
     chosen: dict[str, tuple[str, str]] = {}
     problems: list[str] = []

@@ -46,12 +46,13 @@ def probe(
     imports: Sequence[str] = (),
     source: str = "",
     path: Sequence[str] = (),
+    files: Sequence[str] = (),
 ) -> Dict[str, Any]:
     """All that `deploy/checkup.py` wants to know of this host, in one answer.
 
     Args:
         workdir: kit's folder here.
-        kit_digest: as of `hostfacts.facts`; so are `peers` and `modules`.
+        kit_digest: as of `hostfacts.facts`; so are `peers`, `modules` and `files`.
         imports: top-level names that the job imports.
         source: the job's script: this interpreter says whether it is Python to it.
         path: where the job's PYTHONPATH has it look for modules, besides the interpreter's own.
@@ -59,7 +60,7 @@ def probe(
     workdir = os.path.expanduser(workdir)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         gpus = pool.submit(_guarded, _gpus, pool)
-        basic = pool.submit(hostfacts.facts, workdir, kit_digest, peers, modules)
+        basic = pool.submit(hostfacts.facts, workdir, kit_digest, peers, modules, files)
         software = pool.submit(_guarded, _software, list(imports), source, list(path))
         found = {"facts": basic.result()}
         # The folder is there from here on, if it can be.

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
+import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodekit.deploy import plan
+from nodekit.deploy import plan, programs
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
 MAX_FILES = 500  # of the project's own, that the script imports
 _MAX_ENTRIES = 20_000  # of the project's folder, that are looked through for a name
+_SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
+# Options whose value is the next word, and those with which no script is read.
+_SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
+_PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
+_NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
 _NO_CODE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
 # Those whose packages have other names than what is imported.
 DISTRIBUTIONS = {
@@ -45,21 +53,93 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     """The file that a job's Python runs, in the code as it lies here; None for a module, a program, or the hosts' own.
 
     Raises:
-        KitError: it is not there.
+        KitError: it, or another file that the command cannot begin without, would not be on the hosts.
     """
     argv = plan.argv_of(inventory, command)
+    code = Path(inventory.job.code).expanduser()
+    for name in _needed(argv)[1]:
+        if not Path(name).is_absolute():
+            _refuse_absent(code, name, argv)
     # What begins with a dash is -m, or an option of the interpreter.
     if argv[:2] != (plan.PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
         return None
-    code, name = Path(inventory.job.code).expanduser(), argv[2]
-    if Path(name).is_absolute():
+    path = code / argv[2]
+    if Path(argv[2]).is_absolute():
         return None
-    if not (code / name).is_file():
+    path = path / "__main__.py" if path.is_dir() else path
+    return None if b"\0" in path.read_bytes() else path  # an archive, or compiled
+
+
+def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
+    """What a command cannot begin without and only the hosts have: absolute paths, and programs of their PATH.
+
+    Args:
+        argv: what a rank runs (`plan.argv_of`).
+    """
+    programs, files = _needed(argv)
+    return (*programs, *(each for each in files if Path(each).is_absolute()))
+
+
+def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The programs of the PATH, and the files, that a command begins with, as far as that is known."""
+    program, *words = argv
+    found: tuple[list[str], list[str]] = ([], [program]) if "/" in program else ([program], [])
+    if program == plan.PYTHON:
+        found = [], []  # the node's own
+    name = Path(program).name
+    script = None
+    if name == "env":
+        words = list(itertools.dropwhile(lambda word: "=" in word, words))
+        more = _needed(words) if words and not words[0].startswith("-") else ([], [])
+        return found[0] + more[0], found[1] + more[1]
+    if name in _SHELLS:
+        script = _first_operand(words, valued=_SHELL_VALUED)
+    elif re.fullmatch(r"(python|pypy)[\d.]*", name):
+        script = _first_operand(words, valued=_PYTHON_VALUED)
+    return found[0], found[1] + ([] if script is None else [script])
+
+
+def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | None:
+    """What an interpreter reads; None where that is no file: -c, -m, -s, or stdin."""
+    is_value = False
+    for number, word in enumerate(words):
+        if is_value:
+            is_value = False
+        elif word == "--":
+            return next(iter(words[number + 1 :]), None)
+        elif not word.startswith(("-", "+")):
+            return word
+        elif _NO_SCRIPT.match(word):
+            return None
+        else:
+            is_value = valued.fullmatch(word) is not None
+    return None
+
+
+def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
+    root = code.resolve()
+    path, within = code / name, os.path.normpath(name)
+    if within == os.pardir or within.startswith(os.pardir + os.sep):
+        real = path.resolve()
+        if real.is_relative_to(root):
+            raise KitError(f"{name} would be another file on the hosts; say {real.relative_to(root)}")
+        both = os.path.commonpath([root, real])
         raise KitError(
-            f"no {name} in {code.resolve()}, the folder that is synced; run kit from your code's folder, "
+            f"{name} lies outside of {root}, the folder that is synced, and so would not be on the hosts; "
+            f"copy it into that folder, or set job.code to one that holds both ({both})"
+        )
+    if not path.exists():
+        raise KitError(
+            f"no {name} in {root}, the folder that is synced; run kit from your code's folder, "
             "or set job.code"
         )
-    return code / name
+    kind = programs.kind(str(path))
+    if not kind:
+        raise KitError(
+            f"{name} is a folder without a __main__.py, so python cannot run it; name a file in it"
+        )
+    if name == argv[0] and kind == "program" and not os.access(path, os.X_OK):
+        raise KitError(f"{name} is not executable; chmod +x {shlex.quote(name)}")
 
 
 def read(inventory: Inventory, command: Sequence[str] | None) -> Script:

@@ -106,13 +106,14 @@ def gather_facts(
     inventory = inventory.model_copy(
         update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
     )
+    files = script.hosts_own(plan.argv_of(inventory, options.command))
     if options.skip_check:
-        facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
+        facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers, files=files)
         findings = check.needed(inventory, facts)
     else:
         # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
         own = Script() if placed else script.read(inventory, options.command)
-        seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers)
+        seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers, files=files)
         facts = {name: each.facts for name, each in seen.items()}
         findings = checkup.examine(inventory, seen, own)
     for name, python in (unmade or {}).items():

@@ -41,7 +41,7 @@ def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
         os.execvpe(program, [program, *argv[1:]], env)
     except OSError as error:
         os.write(2, os.fsencode(f"kit: cannot run {program!r} in {cwd}: {error.strerror}\n"))
-        os._exit(127)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell tells them apart
 
 
 if __name__ == "__main__":

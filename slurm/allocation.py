@@ -353,6 +353,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
         update={
             "hosts": hosts,
             "nodes": Nodes(min(least, len(here)), len(here)),
+            "job": inventory.job.model_copy(update={"code": f"{run_dir}/code"}),
             "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
             # They are in the shared folder: who has submitted the job fetches them from there.
             "logs": inventory.logs.model_copy(update={"fetch": False}),

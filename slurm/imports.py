@@ -21,23 +21,28 @@ MAX_FILES = 500
 
 def problems(command: Sequence[str], folder: Path) -> list[str]:
     """What is wrong with a command that starts in `folder`, for people, with file and line; sets `sys.path`."""
+    is_python = list(command[:2]) == ["python", "-u"]  # as `plan.argv_of` has it
     command = list(itertools.dropwhile(lambda word: word in ("python", "-u"), command)) or ["python"]
     first, is_module = command[0], command[0] == "-m" and len(command) > 1
-    if not is_module and not first.endswith(".py"):
+    if not is_module and not first.endswith(".py") and (not is_python or first.startswith("-")):
         return []  # another program: what it reads, who knows
-    root = folder if is_module else (folder / first).parent  # where python itself looks first
-    sys.path.insert(0, str(root))
+    root = folder
     file: Path | None
     if is_module:
+        sys.path.insert(0, str(root))
         if not _is_found(command[1], root):
             return [f"no module {command[1]}"]
         file = _own_module(command[1], root)
         if file is not None and file.name == "__init__.py":
             file = _existing(file.with_name("__main__.py"))
     else:
-        file = folder / first
+        file = folder / first / "__main__.py" if (folder / first).is_dir() else folder / first
+        root = file.parent
         if not file.is_file():
             return [f"no file {file}"]
+        if b"\0" in file.read_bytes():
+            return []  # an archive, or compiled
+        sys.path.insert(0, str(root))  # where python itself looks first
     task = _task(command).partition(":")[0]
     absent = [f"no file {folder / task}"] if task.endswith(".py") and not (folder / task).is_file() else []
     files = [file] if file is not None else []

@@ -14,11 +14,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import notify, plan, sync
+from nodekit.deploy import notify, plan, script, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
-from nodekit.deploy.plan import TRAINING_MODULE
 from nodekit.deploy.progress import build_lines
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import KitError
@@ -59,8 +58,9 @@ def prepare(
     """
     settings = settings_of(inventory)
     warn = options.ssh.notice if options.quiet else phases.say
+    argv = plan.argv_of(inventory, options.command)
     plan.refuse_options(
-        plan.argv_of(inventory, options.command),
+        argv,
         Path(inventory.job.code).expanduser(),
         world_size=settings.nodes.max * (inventory.job.nproc_per_node or settings.gpus_per_node or 1),
         env=dict(inventory.job.env),
@@ -88,8 +88,10 @@ def prepare(
             workdir=settings.shared_dir,
             kit_digest=package.digest,
             modules=NEEDED_MODULES,
+            files=script.hosts_own(argv),
         )
         _check_host(link, found, inventory)
+        argv = plan.argv_of(inventory, options.command, found["files"])
         shared_dir = str(found["workdir"])
         run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
         partition = choose_partition(settings.partition, Slurm(link).partitions())
@@ -131,7 +133,7 @@ def prepare(
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.settle({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
-    if problem := _script_problem(ready, inventory, options.command):
+    if problem := _script_problem(ready, inventory, argv):
         warn(f"warning: {problem}")
     return ready
 
@@ -213,6 +215,12 @@ def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> N
     python = found["executable"]
     if found["workdir_problem"]:
         raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
+    gone = [name for name, kind in found["files"].items() if not kind]
+    if gone and not (inventory.slurm and (inventory.slurm.setup or inventory.slurm.srun_args)):
+        raise KitError(
+            f"{link.host}: no {gone[0]}, which the command runs; install it or lay it where the login node and the "
+            "nodes have it, or into the folder that is synced (job.code)"
+        )
     absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
     if absent and inventory.environment is not None:
         raise KitError(
@@ -253,13 +261,12 @@ def _not_shared(link: Link, shared_dir: str, settings: SlurmSettings) -> str:
     return "no idle node to try whether slurm.shared_dir is shared"
 
 
-def _script_problem(ready: Ready, inventory: Inventory, command: Sequence[str] | None) -> str:
+def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> str:
     """What the script lacks, where the nodes may have it all the same.
 
     Raises:
         KitError: it lacks something, and nothing that the inventory names could bring it.
     """
-    argv = list(command or inventory.job.command or TRAINING_MODULE)
     code, further = f"{ready.run_dir}/code", dict(inventory.job.env).get("PYTHONPATH", "")
     paths = [ready.kit_dir, *(str(Path(code, path)) for path in further.split(os.pathsep) if path)]
     done = execute(

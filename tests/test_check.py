@@ -434,6 +434,8 @@ def test_imports_are_followed_through_the_projects_own_files(
     [
         (["-m", "nodekit.training"], Script()),
         (["./run.sh"], Script()),
+        (["bash", "run.sh"], Script()),
+        (["train"], Script(name="train", source="#!/bin/false\nimport t", imports=("t",))),
         (["/opt/train.py"], Script()),
         (["-m", "lightning.run"], Script(name="lightning.run", imports=("lightning",))),
         (["-m", "pkg"], Script(name="pkg/__main__.py", source="import a", imports=("a",))),
@@ -442,7 +444,7 @@ def test_imports_are_followed_through_the_projects_own_files(
         (["python", "-m", "pkg.job", "1"], Script(name="pkg/job.py", source="import b", imports=("b",))),
         *(
             (["python", *rest], Script())
-            for rest in ((), ("-m",), ("-u",), ("-c", "pass"), ("-u", "-O", "x.py"))
+            for rest in ((), ("-m",), ("-u",), ("-c", "pass"), ("-u", "-O", "train"))
         ),
     ],
 )
@@ -453,12 +455,20 @@ def test_what_the_command_runs_is_what_is_read(
     (tmp_path / "pkg").mkdir()
     for name, text in {"__init__": "", "__main__": "import a", "job": "import b"}.items():
         (tmp_path / f"pkg/{name}.py").write_text(text)
+    (tmp_path / "train").write_text("#!/bin/false\nimport t")
+    (tmp_path / "run.sh").write_text("#!/bin/sh\nexec python train")
+    (tmp_path / "run.sh").chmod(0o755)
     assert script.read(inventory(tmp_path, ONE), command) == expected
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("nope.py 3", "no nope.py in "), ("torchrun train.py", "the command begins with torchrun")],
+    [
+        ("nope.py 3", "no nope.py in "),
+        ("torchrun train.py", "the command begins with torchrun"),
+        ("bash -eo pipefail nope.sh", "no nope.sh in "),
+        ("../tools/x.py", "../tools/x.py lies outside of "),
+    ],
 )
 @pytest.mark.parametrize("how", [start.start, up.dry_run, show.dry_run])
 def test_what_cannot_run_is_refused_before_any_host_is_reached(

@@ -38,14 +38,16 @@ with open(os.environ["NODEKIT_EVENTS_FILE"], "a") as events:
 env = {name: value for name, value in os.environ.items() if name in GIVEN}
 output = pathlib.Path(os.environ["NODEKIT_OUTPUT_DIR"])
 (output / f"rank{os.environ['RANK']}.txt").write_text("x")
-print("contract", json.dumps([mode, saved.read_text(), sys.argv[1:], env]), flush=True)
+first = os.environ["PATH"].split(":")[0] == os.path.dirname(sys.executable)
+print("contract", json.dumps([mode, saved.read_text(), sys.argv[1:], first, env]), flush=True)
 """
 GIVEN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID", "NODEKIT_RUN_ID", "NODEKIT_GENERATION"),
     *("NODEKIT_SNAPSHOT_DIR", "NODEKIT_OUTPUT_DIR", "NODEKIT_PROGRESS_FILE"),
 )
-ARGS = ["job.py", "a b", "$HOME", "it's"]
+# As torchrun does, kit runs a script of any name by the inventory's python, whatever its first line and its mode say.
+ARGS = ["job", "a b", "$HOME", "it's"]
 
 
 @pytest.fixture
@@ -109,13 +111,15 @@ def test_a_script_is_given_the_same_by_every_backend(
     shared = (given.lab.slurm.shared if given.lab else tmp_path) / "snap shots's" if is_shared else None
     if shared:
         shared.mkdir(exist_ok=True)
-    (given.folder / "job.py").write_text(f"GIVEN = {(*GIVEN, 'NODEKIT_SNAPSHOT_SHARED')}\n{SCRIPT}")
+    (given.folder / "job").write_text(
+        f"#!/usr/bin/python3 -S\nGIVEN = {(*GIVEN, 'NODEKIT_SNAPSHOT_SHARED')}\n{SCRIPT}"
+    )
     said = {"local": up_local, "site": up_slurm}.get(where, up_ssh)(given, shared)
     found = [json.loads(each) for each in re.findall(r"contract (\[.*\])$", said, re.MULTILINE)]
-    ranks = {each[3]["RANK"]: each for each in found}
+    ranks = {each[-1]["RANK"]: each for each in found}
     assert ranks.keys() == {str(rank) for rank in range(size)}, said
-    for mode, saved, args, env in ranks.values():
-        assert (mode, saved, args) == (0o700, "1", ARGS[1:])
+    for mode, saved, args, finds_its_own_first, env in ranks.values():
+        assert (mode, saved, args, finds_its_own_first) == (0o700, "1", ARGS[1:], True)
         assert not [name for name in GIVEN if not env.get(name)]
         assert env["WORLD_SIZE"] == str(size)
         assert env["NODEKIT_SNAPSHOT_DIR"].startswith(str(shared or "/"))
@@ -126,7 +130,7 @@ def test_a_script_is_given_the_same_by_every_backend(
 
 
 def test_a_shared_folder_that_is_not_there_is_not_made(local: Kit, tmp_path: Path) -> None:
-    (local.folder / "job.py").write_text(SCRIPT)
+    (local.folder / "job").write_text(SCRIPT)
     shared = tmp_path / "mount point" / "snapshots"
     said = up_local(local, shared)
     wanted = (

@@ -15,7 +15,7 @@ import pytest
 
 from nodekit.deploy.causes import recognise
 from nodekit.deploy.events import Event, parse_all
-from nodekit.deploy.failures import Failure, first_cause, is_bystander, last_words, message_of
+from nodekit.deploy.failures import Failure, first_cause, is_bystander, last_words, message_of, never_starts
 from nodekit.deploy.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 from nodekit.deploy.verdict_screen import screen, trace
 
@@ -144,6 +144,34 @@ def test_numbers_of_a_full_gpu_are_told() -> None:
     )
     assert "--micro-batch" in cause.cure
     assert "expandable_segments" in cause.cure
+
+
+@pytest.mark.parametrize(
+    ("said", "exitcode", "name", "again"),
+    [
+        ("/v/bin/python3.11: can't open file '/c/x.py': [Errno 2] No such file", 2, "no-such-script", False),
+        ("python: can't find '__main__' module in 'src'", 1, "no-such-script", False),
+        ("bash: run.sh: No such file or directory", 127, "no-such-script", False),
+        ("/bin/sh: 0: cannot open run.sh: No such file", 2, "no-such-script", True),
+        ("kit: cannot run './run.sh' in /c: No such file or directory", 127, "no-such-script", False),
+        ("kit: cannot run 'nope' in /c: No such file or directory", 127, "no-such-command", False),
+        ("kit: cannot run './run.sh' in /c: Permission denied", 126, "not-executable", False),
+        ("python: can't open file '/c/x.py': [Errno 13] Permission denied", 2, "permission-denied", False),
+        ("usage: x.py [-h]\nx.py: error: unrecognized arguments: --y", 2, "wrong-usage", False),
+        ("[--a A]\n" * 40 + "x.py: error: the following arguments are required: --y", 2, "wrong-usage", False),
+        ("Usage: x.py [OPTIONS]\n\nError: No such option: --y", 2, "wrong-usage", False),
+        ("a.c:1:1: error: argument\nmake: *** [all] Error 1", 2, "", True),
+        ("run.sh: line 3: syntax error near unexpected token", 2, "", True),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1, in f\nError: usage: x", 2, "", True),
+    ],
+)  # fmt: skip
+def test_an_exit_status_of_2_is_wrong_usage_only_where_that_is_said(
+    said: str, exitcode: int, name: str, again: bool
+) -> None:
+    words = last_words(said, exitcode)
+    cause = recognise(words, exitcode)
+    assert (cause.name if cause else "") == name
+    assert never_starts(words, exitcode) is not again
 
 
 QUOTED = (

@@ -243,7 +243,7 @@ atexit.register(last)
     ("target", "env"),
     [
         (("-u", "package/probe.py"), {}),
-        (("package/../link.py",), {"OMP_NUM_THREADS": "1"}),
+        (("package/../link",), {"OMP_NUM_THREADS": "1"}),
         (("-m", "package.probe"), {"NODEKIT_DRIVERS_OWN": None}),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_fork_is_to_a_script_what_a_fresh_interpreter_is(
         one = driver(preload)
         one.script(PROBE, "package/probe.py")
         with contextlib.suppress(FileExistsError):
-            (one.code / "link.py").symlink_to("package/probe.py")
+            (one.code / "link").symlink_to("package/probe.py")
         one.env["NODEKIT_TEST_DRIVER"] = "any"
         (one.folder.parent / "log").unlink(missing_ok=True)
         command = ("python", *target, "a b", "", "$HOME", "x" * 3000)
