@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nodekit.deploy import arguments, helptext, runs
+from nodekit.deploy import arguments, helptext, runs, terminal
 from nodekit.inventory.errors import KitError
 
 LEFT = "left"
@@ -129,11 +129,10 @@ def show(rows: Sequence[Row]) -> None:
     """The table in a terminal: as wide as that, with colours."""
     if not rows:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = terminal.console(highlight=False)
     lines = [each.cells() for each in rows]
     columns = list(_HEAD)
     widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}

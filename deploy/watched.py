@@ -13,6 +13,7 @@ from nodekit.deploy.events import Event
 from nodekit.deploy.narrate import Narrator
 from nodekit.deploy.notes import parse_progress
 from nodekit.deploy.screen import Model, Node
+from nodekit.deploy.terminal import harmless
 
 RATE_S = 20.0  # what steps per second are taken over
 LOG_LINES = 2000  # of a node
@@ -197,7 +198,8 @@ class Watched:
         """Lines that a rank has written."""
         row = self._rows.setdefault(node, _Row())
         several = len(row.status.get("workers") or ()) > 1
-        row.log.extend(f"{rank} │ {line}" if several else line for line in lines)
+        for line in map(harmless, lines):
+            row.log.append(f"{rank} │ {line}" if several else line)
 
     def log_of(self, node: str) -> list[str]:
         """The last lines of a node's ranks."""
