@@ -7,7 +7,7 @@ exit codes:
   2    wrong usage of the command line
   3    the job was started and failed
   4    the job was restarted again and again, and made no progress
-  130  stopped by Ctrl-C
+  130  stopped by Ctrl-C, or (up) by kit down from elsewhere
 """
 
 UP = """\

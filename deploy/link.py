@@ -30,7 +30,7 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "netprobe",
+    "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "made", "netprobe",
     "points", "present", "probes", "removal", "survey", "tree",
 )  # fmt: skip
 """The modules whose functions a host can be asked to call."""
