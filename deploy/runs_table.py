@@ -23,6 +23,9 @@ _STYLES = {"succeeded": "green", "running": "cyan", "starting": "cyan", "failed"
 _HEAD = ("run", "started", "took", "nodes", "step", "best", "goodput", "state", "verdict")
 _NUMBERS = ("took", "nodes", "step", "goodput")
 WANTED_VERDICT = 24
+HOW_TO_TELL = (
+    "~ is guessed from what rank 0 printed; what it writes to $NODEKIT_PROGRESS_FILE, as 37/100, is its step"
+)
 _GIVEN_UP = ("goodput", "took", "best", "nodes", "started")
 """Columns that a narrow terminal does without, the first ones first."""
 
@@ -47,6 +50,12 @@ class Row:
         values = f"{self.run.slurm['values']}  " if "values" in self.run.slurm else ""
         return f"{values}{self.run.verdict}".strip()
 
+    def _guess(self) -> str:
+        found = self.numbers.get("guess") or {}
+        if found.get("step") is not None:
+            return f"~{found['step']}" + (f"/{found['total_steps']}" if found.get("total_steps") else "")
+        return "–" if found.get("epoch") is None else f"~epoch {found['epoch']}"
+
     def cells(self) -> dict[str, str]:
         """One for each column, as text."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
@@ -58,7 +67,7 @@ class Row:
             "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
             "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
             "nodes": nodes,
-            "step": "–" if step is None else f"{step}/{total}" if total else str(step),
+            "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
             "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
             "goodput": "–" if goodput is None else f"{goodput:.0%}",
             "state": self.state,
@@ -219,6 +228,8 @@ def run_runs(args: argparse.Namespace) -> int:
         show(rows)
     else:
         print(text(rows))
+    if any(each.numbers.get("guess") for each in rows) and not args.json:
+        print(HOW_TO_TELL, file=sys.stderr)
     return 0
 
 

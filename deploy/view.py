@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import terminal
+from nodekit.deploy import guess, terminal
 from nodekit.deploy.events import Event
 from nodekit.inventory.errors import NotWritten
 
@@ -492,6 +492,8 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         quiet = now - float(seen["progress_time"])
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
+    elif seen.get("guess"):
+        parts.append(guess.words(seen["guess"]))
     if seen.get("blocked"):
         parts.append(str(seen["blocked"]))
     if seen.get("message"):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy import guess
 from nodekit.deploy.events import Event
 from nodekit.deploy.narrate import Narrator
 from nodekit.deploy.notes import parse_progress
@@ -103,6 +104,8 @@ class Watched:
             row.steps.clear()
         told = parse_progress(str(status.get("progress") or ""))
         if told["step"] is None:
+            if status.get("rank") == 0 and status.get("guess") and not self._is_live:
+                self._said = guess.words(status["guess"])
             return
         when = float(status.get("progress_time") or 0.0) - self._offsets.get(name, 0.0)
         row.step = told["step"]
