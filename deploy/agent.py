@@ -388,7 +388,7 @@ class Agent:
         except OSError as error:
             raise Unfit(str(error)) from error
         self._attempt = f"{spec.generation}.{formed.round}"
-        self._record.begin(self._attempt, group_rank=formed.group_rank)
+        self._record.begin(self._attempt, group_rank=formed.group_rank, log_of_rank_0=self._log_of(0))
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
         world_size = self._world_size = formed.world_size
         self._ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}

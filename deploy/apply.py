@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import cluster, plan, runs
+from nodekit.deploy import cluster, plan, runs, terminal
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.runs import Run
@@ -162,9 +162,8 @@ def _cells(each: Mapping[str, Any]) -> list[Any]:
 
 
 def _print(*parts: Any) -> None:
-    from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH)
+    console = terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH)
     for part in parts:
         console.print(part)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import cluster, forecast, model_size, netbench, netbench_report, sync
+from nodekit.deploy import cluster, forecast, model_size, netbench, netbench_report, sync, terminal
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.forecast import Curve, Forecast, Job
 from nodekit.deploy.netbench import Measured, Progress, Reduced
@@ -261,14 +261,13 @@ def showing() -> Iterator[Progress]:
         yield line
         return
     from rich import progress as rich  # not needed where there is no terminal
-    from rich.console import Console
 
     with rich.Progress(
         rich.TextColumn("{task.description}"),
         rich.BarColumn(bar_width=24),
         rich.TextColumn("{task.fields[count]}"),
         rich.TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=terminal.console(sys.stderr),
         transient=True,
     ) as bars:
         tasks: dict[str, Any] = {}
@@ -285,10 +284,9 @@ def showing() -> Iterator[Progress]:
 
 
 def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Sequence[str]) -> None:
-    from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else _NO_TERMINAL_WIDTH, highlight=False)
+    console = terminal.console(width=None if is_terminal else _NO_TERMINAL_WIDTH, highlight=False)
     if measured:
         console.print(netbench_report.heat_map(measured, width=console.width, colours=is_terminal))
         if line := netbench_report.latency_line(measured):

@@ -50,6 +50,10 @@ def _cuda_memory(groups: Mapping[str, str]) -> str:
 
 
 _IN_ENV = "under job.env in the inventory"
+_FEWER_CURE = (
+    "With nodes: FEWEST:MOST in the inventory the job goes on without it, and takes it back when it returns; meanwhile "
+    "it has fewer ranks, and the batch of all of them together is smaller unless the script sees to it"
+)
 _SOCKET_CURE = (
     "Have every node name the interface that reaches the others: interface (or network) in the inventory; "
     "kit check INVENTORY tries each pair of nodes, firewalls included"
@@ -449,6 +453,12 @@ _BY_WORDS = (
         "training module waits; in your script it is init_process_group(timeout=...)",
     ),
     _known(
+        "too-few-nodes",
+        r"\bwaited \d+ s for (?:enough|\d+) nodes",
+        "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",
+        f"See to the node that is missing; kit up goes on when it is back. {_FEWER_CURE}",
+    ),
+    _known(
         "peer-lost",
         r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Socket closed|connection was likely closed",
         "a connection to another rank was lost, and no rank failed by itself before that",
@@ -610,7 +620,7 @@ NODE_LOST = Cause(
     "node-lost",
     "the node, its network, or kit's agent there went away: power, a cable, a reboot, or somebody ended it",
     "See to it (its console, ping, last -x reboot, agent.log in the run's folder there); kit up goes on when it is "
-    "back. With nodes: FEWEST:MOST in the inventory the job goes on without it",
+    f"back. {_FEWER_CURE}",
 )
 _BY_STATUS = {
     126: Cause(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nodekit.deploy import arguments, helptext
+from nodekit.deploy import arguments, helptext, terminal
 from nodekit.inventory.errors import KitError
 
 
@@ -31,18 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv, command = argv[:split], argv[split + 1 :]
     args = _parser().parse_args(argv)
     args.command = command
-    try:
-        return int(args.run(args))
-    except KitError as error:
-        print(f"kit: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("kit: stopped; nothing is left running", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of a pipe (head, less) has left; what we still hold for it must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    with terminal.screen():
+        try:
+            return int(args.run(args))
+        except KitError as error:
+            print(f"kit: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            print("kit: stopped; nothing is left running", file=sys.stderr)
+            return 130
+        except BrokenPipeError:
+            # The reader of a pipe (head, less) has left; what we still hold for it must not raise again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
 
 
 class _Version(argparse.Action):

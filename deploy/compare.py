@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodekit.deploy import compare_plan, compare_report
+from nodekit.deploy import compare_plan, compare_report, terminal
 from nodekit.deploy.compare_plan import Machine, NotPossible, Run
 from nodekit.deploy.compare_report import Row
 from nodekit.deploy.start import count
@@ -100,14 +100,13 @@ class Comparison:
     """Runs one after the other, and has a row for each that is over."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], machine: Machine, timeout_s: float) -> None:
-        from rich.console import Console
 
         self.rows: list[Row] = []
         self._folder = folder
         self._arguments = arguments
         self._machine = machine
         self._timeout_s = timeout_s
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = terminal.console(highlight=False, soft_wrap=True)
 
     def run(self, reasons: Mapping[Run, str | None]) -> None:
         """Those without a reason not to."""
@@ -181,11 +180,12 @@ def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str) -> Non
     """Print the table, and keep it as CSV and as a chart."""
     if not rows:
         return
-    from rich.console import Console
 
     compare_report.write_csv(rows, folder / "compare.csv")
     print()
-    Console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(compare_report.table(rows))
+    terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(
+        compare_report.table(rows)
+    )
     print()
     problems = {(row.engine, row.outcome, row.problem): row.num_ranks for row in rows if row.problem}
     for (engine, outcome, problem), num_ranks in problems.items():

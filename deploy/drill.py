@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nodekit.deploy import drill_report, runs
+from nodekit.deploy import drill_report, runs, terminal
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.drill_report import Result
 from nodekit.deploy.drill_run import Drill
@@ -131,10 +131,9 @@ def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(text, flush=True)
         return
-    from rich.console import Console
 
     print()
-    Console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(table(results))
+    terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(table(results))
     print()
     for result in results:
         if result.problem:

@@ -226,6 +226,11 @@ def deepspeed(planned: Plan, source: Source) -> list[File]:
     """
     nodes = planned.active
     first = nodes[0]
+    if any(node.argv != first.argv for node in nodes):
+        raise KitError(
+            "deepspeed gives all hosts one command, and {snapshot_dir} or {node} in this one is another on each; "
+            "give a path that is the same everywhere, or take --to shell"
+        )
     check_text(first.argv, first.env)
     (hosts,) = hostfile(source, {node.name: node.nproc_per_node for node in nodes})
     env, left_out = _same_everywhere(nodes)

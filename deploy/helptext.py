@@ -7,7 +7,7 @@ exit codes:
   2    wrong usage of the command line
   3    the job was started and failed
   4    the job was restarted again and again, and made no progress
-  130  stopped by Ctrl-C
+  130  stopped by Ctrl-C, or (up) by kit down from elsewhere
 """
 
 UP = """\
@@ -327,6 +327,8 @@ exit codes:
 RUNS = """\
 The runs on record on this machine, oldest first: when each was started and how long it was up, how far it came, the
 best value of its metric, its goodput (share of its time that trained steps which count), its state and how it ended.
+A step with ~ is guessed, from a tqdm bar or a line as `iter 100: loss 3.1` among the last that rank 0 printed; a script
+that writes STEP/TOTAL to the file $NODEKIT_PROGRESS_FILE tells it itself.
 
 Nothing but this machine is asked. `left` is a run that is on record as running while nobody looks after it: it may
 still train. In Slurm's queue, a run is on record as running until `kit status` or `kit up` looks.

@@ -737,5 +737,19 @@ def _wait(turn: _Turn) -> None:
             (f"{turn.lacks}; waiting up to {rules.wait_s:.0f} s" if turn.lacks else "")
             or f"{len(turn.here)} of at least {rules.min_nodes} nodes are there; waiting up to {rules.wait_s:.0f} s "
             f"for {_names(absent)}"
-            + (f" ({_names(out)}: drained; kit drain --undo)" if out else ""),
+            + (
+                f" ({_names(out)}: drained; kit drain --undo)"
+                if out
+                else without(len(turn.here), rules.max_nodes)
+            ),
         )
+
+
+def without(num_here: int, max_nodes: int) -> str:
+    """How a job would go on with the nodes that are here, which are fewer than it needs; "" where none is."""
+    if not num_here:
+        return ""
+    return (
+        f"; with nodes: {num_here}:{max_nodes} in the inventory it goes on without, on fewer ranks: "
+        "change it, kit down, kit up"
+    )

@@ -145,6 +145,8 @@ def inventory_file(
     def quoted(path: Path | str) -> str:
         return json.dumps(str(path), ensure_ascii=False)  # a JSON string is a YAML string
 
+    num = len(addresses)
+    nodes = f"nodes: {num - 1}:{num}  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
     hosts = "".join(f"  {host}: {{address: {address}}}\n" for host, address in addresses.items())
     return f"""\
 # A lab: {len(addresses)} hosts on this machine, each with its own network, disk, processes and sshd.
@@ -157,7 +159,7 @@ identity_file: {quoted(identity_file)}
 known_hosts: {quoted(known_hosts)}  # the hosts' keys, so that there is nothing to accept
 python: {quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
 workdir: ~/nodekit
-hosts:
+{nodes}hosts:
 {hosts}"""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
     "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun",
 }  # fmt: skip
+
+
+# Doubled braces are another tool's templates, and `${node}` is a shell's or Hydra's own.
+_WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,15 @@ def argv_of(
     if kind == "python":
         return (PYTHON, "-u", *target)
     return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
+
+
+def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) -> tuple[str, ...]:
+    """A command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced, for scripts that read no environment.
+
+    All else stays byte for byte, other braces too: ``{{node}}``, ``${node}``, ``{"a": 1}``.
+    """
+    values = {"snapshot_dir": snapshot_dir, "run_id": run_id, "node": node}
+    return tuple(_WORD.sub(lambda found: values[found[1]], each) for each in argv)
 
 
 def _refuse_launcher(target: tuple[str, ...]) -> None:
@@ -269,6 +283,14 @@ def build(
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
         node_dir = f"{run_dir}/{host.name}"
+        env = (
+            _environment(found, interface, gpus[host.name], run_id, node_dir)
+            | _snapshot_environment(inventory, run_id)
+            | ({"OMP_NUM_THREADS": "1"} if num_workers[host.name] > 1 else {})  # as torchrun does
+            | threads[host.name]
+            | dict(host.env)
+            | dict(inventory.job.env)
+        )
         nodes.append(
             NodePlan(
                 name=host.name,
@@ -282,14 +304,9 @@ def build(
                 local_addr=address,
                 gpus=gpus[host.name],
                 max_restarts=inventory.job.max_restarts,
-                env=_environment(found, interface, gpus[host.name], run_id, node_dir)
-                | _snapshot_environment(inventory, run_id)
-                | ({"OMP_NUM_THREADS": "1"} if num_workers[host.name] > 1 else {})  # as torchrun does
-                | threads[host.name]
-                | dict(host.env)
-                | dict(inventory.job.env),
+                env=env,
                 secrets=inventory.job.secrets,
-                argv=argv,
+                argv=filled(argv, snapshot_dir=env["NODEKIT_SNAPSHOT_DIR"], run_id=run_id, node=host.name),
                 python=found.executable,
                 code_dir=f"{run_dir}/code",
                 node_dir=node_dir,

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from nodekit.deploy import terminal
+
 _LINE_EVERY_S = 3.0
 _BUILD_LINE_EVERY_S = 10.0
 
@@ -45,7 +47,6 @@ def progress_bars(
 class _Bars:
     def __init__(self, file: TextIO) -> None:
         from rich import progress as rich  # not needed where there is no terminal
-        from rich.console import Console
 
         self._rich = rich.Progress(
             rich.TextColumn("  {task.description:>12}"),
@@ -54,7 +55,7 @@ class _Bars:
             rich.DownloadColumn(),
             rich.TransferSpeedColumn(),
             rich.TextColumn("{task.fields[phase]}"),
-            console=Console(file=file),
+            console=terminal.console(file),
             transient=True,
         )
         self._tasks: dict[str, Any] = {}
@@ -138,10 +139,9 @@ def build_lines(
 
 class _LiveLines:
     def __init__(self, file: TextIO) -> None:
-        from rich.console import Console  # not needed where there is no terminal
         from rich.live import Live
 
-        self._live = Live(console=Console(file=file), transient=True, auto_refresh=False)
+        self._live = Live(console=terminal.console(file), transient=True, auto_refresh=False)
         self._told: dict[str, tuple[float, str]] = {}
         self._lock = threading.Lock()
 

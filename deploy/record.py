@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import hang, present, remote
+from nodekit.deploy import guess, hang, present, remote
 from nodekit.deploy.notes import Notes
 from nodekit.deploy.spec import AgentSpec
 from nodekit.deploy.usage import Usage
@@ -37,6 +37,8 @@ class Record:
         self._ended = threading.Event()
         self._is_asked = threading.Event()  # for a look
         self._looked = 0.0
+        self._guessed_from = ""
+        """Rank 0's log, where that is a rank of this node."""
         self._spec = spec
         self._status: dict[str, Any] = {
             "state": "starting",
@@ -48,6 +50,7 @@ class Record:
             "failures": [],
             "progress": None,
             "progress_time": None,
+            "guess": None,
             "usage": None,
             "address": spec.local_addr,
         }
@@ -108,10 +111,11 @@ class Record:
     def _is_shared(self) -> bool:
         return self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
 
-    def begin(self, attempt: str, *, group_rank: int) -> None:
+    def begin(self, attempt: str, *, group_rank: int, log_of_rank_0: str) -> None:
         """An attempt begins: forget what ranks of an earlier one have told."""
         with self._looking:
             self._forget_progress()
+            self._guessed_from = log_of_rank_0 if group_rank == 0 else ""
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
     def _forget_progress(self) -> None:
@@ -183,10 +187,10 @@ class Record:
     def _progress(self) -> dict[str, Any]:
         """What the ranks say of their progress: the least advanced one speaks for the node."""
         said = hang.read_progress(self.progress_dir).values()
-        if not said:
-            return {}
+        if not said:  # for people alone: what is guessed at is no sign of progress
+            return {"guess": guess.of_file(self._guessed_from) if self._guessed_from else None}
         changed, text = min((each.mtime, each.text.strip()) for each in said)
-        return {"progress": text, "progress_time": changed}
+        return {"progress": text, "progress_time": changed, "guess": None}
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""

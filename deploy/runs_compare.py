@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy import arguments, past, plot, runs
+from nodekit.deploy import arguments, past, plot, runs, terminal
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.history import History
 from nodekit.deploy.plot import Curve
@@ -128,11 +128,10 @@ def panels(compared: Sequence[Compared]) -> dict[str, list[Curve]]:
 
 def show(compared: Sequence[Compared]) -> None:
     """Draw the first curves and print what differs, as wide as the terminal."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = terminal.console(highlight=False, width=None if sys.stdout.isatty() else 100)
     colour = console.color_system is not None and not console.no_color
     drawn = list(panels(compared).items())[:2]
     styles = [plot.COLOURS[number % len(plot.COLOURS)] for number in range(len(compared))]

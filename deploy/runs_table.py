@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nodekit.deploy import arguments, helptext, runs
+from nodekit.deploy import arguments, helptext, runs, terminal
 from nodekit.inventory.errors import KitError
 
 LEFT = "left"
@@ -23,6 +23,9 @@ _STYLES = {"succeeded": "green", "running": "cyan", "starting": "cyan", "failed"
 _HEAD = ("run", "started", "took", "nodes", "step", "best", "goodput", "state", "verdict")
 _NUMBERS = ("took", "nodes", "step", "goodput")
 WANTED_VERDICT = 24
+HOW_TO_TELL = (
+    "~ is guessed from what rank 0 printed; what it writes to $NODEKIT_PROGRESS_FILE, as 37/100, is its step"
+)
 _GIVEN_UP = ("goodput", "took", "best", "nodes", "started")
 """Columns that a narrow terminal does without, the first ones first."""
 
@@ -47,6 +50,12 @@ class Row:
         values = f"{self.run.slurm['values']}  " if "values" in self.run.slurm else ""
         return f"{values}{self.run.verdict}".strip()
 
+    def _guess(self) -> str:
+        found = self.numbers.get("guess") or {}
+        if found.get("step") is not None:
+            return f"~{found['step']}" + (f"/{found['total_steps']}" if found.get("total_steps") else "")
+        return "–" if found.get("epoch") is None else f"~epoch {found['epoch']}"
+
     def cells(self) -> dict[str, str]:
         """One for each column, as text."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
@@ -58,7 +67,7 @@ class Row:
             "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
             "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
             "nodes": nodes,
-            "step": "–" if step is None else f"{step}/{total}" if total else str(step),
+            "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
             "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
             "goodput": "–" if goodput is None else f"{goodput:.0%}",
             "state": self.state,
@@ -129,11 +138,10 @@ def show(rows: Sequence[Row]) -> None:
     """The table in a terminal: as wide as that, with colours."""
     if not rows:
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = terminal.console(highlight=False)
     lines = [each.cells() for each in rows]
     columns = list(_HEAD)
     widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}
@@ -220,6 +228,8 @@ def run_runs(args: argparse.Namespace) -> int:
         show(rows)
     else:
         print(text(rows))
+    if any(each.numbers.get("guess") for each in rows) and not args.json:
+        print(HOW_TO_TELL, file=sys.stderr)
     return 0
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 
 from nodekit.deploy.shell import Ended, Lines, fold
+from nodekit.deploy.terminal import harmless
 
 _COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/view.py
 _PLAIN, _GOOD, _BAD = "\x1b[0m", "\x1b[32m", "\x1b[1;31m"
@@ -26,13 +27,14 @@ class Prefixes:
         """The lines as they are shown.
 
         A terminal gets of a line that was written over itself, as a progress bar, the last state, as it would have
-        been left standing; a file gets all of it.
+        been left standing, and no escape sequences but colours; a file gets all of it.
         """
         prefix = (self._coloured if colour else self._plain)[lines.host]
         shown = []
         for line in lines.data.split(b"\n")[:-1]:
             if is_terminal:
                 line = line.rstrip(b"\r").rpartition(b"\r")[2]
+                line = harmless(line.decode("utf-8", "surrogateescape")).encode()
                 if b"\x1b" in line:
                     line += _PLAIN.encode()
             shown.append(prefix + line + b"\n")

@@ -242,7 +242,7 @@ def start(
         time=phases.began,
         generation=run.generation,
         nodes=[node.name for node in planned.active],
-        command=list(first.argv),
+        command=list(plan.argv_of(inventory, options.command)),  # as it was written: each node's own differs
         goes_on=resumed is not None,
     )
     for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone

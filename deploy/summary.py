@@ -16,7 +16,7 @@ from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 
 FILE = "summary.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Summary:
     restarts: int | None = None
     world_size: int | None = None
     """Ranks, in its last attempt."""
+    guess: dict[str, Any] | None = None
+    """How far it seems to be by what rank 0 printed (`deploy/guess.py`), where it told of no step."""
 
     @classmethod
     def of(cls, history: History) -> Summary:
@@ -75,12 +77,20 @@ def summary(run: Run) -> Summary:
         best = {name: (value, step) for name, (value, step) in kept["summary"].pop("best").items()}
         return Summary(best=best, **kept["summary"])
     found = Summary.of(History.of(events.read(run.folder), now=time.time()))
+    if found.step is None:
+        found = replace(found, guess=_guess_now(run))
     if run.state in runs.ENDED:
         data = {"version": VERSION, "events_bytes": size_bytes, "summary": asdict(found)}
         with contextlib.suppress(OSError):  # a full disk, or a record that is only to be read
             write_private(str(run.folder / FILE), json.dumps(data).encode())
         return found
     return replace(found, step=_step_now(run) or found.step)
+
+
+def _guess_now(run: Run) -> dict[str, Any] | None:
+    """As it was last heard of."""
+    said = [each for each in events.now(run.folder).values() if each.get("guess")]
+    return max(said, key=lambda each: float(each.get("time") or 0.0))["guess"] if said else None
 
 
 def _step_now(run: Run) -> int | None:

@@ -224,7 +224,7 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
     if fresh:
         _sweep(cache)
     donor = _read_text(cache + ".donor")
-    known = [_read_list(cache), _read_list(donor) if donor else {}]
+    known = [read_list(cache), read_list(donor) if donor else {}]
     if rows is not None:
         if digest_of(rows) != digest:
             raise ValueError("the list of files was damaged on its way")
@@ -385,7 +385,7 @@ def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
 
 def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, Any]:
     """Bring a run's folder from the tree placed before to `rows`; what the job made or changed stays."""
-    before = _read_list(dest)
+    before = read_list(dest)
     old = {row[0]: row for row in before.get("rows", [])}
     stats: Stats = before.get("stats", {})
     new = {row[0]: row for row in rows}
@@ -600,7 +600,8 @@ def _new_partial(cache: str, dest: str) -> str:
     return partial
 
 
-def _read_list(folder: str) -> dict[str, Any]:
+def read_list(folder: str) -> dict[str, Any]:
+    """What was put into a folder, and each file's stat then; empty where that is not known."""
     text = _read_text(folder + ".tree.json")
     try:
         found = json.loads(text) if text else {}

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from nodekit.deploy import apply, cluster, judge, metrics_port, notify, plan, runs, script, start
+from nodekit.deploy import cluster, ending, judge, metrics_port, notify, runs, script, start
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
@@ -34,6 +34,7 @@ from nodekit.inventory.schema import Inventory
 
 ATTACH_TAIL_BYTES = 4096
 NO_PROGRESS_EXIT = 4
+STOPPED_EXIT = 130
 
 
 def up(options: Options) -> int:
@@ -393,7 +394,7 @@ def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: b
     with _told_of_a_full_disk(view.say):
         run.finish_stopped()
     view.say(stopped_text(run, results))
-    return 130
+    return STOPPED_EXIT
 
 
 @contextlib.contextmanager
@@ -424,38 +425,32 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     """Say how it ended and where everything is; the exit status."""
     there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
     first = min(there, key=lambda name: run.nodes[name]["node_rank"])
+    rows = ending.left_behind(run, {name: link for name, link in links.items() if not link.is_lost})
     print()
-    failed = NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
     if verdict.outcome == "failed":
-        print("\n".join(failed_screen(run, verdict, first)))
-        return failed
+        # The verdict names the log itself.
+        print("\n".join(failed_screen(run, verdict, [row for row in rows if row[0] != "logs"])))
+        return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
     if verdict.outcome == "stopped":
-        print(
-            f"{run.run_id} was stopped; kit up {shlex.quote(_shown(run.inventory_path))} goes on from its snapshot"
-        )
+        has_snapshot = any(label == "snapshots" for label, _ in rows)
+        goes_on = "goes on from its snapshot" if has_snapshot else "begins it anew: it has no snapshot"
+        print(f"{run.run_id} was stopped; kit up {shlex.quote(_shown(run.inventory_path))} {goes_on}")
     else:
         seconds = (run.ended or time.time()) - run.started
         print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, links, first)}")
-    node_dir = run.nodes[first]["node_dir"]
-    print(f"  logs       {first}:{node_dir}/logs   (kit logs {run.run_id})")
-    print(f"  snapshots  {first}:{run.nodes[first]['env']['NODEKIT_SNAPSHOT_DIR']}")
-    print(f"  curves     {first}:{node_dir}/output   (kit board {run.run_id})")
-    if verdict.outcome != "succeeded":
-        return failed
-    if plan.training_options(run.nodes[first]["argv"], run.nodes[first]["env"]) is not None:
-        print(f"  weights    {first}:{apply.folders(run.nodes[first], 'best')[0]}   (kit test {run.run_id})")
-    return 0
+    for label, text in rows:
+        print(f"  {label:<9}  {text}")
+    return STOPPED_EXIT if verdict.outcome == "stopped" else 0
 
 
-def failed_screen(run: Run, verdict: Verdict, node: str) -> list[str]:
-    """The verdict on a failed run, as wide and high as the terminal; `node` is where its files are."""
+def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """The verdict on a failed run, as wide and high as the terminal, with further rows."""
     width, height = terminal()
-    snapshots = f"{node}:{run.nodes[node]['env']['NODEKIT_SNAPSHOT_DIR']}" if node in run.nodes else ""
     return screen(
         verdict,
         run_id=run.run_id,
         resume=resume_command(run),
-        more=[("snapshots", snapshots)] if snapshots else [],
+        more=more,
         width=width,
         height=height,
     )

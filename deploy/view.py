@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nodekit.deploy import guess, terminal
 from nodekit.deploy.events import Event
 from nodekit.inventory.errors import NotWritten
 
@@ -72,7 +73,12 @@ class View:
         if self._terminal:
             from rich.live import Live  # only a terminal needs it
 
-            self._live = Live(get_renderable=self._table, refresh_per_second=4, transient=True)
+            self._live = Live(
+                get_renderable=self._table,
+                console=terminal.console(),
+                refresh_per_second=4,
+                transient=True,
+            )
             self._live.start()
         return self
 
@@ -95,6 +101,7 @@ class View:
         if not self._logs or not lines:
             return
         prefix = f"{node}:{rank}".ljust(self._width + 2)
+        lines = [terminal.harmless(line) for line in lines]
         if self._live is None:
             _print("\n".join(f"{prefix} | {line}" for line in lines))
             return
@@ -200,9 +207,8 @@ class FullScreen(View):
             self._console().print(closing(self._watched.model(time.time()), LAST_EVENTS), soft_wrap=True)
 
     def _console(self) -> Any:
-        from rich.console import Console
 
-        return Console(highlight=False)
+        return terminal.console(highlight=False)
 
     def _open(self) -> None:
         from rich.live import Live
@@ -420,9 +426,12 @@ def _stop() -> None:
 
 
 def _print(text: str) -> None:
-    """Print it; where that goes to a file and the disk is full, it is lost, and the run is supervised all the same."""
+    """Print it, made harmless, for much of it is read through `tee`.
+
+    Where it goes to a file and the disk is full, it is lost, and the run is supervised all the same.
+    """
     try:
-        print(text, flush=True)
+        print(terminal.harmless(text), flush=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -483,8 +492,10 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         quiet = now - float(seen["progress_time"])
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
+    elif seen.get("guess"):
+        parts.append(guess.words(seen["guess"]))
     if seen.get("blocked"):
         parts.append(str(seen["blocked"]))
     if seen.get("message"):
         parts.append(str(seen["message"]))
-    return "  ".join(parts)
+    return terminal.harmless("  ".join(parts), colours=False).replace("\n", " ")

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 
-from nodekit.deploy import arguments, cluster, past, runs, up
+from nodekit.deploy import arguments, cluster, past, runs, terminal, up
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.hands import Hands
 from nodekit.deploy.judge import Rules
@@ -73,8 +73,6 @@ def watch(run: Run, options: SshOptions, *, plain: bool = False) -> int:
 
 def show_last(run: Run, options: SshOptions) -> int:
     """The last that is known of a run that is over, and how it ended; the exit status."""
-    from rich.console import Console
-
     from nodekit.deploy import screen
 
     record, events = past.past(run, options)
@@ -82,7 +80,7 @@ def show_last(run: Run, options: SshOptions) -> int:
     for event in events:
         watched.event(event)
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
-    Console(highlight=False, width=width).print(
+    terminal.console(highlight=False, width=width).print(
         screen.render(watched.model(run.ended or time.time()), width, None)
     )
     if run.state in runs.ENDED:

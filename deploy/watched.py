@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy import guess
 from nodekit.deploy.events import Event
 from nodekit.deploy.narrate import Narrator
 from nodekit.deploy.notes import parse_progress
 from nodekit.deploy.screen import Model, Node
+from nodekit.deploy.terminal import harmless
 
 RATE_S = 20.0  # what steps per second are taken over
 LOG_LINES = 2000  # of a node
@@ -102,6 +104,8 @@ class Watched:
             row.steps.clear()
         told = parse_progress(str(status.get("progress") or ""))
         if told["step"] is None:
+            if status.get("rank") == 0 and status.get("guess") and not self._is_live:
+                self._said = guess.words(status["guess"])
             return
         when = float(status.get("progress_time") or 0.0) - self._offsets.get(name, 0.0)
         row.step = told["step"]
@@ -197,7 +201,8 @@ class Watched:
         """Lines that a rank has written."""
         row = self._rows.setdefault(node, _Row())
         several = len(row.status.get("workers") or ()) > 1
-        row.log.extend(f"{rank} │ {line}" if several else line for line in lines)
+        for line in map(harmless, lines):
+            row.log.append(f"{rank} │ {line}" if several else line)
 
     def log_of(self, node: str) -> list[str]:
         """The last lines of a node's ranks."""

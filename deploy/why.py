@@ -49,10 +49,8 @@ def why(run: Run, options: SshOptions, *, as_json: bool) -> int:
     if found is None:
         print(f"{run.run_id} is {run.state}, and no rank has failed so far")
     elif run.state == "failed":
-        there = [name for name in record.nodes if name not in found.without] or list(record.nodes)
-        first = min(there, key=lambda name: record.nodes[name]["node_rank"], default="")
         record.verdict, record.state = run.verdict, run.state
-        print("\n".join(up.failed_screen(record, found, first)))
+        print("\n".join(up.failed_screen(record, found)))
     elif found.first is None:
         print(f"{run.run_id} {found.text}" if found.outcome == "succeeded" else f"{run.run_id}: {found.text}")
     else:

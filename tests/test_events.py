@@ -17,6 +17,7 @@ from nodekit.deploy import events, hostfollow, notes, present
 from nodekit.deploy.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.record import Record
 from nodekit.deploy.usage import Usage
+from nodekit.deploy.view import status_line
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -217,6 +218,35 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     )
     record.look()
     assert [(progress, memory > 0) for progress, memory in seen] == [("7/9 loss 1.0", True)]
+
+
+def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = Record(spec)
+    log = folder / "logs/rank0-attempt0.0.log"
+    log.write_text("iter 100: loss 3.1405, time 200.15ms\n")
+    record.begin("0.0", group_rank=0, log_of_rank_0=str(log))
+    record.update(state="running", rank=0, world_size=2)
+
+    def now() -> dict[str, Any]:
+        record.look()
+        return present.statuses(str(folder))["n0"]
+
+    seen = now()
+    assert seen["guess"] == {"step": 100, "total_steps": None, "epoch": None, "loss": 3.1405}
+    assert (seen["progress"], seen["progress_time"], record.step) == (None, None, None)
+    assert status_line(seen, now=0.0).endswith("  rank 0 of 2  ~step 100, loss 3.14")
+
+    (folder / "progress/rank0").write_text("7/9\n")
+    seen = now()
+    assert (seen["progress"], seen["guess"]) == ("7/9", None), "what it tells itself is no guess"
+
+    record.begin("0.1", group_rank=1, log_of_rank_0=str(log))
+    assert now()["guess"] is None, "rank 0 is another node's now"
+    record.end("stopped")
+    assert not [each for each in events.read(folder) if each.kind == "sample" and each.get("step") == 100]
 
 
 def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):

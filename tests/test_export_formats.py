@@ -303,6 +303,16 @@ def test_deepspeed_gives_the_variables_and_the_arguments_as_they_are(
     assert env["DS_ENV_FILE"] == f"{folder}/.deepspeed_env"
 
 
+def test_deepspeed_is_not_given_a_folder_that_only_one_host_has(tmp_path: Path) -> None:
+    of = source(tmp_path, command=["train.py", "--name={run_id}", "--out={snapshot_dir}"])
+    with pytest.raises(
+        KitError, match=r"one command, and \{snapshot_dir\} or \{node\} in this one is another"
+    ):
+        export_formats.deepspeed(planned(of), of)
+    same = replace(of, command=("train.py", "--name={run_id}"))
+    assert "--name=big lab-1" in text_of(export_formats.deepspeed(planned(same), same), "run.sh")
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(st.text("ab \t'\"$`\\\\%!~=;&|<>(){}*?#\r\n\x01üé\u2028\udcff", max_size=8), max_size=4)

@@ -260,6 +260,7 @@ def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
     }
     said = story.says(10, **alone)
     assert any("1 of at least 3 nodes are there" in text for text in said)
+    assert any("with nodes: 1:4 in the inventory it goes on without" in text for text in said), said
     (finish,) = {each for each in story.sees(1300) if isinstance(each, Finish)}
     assert finish == Finish("failed", "waited 600 s for enough nodes")
 

@@ -1,6 +1,7 @@
 """From inventory and facts to what each node runs."""
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nodekit.deploy import plan
 from nodekit.deploy.check import Facts, Interface, choose_interface, clocks, examine
@@ -99,6 +102,53 @@ def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path
         "A": "host",
         "B": "job",
     }
+
+
+WORDS = ("snapshot_dir", "run_id", "node")
+
+
+@pytest.mark.parametrize(
+    ("written", "arrives"),
+    [
+        ("--out_dir={snapshot_dir}", "--out_dir=/s/gpu1"),
+        ("{snapshot_dir}/{run_id}/{node}", "/s/gpu1/lab-1/gpu1"),
+        ('{"dir": "{snapshot_dir}", "n": {"a": 1}}', '{"dir": "/s/gpu1", "n": {"a": 1}}'),
+        ("{{snapshot_dir}}", "{{snapshot_dir}}"),
+        ("${node} ${run_id}", "${node} ${run_id}"),
+        (
+            "{snapshot_dir }{Node}{}{0}{output_dir}%s{{node}",
+            "{snapshot_dir }{Node}{}{0}{output_dir}%s{{node}",
+        ),
+    ],
+)
+def test_three_words_in_braces_are_replaced_in_a_command(written: str, arrives: str) -> None:
+    filled = plan.filled(("train.py", written), snapshot_dir="/s/gpu1", run_id="lab-1", node="gpu1")
+    assert filled == ("train.py", arrives)
+
+
+@given(st.lists(st.lists(st.sampled_from([*WORDS, *"{}$ \"'\\\n:é"])).map("".join) | st.text()))
+def test_an_argument_without_such_a_word_arrives_byte_for_byte(argv: list[str]) -> None:
+    argv = [re.sub(rf"\{{(?=({'|'.join(WORDS)})\}})", "{{", each) for each in argv]
+    assert plan.filled(argv, snapshot_dir="/s", run_id="r", node="n") == tuple(argv)
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["after --", "in the inventory"])
+def test_each_node_gets_its_own_folder_in_its_command(tmp_path: Path, is_given: bool) -> None:
+    command = ["train.py", "--out={snapshot_dir}", "--name={run_id}-{node}"]
+    text = TWO if is_given else f"{TWO}  command: {json.dumps(command)}\n"
+    found = build(inventory(tmp_path, text), TWO_FACTS, command=command if is_given else None)
+    work = "/home/train/nodekit/runs/lab-1"
+    assert [node.argv[3:] for node in found.nodes] == [
+        (f"--out={work}/gpu1/snapshots", "--name=lab-1-gpu1"),
+        (f"--out={work}/gpu2/snapshots", "--name=lab-1-gpu2"),
+    ]
+
+    shared = inventory(tmp_path, f"snapshots: {{shared: /mnt/s}}\n{TWO}")
+    assert {node.argv[3] for node in build(shared, TWO_FACTS, command=command).nodes} == {
+        "--out=/mnt/s/lab-1"
+    }
+    own = inventory(tmp_path, TWO.replace("B: job", "NODEKIT_SNAPSHOT_DIR: /mine"))
+    assert {node.argv[3] for node in build(own, TWO_FACTS, command=command).nodes} == {"--out=/mine"}
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,34 @@ def test_of_a_run_that_goes_on_the_step_is_that_of_now(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
+    ("guess", "shown"),
+    [
+        ({"step": 37, "total_steps": 100, "epoch": 3, "loss": 0.5}, "~37/100"),
+        ({"step": 37, "total_steps": None, "epoch": None, "loss": None}, "~37"),
+        ({"step": None, "total_steps": None, "epoch": 3, "loss": None}, "~epoch 3"),
+        (None, "–"),
+    ],
+)
+def test_where_a_script_tells_no_step_it_is_guessed_and_called_so(
+    guess: dict[str, Any] | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record("lab-1122-060100-aaaa", state="running")
+    status = {"run": run.run_id, "time": START, "state": "running", "progress": None}
+    present.of(str(run.folder)).write({**status, "node": "gpu1", "guess": guess})
+    present.of(str(run.folder)).write({**status, "node": "gpu2", "guess": None})
+    for state in ("running", "succeeded"):  # and is kept in its summary
+        if state == "succeeded":
+            run.finish(state, "")
+        for _ in range(2):
+            assert cli.main(["runs"]) == 0
+            said = capsys.readouterr()
+            assert f" {shown} " in said.out.splitlines()[1]
+            assert ("guessed from what rank 0 printed" in said.err) == (guess is not None)
+    (told,) = json.loads("\n".join(table(capsys, "--json")))
+    assert (told["step"], told["guess"]) == (None, guess)
+
+
+@pytest.mark.parametrize(
     ("columns", "head"),
     [
         (150, "run started took nodes step best goodput state verdict"),

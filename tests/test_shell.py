@@ -273,12 +273,12 @@ def test_on_a_terminal_each_host_has_its_colour(tmp_path: Path) -> None:
 
 def test_names_are_as_wide_as_the_widest_and_a_file_gets_every_byte() -> None:
     prefixes = Prefixes(["a", "gpu10"])
-    lines = Lines("a", "out", b"10 %\r20 %\r\n\xff\x1b[1mbold\n")
+    lines = Lines("a", "out", b"10 %\r20 %\r\n\xff\x1b[2J\x1b[1mbold\n")
     assert prefixes.apply(lines, is_terminal=False, colour=False) == (
-        b"a     | 10 %\r20 %\r\na     | \xff\x1b[1mbold\n"
+        b"a     | 10 %\r20 %\r\na     | \xff\x1b[2J\x1b[1mbold\n"
     )
     assert prefixes.apply(lines, is_terminal=True, colour=False) == (
-        b"a     | 20 %\na     | \xff\x1b[1mbold\x1b[0m\n"
+        "a     | 20 %\na     | \ufffd\x1b[1mbold\x1b[0m\n".encode()
     )
 
 

@@ -100,6 +100,8 @@ def test_a_wait_that_was_given_up_is_a_failure_with_its_reason() -> None:
     found = verdict({"a": STOPPED, "b": GONE}, max_restarts=0, also="waited 60 s for enough nodes")
     why = "waited 60 s for enough nodes: b was lost: its agent is gone without a word"
     assert (found.outcome, found.text) == ("failed", why)
+    assert found.cause is not None
+    assert "With nodes: FEWEST:MOST in the inventory the job goes on without it" in found.cause.cure
 
 
 STATUS = {

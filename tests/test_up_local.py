@@ -44,7 +44,9 @@ def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
 
 
 def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
-    (local.folder / "job.py").write_text(FOREVER)
+    # A script that reads its stdin finds it at its end, whatever the user types or pipes into kit.
+    writes = "import pathlib, sys\npathlib.Path('out').mkdir(exist_ok=True)\npathlib.Path('out/log').write_text('12')\n"
+    (local.folder / "job.py").write_text(f"{writes}assert sys.stdin.read() == ''\n{FOREVER}")
     done = local.run("up", "two nodes.yaml", "-d", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = run_id(done.stdout)
@@ -58,8 +60,18 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     refused = local.run("up", "two nodes.yaml", "--", "job.py", "other")
     assert (refused.returncode, "is running another command" in refused.stderr) == (1, True)
     assert local.run("up", "two nodes.yaml", "--new", "--", "job.py").returncode == 1
+    attached = local.start("up", "two nodes.yaml", "--", "job.py")
+    local.wait_for("supervised by process")
     down = local.run("down")
     assert (down.returncode, down.stdout) == (0, f"{found} is stopped on 2 nodes\n")
+    assert attached.wait(60) == 130, local.log()
+    place = local.folder.parent / "work dir" / "runs" / found
+    shown = local.log().partition(f"{found} was stopped; ")[2].splitlines()
+    assert shown == [
+        "kit up 'two nodes.yaml' begins it anew: it has no snapshot",
+        f"  logs       a:{place}/a/logs   (kit logs {found})",
+        f"  written    a:{place}/code: out/ (2 bytes)",
+    ]
     again = local.run("down")
     assert (again.returncode, again.stdout) == (0, f"{found} is not running (stopped)\n")
     assert re.search(rf"^{found} .* stopped +stopped by kit down$", local.run("runs").stdout, re.MULTILINE)

@@ -22,10 +22,11 @@ pytestmark = pytest.mark.slow
 JOB = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+nasty = "\x1b]0;mine\x07\x1b]52;c;aGk=\x1b\\\\ \x1b[6n\x9b5n\x1bP+q544e\x1b\\\\\x07\u202e"  # title, clipboard, …
 progress = pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"])
 for step in range(1, 100_000):
-    progress.write_text(f"{step}/100000 epoch 1 loss {9 / step:.4f}")
-    print(f"line {step} of rank {os.environ['RANK']}", flush=True)
+    progress.write_text(f"{step}/100000 epoch 1 loss {9 / step:.4f} {nasty}")
+    print(f"line {step} of rank {os.environ['RANK']}{nasty}", flush=True)
     time.sleep(0.05)
 """
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
@@ -120,7 +121,10 @@ def watchers(local: Kit) -> dict[int, str]:
     }
 
 
-def test_a_run_is_watched_changed_left_and_stopped_by_keys(terminal: Terminal, local: Kit) -> None:
+def test_a_run_is_watched_changed_left_and_stopped_by_keys(
+    terminal: Terminal, local: Kit, tmp_path: Path
+) -> None:
+    terminal("pipe-pane", f"cat >{shlex.quote(str(tmp_path / 'sent'))}")
     terminal.run("kit up two.yaml -- job.py")
     terminal.shows(r"^two-\S+  running · 2 of 2 nodes · for ", timeout_s=120)
     terminal.shows(r"% · [\d,]+ of 100,000 steps · .* left · [\d.]+ steps/s$")
@@ -183,6 +187,9 @@ def test_a_run_is_watched_changed_left_and_stopped_by_keys(terminal: Terminal, l
     terminal.press("C-c")
     terminal.shows(r"two-\S+ goes on$")
 
+    terminal.run("clear; kit status; kit logs --since 5s; echo read")
+    terminal.shows(r"line \d+ of rank 1\nread$")
+
     terminal.run("clear; kit watch")
     terminal.shows(r"running · 2 of 2 nodes")
     assert COLOUR.search("\n".join(terminal.lines("-e")))
@@ -191,6 +198,10 @@ def test_a_run_is_watched_changed_left_and_stopped_by_keys(terminal: Terminal, l
     terminal.run("clear; kit watch")
     terminal.shows(r"^two-\S+ stopped: stopped by kit watch$")
     assert re.search(r"^  a +stopped ", terminal.text(), re.MULTILINE)
+
+    sent = (tmp_path / "sent").read_text(errors="replace")
+    assert "epoch 1 loss" in sent
+    assert not re.findall(r".{60}(?:\x1b\]|\x1b\[6n|\x9b|\x1bP|\x07|\u202e)", sent)
 
 
 def test_a_terminal_that_is_closed_leaves_the_job_supervised(terminal: Terminal, local: Kit) -> None:

@@ -1,0 +1,69 @@
+"""How far a rank seems to be, from the last lines that it printed. A guess, for people: nothing is decided by it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 8192
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
+_NUMBER = r"(\d{1,12})(?![\d.]*\.\d|\w)"
+_OF = rf"{_NUMBER}(?:\s*(?:/|of)\s*(\d{{1,12}})(?!\w))?"
+# ` 37%|███▋      | 37/100 [00:03<00:06, …`: a download counts in bytes, as 1.2M/27.0M, and is none.
+_BAR = re.compile(r"\d{1,3}%\|[^|]*\|\s*(\d{1,12})/(\d{1,12})\s*\[")
+_STEP = re.compile(rf"(?:\b|_)(?:step|iter|iteration|it)\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
+_EPOCH = re.compile(rf"\bepoch\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
+_OF_EPOCH = re.compile(
+    r"\bepoch:?\s*\[\d+\]\s*\[\s*(\d{1,12})/(\d{1,12})\]", re.IGNORECASE
+)  # Epoch: [3][ 10/100]
+_LOSS = re.compile(
+    r"(?:\b|_)loss['\"]?[\s=:]+([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![\w.])", re.IGNORECASE
+)
+
+
+def of_file(path: str) -> dict[str, Any] | None:
+    """That of a log, from its end."""
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return of_text(file.read(TAIL_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return None
+
+
+def of_text(text: str) -> dict[str, Any] | None:
+    """``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line that has the first or the third; or None."""
+    for line in reversed(_COLOUR.sub("", text).replace("\r", "\n").split("\n")):
+        step = _BAR.search(line) or _OF_EPOCH.search(line) or _STEP.search(line)
+        epoch = _EPOCH.search(line)
+        if step is None and epoch is None:
+            continue
+        loss = _LOSS.search(line)
+        value = float(loss[1]) if loss else math.nan
+        return {
+            "step": int(step[1]) if step else None,
+            "total_steps": int(step[2]) if step and step[2] else None,
+            "epoch": int(epoch[1]) if epoch else None,
+            "loss": value if math.isfinite(value) else None,
+        }
+    return None
+
+
+def words(guess: Mapping[str, Any]) -> str:
+    """A guess for people: ``~step 37/100, epoch 3, loss 0.2``."""
+    parts = []
+    if guess.get("step") is not None:
+        total = guess.get("total_steps")
+        parts.append(f"step {guess['step']}" + (f"/{total}" if total else ""))
+    if guess.get("epoch") is not None:
+        parts.append(f"epoch {guess['epoch']}")
+    if guess.get("loss") is not None:
+        parts.append(f"loss {guess['loss']:.4g}")
+    return "~" + ", ".join(parts)
