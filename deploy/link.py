@@ -30,8 +30,8 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "netprobe",
-    "points", "present", "probes", "removal", "survey", "tree",
+    "accept", "board_host", "nics", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread",
+    "netprobe", "points", "present", "probes", "removal", "survey", "tree",
 )  # fmt: skip
 """The modules whose functions a host can be asked to call."""
 

@@ -20,6 +20,8 @@ from nodekit.deploy.lifeline import Hub, Lifeline
 from nodekit.deploy.rendezvous import Formed, Rendezvous, StoreLost
 from nodekit.deploy.spec import AgentSpec
 
+TOKEN = "the run's token"
+
 
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendezvous]]:
@@ -54,6 +56,7 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendezvou
             node_dir="",
             grace_s=1.0,
             wait_s=20.0,
+            token=TOKEN,
         )
         made.append(rendezvous.Rendezvous(spec, lambda: None, nothing))
         return made[-1]
@@ -179,11 +182,11 @@ def test_how_the_job_ended_is_known_to_who_comes_late(connect: Any) -> None:
 
 def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
     said: list[tuple[str, float]] = []
-    hub = Hub(1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
+    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
 
     def call() -> Lifeline:
         return Lifeline(
-            "127.0.0.1", hub.port, hub.cookie, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
+            "127.0.0.1", hub.port, TOKEN, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
         )
 
     call().close()
@@ -197,7 +200,7 @@ def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
 
 
 def test_a_stranger_is_not_listened_to() -> None:
-    hub = Hub(1.0, 3, nothing)
+    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, nothing)
     with pytest.raises(ConnectionError):
         Lifeline("127.0.0.1", hub.port, "wrong", "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None)
     assert hub.connected == set()
