@@ -32,7 +32,7 @@ def listen(address: str, token: str, limit_s: float) -> int:
     """Be the other end for `limit_s` seconds, for whoever knows the token; gives the port."""
     server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     server.bind((address, 0))
-    server.listen(64)
+    server.listen(1024)
     port: int = server.getsockname()[1]
 
     acceptor = accept.Acceptor(
