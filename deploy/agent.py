@@ -13,11 +13,13 @@ generation: a new ``spec.json``. The rule of deploy/quorum.py decides who may tr
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -34,7 +36,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from nodekit.deploy import kernel, programs, remote
+from nodekit.deploy import descriptors, kernel, programs, remote
 from nodekit.deploy.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.forkserver import ForkServer
@@ -107,6 +109,11 @@ class Stop:
             raise SignalException("asked to stop", signal.SIGTERM)
 
 
+def _unfit(text: str, error: OSError) -> Exception:
+    """What is raised of an error of this node's: itself, where it will pass."""
+    return error if descriptors.are_used_up(error) else Unfit(text)
+
+
 Why = Literal["done", "failed", "again"]
 
 
@@ -118,6 +125,7 @@ class Agent:
         self._record = record
         self._stop = stop
         self._workers = Workers(server)
+        descriptors.raise_limit()  # only now: ranks have the limit that they would have had
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
         self._inquiry = Inquiry(spec.hang, record)
@@ -135,7 +143,8 @@ class Agent:
             if spec.copies > 1 and len(spec.nodes) > 1
             else None
         )
-        self._held = remote.listen()  # for the rendezvous, should the supervisor choose this node
+        # For the rendezvous, should the supervisor choose this node.
+        self._held = remote.listen(spec.local_addr)
         self._orphaned: list[float] = []
         self._electorate = spec.known_electorate()
         self._attempt = ""
@@ -145,7 +154,7 @@ class Agent:
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
-        self._is_meeting = self._is_orphan = False
+        self._is_meeting = self._is_orphan = self._has_told_of_descriptors = False
         self._spec_changed = 0
         self._folder_changed, self._folder_read_at = 0, 0.0
         self._read_electorate()
@@ -166,6 +175,10 @@ class Agent:
                 following = self._wait_fenced
             except StoreLost as error:
                 following = functools.partial(self._wait_orphaned, str(error))
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise Unfit(str(error)) from error
+                following = functools.partial(self._wait_for_descriptors, error)
 
     # --- generations ---
 
@@ -180,47 +193,77 @@ class Agent:
         self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event)
         self._is_orphan = False
         while True:
-            self._record.update(state="rendezvous", workers=[], members=[])
-            self._is_meeting = True
             try:
-                formed = rendezvous.form(self._own())
-            except FormAgain:
+                status = self._round(rendezvous)
+            except OSError as error:
+                self._wait_for_descriptors(error)
                 continue
-            except (RendezvousClosedError, RendezvousGracefulExitError):
-                if rendezvous.outcome == "succeeded":
-                    return self._end("succeeded", "the others had trained to the end")
-                return self._end("failed", "another node ended the job")
-            except RendezvousTimeoutError:
-                return self._end("failed", f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes")
-            finally:
-                self._is_meeting = False
-            names = formed.names
-            self._electorate = newest(Electorate.of(each["electorate"]) for each in formed.members)
-            if not self._electorate.may_train(names):
-                self._wait_blocked(rendezvous, names)
-                continue
-            self._formed = formed
-            self._share_snapshots(formed)
-            self._start(formed)
-            why = self._watch(rendezvous, formed)
-            if why == "done":
-                why = self._wait_for_the_others(rendezvous, formed)
-            if why == "done":
-                return self._end("succeeded", "")
-            if why == "failed":
-                return self._end("failed", self._failed_as)
+            if status is not None:
+                return status
+
+    def _round(self, rendezvous: Rendezvous) -> int | None:
+        """Meet the others and run the workers once; the exit status, None for another round."""
+        spec = self._spec
+        self._record.update(state="rendezvous", workers=[], members=[])
+        self._is_meeting = True
+        try:
+            formed = rendezvous.form(self._own())
+        except FormAgain:
+            return None
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            if rendezvous.outcome == "succeeded":
+                return self._end("succeeded", "the others had trained to the end")
+            return self._end("failed", "another node ended the job")
+        except RendezvousTimeoutError:
+            return self._end("failed", f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes")
+        finally:
+            self._is_meeting = False
+        names = formed.names
+        self._electorate = newest(Electorate.of(each["electorate"]) for each in formed.members)
+        if not self._electorate.may_train(names):
+            self._wait_blocked(rendezvous, names)
+            return None
+        self._formed = formed
+        self._share_snapshots(formed)
+        self._start(formed)
+        why = self._watch(rendezvous, formed)
+        if why == "done":
+            why = self._wait_for_the_others(rendezvous, formed)
+        if why == "done":
+            return self._end("succeeded", "")
+        return self._end("failed", self._failed_as) if why == "failed" else None
+
+    def _wait_for_descriptors(self, error: OSError) -> None:
+        """All file descriptors are in use, by strangers' connections most likely: until there is one again.
+
+        Raises:
+            OSError: `error`, if it is another one.
+        """
+        if not descriptors.are_used_up(error):
+            raise error
+        self._end_workers(0, "no file descriptor is left")
+        descriptors.wait_for_one(self._pause)
+        if not self._has_told_of_descriptors:
+            self._has_told_of_descriptors = True
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            self._record.event("no-descriptors", limit=limit, why=str(error))
+            self._record.update(
+                notice=f"{self._spec.name}: all {limit} file descriptors of the agent were in use: does somebody else "
+                f"connect to its ports on {self._spec.local_addr}?"
+            )
 
     def _take_new_spec(self) -> None:
         self._end_workers(DYING_S, "another generation")
         self._leave()
-        spec, old = AgentSpec.load(self._folder), self._spec
+        spec = descriptors.when_there(lambda: AgentSpec.load(self._folder), self._stop.check)
+        old = self._spec
         if spec.is_host and spec.generation == old.generation:
             self._spec = replace(old, call=spec.call)
             raise Fenced  # a generation's store is opened once: its other nodes may still know the first one
         if spec.is_host:
             # The port was found free by being held: it goes over to the store, and another is held from now on.
             spec = replace(spec, listen_fd=self._held.detach())
-            self._held = remote.listen()
+            self._held = descriptors.when_there(lambda: remote.listen(spec.local_addr), self._stop.check)
         if spec.generation > old.generation:
             self._is_orphan = False
         self._spec = spec
@@ -287,8 +330,8 @@ class Agent:
                 return self._look_at_fence()
             except OSError as error:
                 if time.monotonic() > until:
-                    raise Unfit(
-                        f"the fence of this node cannot be read ({error}): no rank is started"
+                    raise _unfit(
+                        f"the fence of this node cannot be read ({error}): no rank is started", error
                     ) from error
             self._pause()
 
@@ -369,6 +412,8 @@ class Agent:
             try:
                 gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
             except OSError as error:
+                if descriptors.are_used_up(error):
+                    raise
                 text = f"what the ranks saved cannot be read ({error})"
             else:
                 if gathered.missing:
@@ -386,7 +431,7 @@ class Agent:
             self._record.make_snapshot_dir()
             self._expected_snapshot = self._record.expected_snapshot
         except OSError as error:
-            raise Unfit(str(error)) from error
+            raise _unfit(str(error), error) from error
         self._attempt = f"{spec.generation}.{formed.round}"
         self._record.begin(self._attempt, group_rank=formed.group_rank, log_of_rank_0=self._log_of(0))
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
@@ -517,7 +562,9 @@ class Agent:
                     else:
                         self._end_attempt(self._spec.grace_s, "a node comes in")
                     return self._or_give_up("again")
-            if self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits)):
+            with rendezvous.lost_store_is_told():
+                hangs = self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits))
+            if hangs:
                 self._end_attempt(0, "a hang")
                 return self._or_give_up("again")
 
@@ -613,14 +660,14 @@ class Agent:
         A node that fails or is lost before that leaves work undone: all start again from the snapshot. Upstream gives
         up waiting after 300 s, and takes the job for succeeded then.
         """
-        num_nodes, look_at = len(formed.members), 0.0
+        look_at = 0.0
         with rendezvous.lost_store_is_told():
             others = [name for name in formed.without(DONE) if name != self._spec.name]
             self._record.update(state="waiting", done_at=time.time(), waits_for=others)
             if self._replicas is not None:
                 self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
             formed.tell(DONE)
-            while formed.count(DONE) < num_nodes:
+            while not formed.have_all(DONE):
                 self._pause()
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + _MEMBERS_S
@@ -706,7 +753,12 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
     spec = AgentSpec.load(node_dir)
     os.environ.update(spec.env)
     record = Record(spec)
-    agent = Agent(spec, record, Stop(), server)
+    try:
+        agent = Agent(spec, record, Stop(), server)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return _end_unfit(record, spec, error)
     try:
         return agent.run()
     except SignalException:
@@ -716,14 +768,18 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         return EXIT_STOPPED
     except Unfit as error:
         agent.shut_down()
-        record.update(notice=f"{spec.name}: {error}")
-        print(error, file=sys.stderr)
-        record.end("ended", workers=[], message=str(error))
-        return EXIT_UNFIT
+        return _end_unfit(record, spec, error)
     except Exception as error:
         agent.shut_down()
         record.end("failed", workers=[], message=f"the agent failed: {type(error).__name__}: {error}")
         raise  # its traceback belongs in agent.log
+
+
+def _end_unfit(record: Record, spec: AgentSpec, error: Exception) -> int:
+    record.update(notice=f"{spec.name}: {error}")
+    print(error, file=sys.stderr)
+    record.end("ended", workers=[], message=str(error))
+    return EXIT_UNFIT
 
 
 def _format_plainly() -> None:

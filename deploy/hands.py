@@ -121,7 +121,9 @@ class Hands:
         workdirs = {name: facts[name].workdir}
         if not facts[name].has_kit:
             sync.send_package(self._package, {name: link}, workdirs, timeout_s=SYNC_TIMEOUT_S)
-        port = int(self._call(name, "hold_port")) if name == state.host else None
+        port = None
+        if name == state.host:
+            port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
         self.warm(name, secrets_of(self.inventory))
         spec = f"{self.node(name).node_dir}/spec.json"
         if not self.run.is_placed and self._call(name, "read_file", path=spec, limit_bytes=1) is None:

@@ -57,12 +57,12 @@ class Inquiry:
         text = suspicion.text if suspicion else ""
         store = self._formed.store
         try:
-            if suspicion is None and not store.check(["nodekit/hang"]):
+            if suspicion is None and store.get("hang") is None:
                 return self._lingers(has_ended=has_ended)
-            store.set("nodekit/hang", "1")
+            store.set("hang", "")
             found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=self._logs)
             said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
-            store.set(f"nodekit/hang/{self._formed.group_rank}", json.dumps(said))
+            store.set(f"hang/{self._formed.group_rank}", json.dumps(said))
             self._explain(text, pause)
         except RuntimeError as error:  # the store is lost
             if suspicion is None:
@@ -73,24 +73,28 @@ class Inquiry:
     def _lingers(self, *, has_ended: bool) -> bool:
         """Whether workers do not end, and say nothing any more, though others have ended well."""
         quiet_s = self._watch.quiet_s(time.monotonic())
-        if quiet_s < self._watch.limit_s or not (has_ended or self._formed.count(DONE)):
+        if quiet_s < self._watch.limit_s or not (has_ended or self._has_any_ended):
             return False
         self._watch.be_more_patient()  # it may have been a long save
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S)
         self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
         return True
 
+    @property
+    def _has_any_ended(self) -> bool:
+        return len(self._formed.without(DONE)) < len(self._formed.members)
+
     def _explain(self, suspicion: str, pause: Callable[[], None]) -> None:
         """Name who is behind, by the stacks of all ranks that come in time."""
         formed, deadline = self._formed, time.monotonic() + 2 * STACKS_S
         parts, nodes = [], {}
         for group_rank, name in enumerate(formed.names):
-            key = f"nodekit/hang/{group_rank}"
-            while not formed.store.check([key]) and time.monotonic() < deadline:
+            key = f"hang/{group_rank}"
+            while (said := formed.store.get(key)) is None and time.monotonic() < deadline:
                 pause()
                 time.sleep(_POLL_S)
-            if formed.store.check([key]):
-                parts.append(json.loads(formed.store.get(key)))
+            if said is not None:
+                parts.append(json.loads(said))
                 nodes.update({int(rank): name for rank in parts[-1][0]})
         found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
         progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}

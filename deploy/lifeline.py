@@ -2,23 +2,24 @@
 
 A process that dies closes it, and where a cable is cut the kernel's keep-alive probes go unanswered; both ends
 know within ``keep_alive_s * lost_after`` seconds. The kernel does the probing, so a node that is only busy is not
-taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Standard library only.
+taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this
+run before anything is said (`replica_wire.Wire`). Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import resource
 import socket
 import stat
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from nodekit.deploy import remote
+from nodekit.deploy.accept import HANDSHAKE_S, Acceptor
+from nodekit.deploy.replica_wire import Wire
 
-_HELLO_TIMEOUT_S = 10.0
 _MAX_WIDENING = 8
 
 
@@ -36,10 +37,11 @@ def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int)
 class Hub:
     """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
 
-    def __init__(self, keep_alive_s: float, lost_after: int, say: Callable[..., None]) -> None:
-        """Listen; `say(kind, **fields)` is told of false alarms."""
-        self.cookie = os.urandom(16).hex()
-        """What a node must know, from the rendezvous store, to be listened to."""
+    def __init__(
+        self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Callable[..., None]
+    ) -> None:
+        """Listen at `address`, for who knows the token; `say(kind, **fields)` is told of false alarms."""
+        self._token = token
         self._keep_alive_s = keep_alive_s
         self._lost_after = lost_after
         self._widest = lost_after * _MAX_WIDENING
@@ -47,9 +49,9 @@ class Hub:
         self._lock = threading.Lock()
         self._connected: dict[str, socket.socket] = {}
         self._lost: set[str] = set()
-        self._listener = remote.listen()
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="lifeline-hub", daemon=True).start()
+        listener = remote.listen(address)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, self._serve, name="lifeline-hub")
 
     @property
     def connected(self) -> set[str]:
@@ -65,44 +67,34 @@ class Hub:
 
     def close(self) -> None:
         """Let go of everyone."""
+        self._acceptor.close()
         with self._lock, contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
             for connection in self._connected.values():
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # whoever proves it is one of us
         identity = ""
-        try:
-            connection.settimeout(_HELLO_TIMEOUT_S)
-            _keep_alive(connection, self._keep_alive_s, self._lost_after)
-            hello = json.loads(connection.makefile("rb").readline(4096))
-            if hello["cookie"] != self.cookie:
-                return
-            identity = str(hello["identity"])
-            with self._lock:
-                if identity in self._lost:  # the same process: it was never dead
-                    self._widen()
-                self._connected[identity] = connection
-                self._lost.discard(identity)
-            connection.sendall(b"%d\n" % self._lost_after)
-            connection.settimeout(None)
-            while connection.recv(64):
-                pass
-        except (OSError, ValueError, KeyError):
-            pass
-        finally:
-            connection.close()
-            with self._lock:
-                if identity and self._connected.get(identity) is connection:
-                    del self._connected[identity]
-                    self._lost.add(identity)
+        with connection:
+            try:
+                wire = Wire(connection)
+                wire.prove(self._token, is_client=False, timeout_s=HANDSHAKE_S)
+                proven()
+                _keep_alive(connection, self._keep_alive_s, self._lost_after)
+                identity = str(wire.receive()["identity"])
+                with self._lock:
+                    if identity in self._lost:  # the same process: it was never dead
+                        self._widen()
+                    self._connected[identity] = connection
+                    self._lost.discard(identity)
+                wire.send({"lost_after": self._lost_after})  # as wide as it was found it must be
+                connection.settimeout(None)
+                while connection.recv(64):
+                    pass
+            finally:
+                with self._lock:
+                    if identity and self._connected.get(identity) is connection:
+                        del self._connected[identity]
+                        self._lost.add(identity)
 
     def _widen(self) -> None:
         """After a false alarm, be slower to raise the next one."""
@@ -121,7 +113,7 @@ class Lifeline:
         self,
         address: str,
         port: int,
-        cookie: str,
+        token: str,
         identity: str,
         *,
         keep_alive_s: float,
@@ -131,15 +123,20 @@ class Lifeline:
         self.lost = threading.Event()
         self._on_lost = on_lost
         self._closed = False
-        self._connection = socket.create_connection((address, port), timeout=_HELLO_TIMEOUT_S)
-        _keep_alive(self._connection, keep_alive_s, lost_after)
-        self._connection.sendall(json.dumps({"cookie": cookie, "identity": identity}).encode() + b"\n")
-        answer = self._connection.makefile("rb").readline(64)
-        if not answer.endswith(b"\n"):
+        self._connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
+        try:
+            wire = Wire(self._connection)
+            wire.prove(token, is_client=True, timeout_s=HANDSHAKE_S)
+            _keep_alive(self._connection, keep_alive_s, lost_after)
+            answer = wire.ask({"identity": identity})
+            _keep_alive(self._connection, keep_alive_s, int(answer["lost_after"]))
+            self._connection.settimeout(None)
+        except (OSError, ValueError, KeyError) as error:
             self._connection.close()
-            raise ConnectionError(f"the rendezvous host {address} does not know this rendezvous any more")
-        _keep_alive(self._connection, keep_alive_s, int(answer))  # as wide as the host has found it must be
-        self._connection.settimeout(None)
+            raise ConnectionError(
+                f"{address}:{port} does not take this node's lifeline ({error}): it is of another rendezvous by now, "
+                "or strangers keep it busy"
+            ) from error
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def close(self) -> None:
@@ -153,9 +150,11 @@ class Lifeline:
             while self._connection.recv(64):
                 pass
         self._connection.close()
-        if not self._closed:
-            self._on_lost()
-        self.lost.set()
+        try:
+            if not self._closed:
+                self._on_lost()
+        finally:
+            self.lost.set()
 
 
 def cut_connections(address: str, port: int) -> None:
@@ -163,14 +162,24 @@ def cut_connections(address: str, port: int) -> None:
 
     torch's store waits without a limit for the answer of a host whose cable was cut.
     """
-    for path in Path("/proc/self/fd").iterdir():
+    for number in _descriptors():
         with contextlib.suppress(OSError):
-            number = int(path.name)
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as each:
+            each = socket.socket(fileno=number)  # not of a duplicate: there may be no descriptor left for one
+            try:
                 if each.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 peer = each.getpeername()
                 if peer[1] == port and str(peer[0]).removeprefix("::ffff:") == address:
                     each.shutdown(socket.SHUT_RDWR)
+            finally:
+                each.detach()
+
+
+def _descriptors() -> Iterable[int]:
+    """Those of this process that are open, or may be."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  # fewer steps, with few left
+    except OSError:  # none is left to look with
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -30,8 +30,8 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "board_host", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "made", "netprobe",
-    "nics", "points", "present", "probes", "programs", "removal", "survey", "tree",
+    "accept", "board_host", "hostfacts", "hostfollow", "hostshell", "linkspeed", "logbook", "logread", "made",
+    "netprobe", "nics", "points", "present", "probes", "programs", "removal", "survey", "tree",
 )  # fmt: skip
 """The modules whose functions a host can be asked to call."""
 

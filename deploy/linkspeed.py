@@ -13,7 +13,9 @@ import statistics
 import struct
 import threading
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
+
+from nodekit.deploy import accept
 
 CONNECT_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0  # a connection that long without a byte is dead
@@ -30,9 +32,15 @@ def listen(address: str, token: str, limit_s: float) -> int:
     """Be the other end for `limit_s` seconds, for whoever knows the token; gives the port."""
     server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     server.bind((address, 0))
-    server.listen(64)
+    server.listen(1024)
     port: int = server.getsockname()[1]
-    threading.Thread(target=_accept, args=(server, token, limit_s), daemon=True).start()
+
+    acceptor = accept.Acceptor(
+        server, lambda connection, _, proven: _serve(connection, token, proven), name="linkspeed"
+    )
+    end = threading.Timer(limit_s, acceptor.close)
+    end.daemon = True
+    end.start()
     return port
 
 
@@ -123,33 +131,19 @@ def _send(connection: socket.socket, seconds: float) -> float:
         return rate
 
 
-def _accept(server: socket.socket, token: str, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    with server:
-        while time.monotonic() < deadline:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-            except OSError:  # it is time
-                return
-            threading.Thread(target=_serve, args=(connection, token), daemon=True).start()
-
-
-def _serve(connection: socket.socket, token: str) -> None:
+def _serve(connection: socket.socket, token: str, proven: Callable[[], None]) -> None:
     with connection:
         connection.settimeout(_SILENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            words = _header(connection).split()
-            if len(words) < 2 or not hmac.compare_digest(words[0], token):
-                return
-            if words[1] == "echo":
-                while connection.recv(1):
-                    connection.sendall(b".")
-            else:
-                _sink(connection, float(words[2]))
-        except OSError:  # the sender has gone: it knows more of it than we do
-            pass
+        words = _header(connection).split()
+        if len(words) < 2 or not hmac.compare_digest(words[0].encode(), token.encode()):
+            return
+        proven()
+        if words[1] == "echo":
+            while connection.recv(1):
+                connection.sendall(b".")
+        else:
+            _sink(connection, float(words[2]))
 
 
 def _header(connection: socket.socket) -> str:

@@ -137,7 +137,13 @@ def deep_findings(
             ]
         first = hosts[0]
         try:
-            port = links[first.name].call("netprobe.hold", timeout_s=CALL_S, session=session, port=port)
+            port = links[first.name].call(
+                "netprobe.hold",
+                timeout_s=CALL_S,
+                session=session,
+                address=chosen[first.name][1],
+                port=port,
+            )
         except HostError as error:
             return [
                 _failure(

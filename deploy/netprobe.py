@@ -32,6 +32,7 @@ _HELLO = b"nodekit "
 _MAX_LINE = 512
 OPEN_AT_ONCE = 256
 _BACKLOG = 1024
+_MOST_CALLERS = 256
 _TICK_S = 0.05
 _FIREWALL_S = 3.0
 # Of linux/in.h: do not fragment, and do not go by what earlier packets have found out about the path.
@@ -344,6 +345,11 @@ class _Session:
                         for caller in _accept_all(ready):
                             said[caller] = b""
                             selector.register(caller, selectors.EVENT_READ)
+                        while len(said) > _MOST_CALLERS:  # who only connects must not take all descriptors
+                            oldest = next(iter(said))
+                            selector.unregister(oldest)
+                            oldest.close()
+                            del said[oldest]
             for caller in said:
                 caller.close()
             self._close_sockets()
@@ -649,14 +655,12 @@ class _Job:
             pass
 
 
-def hold(session: str, port: int) -> int:
-    """Listen on a port, 0 for a free one, for the job of this host."""
+def hold(session: str, address: str, port: int) -> int:
+    """Listen on a port of an address, 0 for a free one, for the job of this host."""
     own = _sessions[session]
-    own.held = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    own.held = socket.socket(_family(address), socket.SOCK_STREAM)
     own.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if socket.has_ipv6:
-        own.held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    own.held.bind(("::" if socket.has_ipv6 else "", port))
+    own.held.bind((address, port))
     own.held.listen(_BACKLOG)
     held: int = own.held.getsockname()[1]
     return held

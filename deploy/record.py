@@ -210,4 +210,5 @@ class Record:
             self._is_asked.wait(MAX_STATUS_INTERVAL_S)
             self._is_asked.clear()
             if not self._ended.is_set():
-                self.look()
+                with contextlib.suppress(OSError):  # there may be no descriptor left, for a while
+                    self.look()

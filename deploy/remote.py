@@ -46,25 +46,33 @@ _attended: Set["subprocess.Popen[str]"] = set()
 # --- agents -------------------------------------------------------------------------------------------------
 
 
-def hold_port() -> int:
-    """A free port of this host, kept listening so that nobody else gets it before the agent does."""
-    held = listen()
+def hold_port(address: str) -> int:
+    """A free port of this address, kept listening so that nobody else gets it before the agent does."""
+    held = listen(address)
     port: int = held.getsockname()[1]
     _held_ports[port] = held
     return port
 
 
-def listen() -> socket.socket:
-    """A listening socket on all of this host's addresses, at a free port."""
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of this address alone.
+
+    Raises:
+        OSError: no interface of this host has the address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        held = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("::", 0))
-    except OSError:  # a host without IPv6
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        held.bind(("", 0))
-    held.listen(1024)
-    return held
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except socket.gaierror as error:
+        raise OSError(errno.EINVAL, "%s is no address to listen on: %s" % (address, error)) from error
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        why = "no interface of %s has the address %s to listen on; see `ip addr` there" % (
+            socket.gethostname(),
+            address,
+        )
+        raise OSError(error.errno, why) from error
 
 
 def warm(

@@ -12,32 +12,35 @@ tests/test_rendezvous_releases.py fails when upstream moves them. What differs f
   be gone by its lifeline (deploy/lifeline.py), seconds before its heartbeat expires;
 - a round is complete as soon as all who are connected are in it, not after the last call;
 - the loss of the store's host ends every call that waits for it;
+- what is in the store is signed (deploy/signed_store.py), and refused, before it is unpickled, if it is not;
 - a state that has to be asked for again is asked for after 0.05 s, not 1 s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import random
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # no stubs
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from nodekit.deploy import descriptors, remote
 from nodekit.deploy.lifeline import Hub, Lifeline, cut_connections
+from nodekit.deploy.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.spec import AgentSpec
 
 CONNECT_TIMEOUT_S = 60.0
@@ -47,11 +50,11 @@ FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is comple
 HEARTBEAT_S, HEARTBEATS = 5.0, 3
 LAST_LOOK_S = 3.0
 _POLL_S = 0.05
-_HUB = "nodekit/hub"
+_HUB, _OUTCOME = "hub", "outcome"
 
 
 class StoreLost(Exception):
-    """The rendezvous host is gone, or its agent."""
+    """The rendezvous host is gone, or its agent, or somebody else writes to the store."""
 
 
 class FormAgain(Exception):
@@ -81,10 +84,12 @@ class Formed:
     group_rank: int
     members: tuple[dict[str, Any], ...]
     """What each of them told of itself, in the order of ranks."""
-    store: Store
+    store: SignedStore
     """For what the agents of this round have to say to each other."""
     master_addr: str
     master_port: int
+    _told: dict[str, set[int]] = field(default_factory=dict)
+    """What → the ranks that are known to have told so: they need not be asked for again."""
 
     @property
     def names(self) -> list[str]:
@@ -97,19 +102,25 @@ class Formed:
         return sum(int(each["nproc"]) for each in self.members)
 
     def tell(self, what: str) -> None:
-        """Let the other members know that this node has come to `what`; once."""
-        self.store.set(f"nodekit/{what}/{self.group_rank}", "1")
-        self.store.add(f"nodekit/{what}", 1)
+        """Let the other members know that this node has come to `what`."""
+        self.store.set(f"{what}/{self.group_rank}", "")
 
-    def count(self, what: str) -> int:
-        """How many members have told so."""
-        return int(self.store.add(f"nodekit/{what}", 0))
+    def have_all(self, what: str) -> bool:
+        """Whether all members have told so."""
+        return next(self._without(what), None) is None
 
     def without(self, what: str) -> list[str]:
         """The names of the members that have not told so."""
-        return [
-            name for rank, name in enumerate(self.names) if not self.store.check([f"nodekit/{what}/{rank}"])
-        ]
+        return [self.names[rank] for rank in self._without(what)]
+
+    def _without(self, what: str) -> Iterator[int]:
+        told = self._told.setdefault(what, set())
+        for rank in range(len(self.members)):
+            if rank not in told:
+                if self.store.get(f"{what}/{rank}") is None:
+                    yield rank
+                else:
+                    told.add(rank)
 
 
 class Rendezvous:
@@ -131,7 +142,6 @@ class Rendezvous:
         self._lifeline: Lifeline | None = None
         self._formed_size = 0
         run_id = f"{spec.run_id}.{spec.generation}"
-        self._outcome_key = f"{run_id}/nodekit/outcome"
         if spec.listen_fd is None:
             self._wait_for_host()  # torch would wait too, but deaf to signals
         with self.lost_store_is_told():
@@ -143,8 +153,11 @@ class Rendezvous:
                 timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
                 master_listen_fd=spec.listen_fd,
             )
+            where = f"{spec.master_addr}:{spec.master_port}"
+            self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
             node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
-            self._connect_lifeline(PrefixStore(run_id, self._store), node.identity)
+            backend = SignedBackend(self._signed)
+            self._connect_lifeline(node.identity)
         settings = upstream.RendezvousSettings(
             run_id,
             spec.min_nodes,
@@ -158,7 +171,6 @@ class Rendezvous:
             keep_alive_max_attempt=HEARTBEATS + int(spec.skew_s / HEARTBEAT_S + 0.99),
         )
         self._settings = settings
-        backend = C10dRendezvousBackend(self._store, run_id)
         self._state = _State(backend, settings, self)
         self._handler = upstream.DynamicRendezvousHandler(
             node, settings, backend.name, self._store, self._state
@@ -174,24 +186,31 @@ class Rendezvous:
                 raise StoreLost(f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s")
             time.sleep(_POLL_S)
 
-    def _connect_lifeline(self, store: Store, identity: str) -> None:
+    def _connect_lifeline(self, identity: str) -> None:
         spec = self._spec
+        # Of this generation alone: the agents of an earlier one may not have heard yet that it is over.
+        token = hmac.new(
+            spec.token.encode(), f"lifeline\0{spec.run_id}.{spec.generation}".encode(), "sha256"
+        ).hexdigest()
         if spec.listen_fd is not None:
-            self._hub = Hub(spec.keep_alive_s, spec.lost_after, self._say)
-            store.set(_HUB, json.dumps([self._hub.port, self._hub.cookie]))
+            # The port is the store's by now, so this cannot be begun again.
+            self._hub = descriptors.when_there(
+                lambda: Hub(spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say),
+                self._pause,
+            )
+            self._signed.set(_HUB, str(self._hub.port))
             return
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while not store.check([_HUB]):
+        while (port := self._signed.get(_HUB)) is None:
             self._pause()
             if time.monotonic() > deadline:
                 raise StoreLost(f"{spec.master_addr}:{spec.master_port} has no rendezvous of this generation")
             time.sleep(_POLL_S)
-        port, cookie = json.loads(store.get(_HUB))
         try:
             self._lifeline = Lifeline(
                 spec.master_addr,
-                port,
-                cookie,
+                int(port),
+                token,
                 identity,
                 keep_alive_s=spec.keep_alive_s,
                 lost_after=spec.lost_after,
@@ -221,20 +240,21 @@ class Rendezvous:
                 workers_store = _new_store(self._spec.local_addr)
                 own = {**own, "master": [self._spec.local_addr, workers_store.port]}
             handler._workers_store = workers_store
-            store = info.store
-            keys = [f"nodekit/member/{rank}" for rank in range(info.world_size)]
+            number = int(self._state.state.round)
+            store = self._signed.part(str(number))
+            keys = [f"member/{rank}" for rank in range(info.world_size)]
             store.set(keys[info.rank], json.dumps(own))
             deadline = time.monotonic() + FORM_TIMEOUT_S
-            while not store.check(keys):
+            while (told := store.get_all(keys)) is None:
                 self._pause()
                 if self.num_nodes_waiting() or time.monotonic() > deadline:
                     raise FormAgain
                 time.sleep(_POLL_S)
-            members = tuple(json.loads(text) for text in store.multi_get(keys))
+            members = tuple(json.loads(text) for text in told)
         self._settings.timeout.to_last_call(self._spec.last_call_s)  # type: ignore[attr-defined]  # ours
         master_addr, master_port = members[0]["master"]
         return Formed(
-            round=int(self._state.state.round),
+            round=number,
             group_rank=info.rank,
             members=members,
             store=store,
@@ -278,8 +298,7 @@ class Rendezvous:
     def outcome(self) -> str:
         """How the job ended, once the rendezvous is closed."""
         with contextlib.suppress(StoreLost), self.lost_store_is_told():
-            if self._store.check([self._outcome_key]):
-                return str(self._store.get(self._outcome_key).decode())
+            return self._signed.get(_OUTCOME) or "failed"
         return "failed"
 
     def close(self, outcome: str = "") -> None:
@@ -287,7 +306,7 @@ class Rendezvous:
         with contextlib.suppress(StoreLost, RendezvousError):
             if outcome and not self.is_lost:
                 with self.lost_store_is_told():
-                    self._store.set(self._outcome_key, outcome)
+                    self._signed.set(_OUTCOME, outcome)
                     self._handler.set_closed()
         if self._hub is not None:
             deadline = time.monotonic() + (LAST_LOOK_S if outcome else 0)
@@ -373,7 +392,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def _new_store(address: str) -> Any:
-    held = socket.create_server((address, 0), backlog=1024)
+    held = remote.listen(address)
     port = held.getsockname()[1]
     return TCPStore(
         address,

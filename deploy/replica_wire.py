@@ -1,4 +1,4 @@
-"""How the agents of one run talk about files: authenticated frames over TCP, and file bytes between them.
+"""How the agents of one run talk to each other: authenticated frames over TCP, and file bytes between them.
 
 Both sides prove that they know the run's token (HMAC over both sides' nonces; the token itself never travels), and
 every frame carries an HMAC under a key of this connection alone. File bytes carry none: their SHA-256 is in a frame.
@@ -14,6 +14,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -45,17 +46,18 @@ class Wire:
         self.close()
 
     def prove(self, token: str, *, is_client: bool, timeout_s: float = CONNECT_S) -> None:
-        """Prove to each other that both are of this run.
+        """Prove to each other that both are of this run, all within `timeout_s` seconds.
 
         Raises:
             WrongToken: the other side is not.
-            OSError: the connection is lost, or it says nothing.
+            OSError: the connection is lost, or it is too slow.
         """
+        deadline = time.monotonic() + timeout_s
         self._sock.settimeout(timeout_s)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine = secrets.token_bytes(_NONCE_BYTES)
         self._sock.sendall(mine)
-        theirs = self._exactly(_NONCE_BYTES)
+        theirs = self._exactly(_NONCE_BYTES, deadline)
         nonces = mine + theirs if is_client else theirs + mine
         self._labels = (b"client", b"server") if is_client else (b"server", b"client")
 
@@ -66,7 +68,7 @@ class Wire:
         if is_client:
             self._sock.sendall(proof(b"client"))
         try:
-            found = self._exactly(_TAG_BYTES)
+            found = self._exactly(_TAG_BYTES, deadline)
         except ConnectionError as error:
             raise WrongToken("it refused the run's token") if is_client else error from None
         if not hmac.compare_digest(found, proof(self._labels[1])):
@@ -140,20 +142,17 @@ class Wire:
     def _tag(self, label: bytes, number: int, data: bytes) -> bytes:
         return hmac.digest(self._key, label + struct.pack("!Q", number) + data, "sha256")
 
-    def _exactly(self, size_bytes: int) -> bytes:
+    def _exactly(self, size_bytes: int, deadline: float | None = None) -> bytes:
+        """So many bytes; with a deadline all of them until then, else each part within the socket's timeout."""
         data = bytearray()
         while len(data) < size_bytes:
+            if deadline is not None:
+                self._sock.settimeout(max(deadline - time.monotonic(), 1e-6))
             part = self._sock.recv(min(size_bytes - len(data), CHUNK_BYTES))
             if not part:
                 raise ConnectionError("the connection was closed")
             data += part
         return bytes(data)
-
-
-def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of this address alone."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=256)
 
 
 def endpoint_of(listener: socket.socket) -> str:

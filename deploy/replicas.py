@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import replica_wire
+from nodekit.deploy import remote, replica_wire
+from nodekit.deploy.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.replica_files import (
     BROKEN,
     SHA256,
@@ -100,11 +101,10 @@ class Replicas:
         self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
-        self._listener = replica_wire.listen(address)
-        self.endpoint = replica_wire.endpoint_of(self._listener)
+        listener = remote.listen(address)
+        self.endpoint = replica_wire.endpoint_of(listener)
         """`address:port` for the other members."""
-        self._accepting = threading.Thread(target=self._accept, name="replicas", daemon=True)
-        self._accepting.start()
+        self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
 
     def close(self) -> None:
         """Stop copying and listening, and wait for all threads."""
@@ -112,10 +112,7 @@ class Replicas:
         with self._turn:
             self._is_closed = True
             self._turn.notify_all()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._accepting.join()
-        self._listener.close()
+        self._acceptor.close()
         for thread, wire in list(self._serving.items()):
             wire.abort()
             thread.join()
@@ -190,28 +187,19 @@ class Replicas:
 
     # --- for the other agents ---
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                time.sleep(0.05)  # closed, or there are no descriptors left
-                continue
-            wire = Wire(sock)
-            thread = threading.Thread(target=self._serve, args=(wire,), name="replicas-serve", daemon=True)
-            self._serving[thread] = wire
-            thread.start()
-
-    def _serve(self, wire: Wire) -> None:
+    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
         answers = {"list": self._list, "fetch": self._fetch, "keep": self._keep}
+        wire = Wire(connection)
+        self._serving[threading.current_thread()] = wire
         try:
             with wire:
-                wire.prove(self._here.token, is_client=False)
+                wire.prove(self._here.token, is_client=False, timeout_s=HANDSHAKE_S)
+                proven()
                 while True:
                     request = wire.receive(_IDLE_S)
                     answers[request["op"]](wire, request)
         except WrongToken:
-            self._tell("replica-refused", reason="somebody without the run's token")
+            self._tell("replica-refused", reason=f"somebody at {address} does not know the run's token")
         except BROKEN:
             pass  # it is gone or breaks the rules: it is the other side that has to say what it missed
         finally:

@@ -58,7 +58,7 @@ class AgentSpec:
     """On how many nodes a user's snapshot file is kept."""
     keep_log_bytes: int = 10**9
     """What the logs of this node may take."""
-    token: str = field(default="", repr=False)
+    token: str = field(repr=False)
     """What the agents of a run know each other by."""
 
     @classmethod

@@ -154,10 +154,12 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
             facts,
             run_id=runs.new_id(inventory.name),
             peers=peers,
-            master_port=hold_port(links) if master_port is None else master_port,
+            master_port=master_port or 0,
             kit_digest=package.digest,
             command=options.command,
         )
+        if master_port is None:
+            planned = hold_port(links, planned)
     for warning in grouped(warnings):
         options.ssh.notice(f"warning: {warning}")
     if unmade:
@@ -166,10 +168,12 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
     return planned
 
 
-def hold_port(links: Mapping[str, Link]) -> int:
-    """A port found free on the rendezvous host, the first, and kept for its agent."""
-    port: int = next(iter(links.values())).call("hold_port", timeout_s=CALL_TIMEOUT_S)
-    return port
+def hold_port(links: Mapping[str, Link], planned: Plan) -> Plan:
+    """The plan with a port found free at the training address of the rendezvous host, and kept for its agent."""
+    first = planned.nodes[0]
+    port: int = links[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
+    nodes = tuple(dataclasses.replace(node, master_port=port) for node in planned.nodes)
+    return dataclasses.replace(planned, nodes=nodes)
 
 
 def start(
@@ -216,14 +220,17 @@ def start(
     with phases.phase("check") as said:
         package = sync.package()
         facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)
-        planned = plan.build(
-            inventory,
-            facts,
-            run_id=run_id,
-            peers=peers,
-            master_port=hold_port(links),
-            kit_digest=package.digest,
-            command=options.command,
+        planned = hold_port(
+            links,
+            plan.build(
+                inventory,
+                facts,
+                run_id=run_id,
+                peers=peers,
+                master_port=0,
+                kit_digest=package.digest,
+                command=options.command,
+            ),
         )
         first = planned.nodes[0]
         plan.refuse_options(

@@ -1,7 +1,7 @@
 """Turns a process into a worker: ties its life to its parent's, opens its log, and executes the user's command.
 
-A program of its own, ``python -I -S worker.py PARENT_PID LOG CWD ARGV...``, because what stands between fork and
-exec must not be python code in an agent that has threads. The fork server's children call the same two steps.
+A program of its own, ``python -I -S worker.py PARENT_PID LOG MAX_FILES CWD ARGV...``, because what stands between
+fork and exec must not be python code in an agent that has threads. The fork server's children call the same two steps.
 """
 
 import ctypes
@@ -45,5 +45,11 @@ def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
 
 
 if __name__ == "__main__":
+    import resource  # the agent has it already, and the fork server need not
+
     settle(int(sys.argv[1]), sys.argv[2])
-    execute(sys.argv[4:], dict(os.environ), sys.argv[3])
+    # The agent has raised its own; only now, for what it had open above this limit had to be closed first.
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (int(sys.argv[3]), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    execute(sys.argv[5:], dict(os.environ), sys.argv[4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -44,6 +45,9 @@ class Workers:
 
     def __init__(self, server: ForkServer | None) -> None:
         self._server = server
+        self._max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[
+            0
+        ]  # of a worker, whatever ours is by then
         self._pids: dict[int, int] = {}
         self._served = False
         self._ended: dict[int, int] = {}
@@ -75,7 +79,7 @@ class Workers:
         else:
             for start in starts:
                 self.fresh[start.local_rank] = "there is no fork server"
-                self._pids[start.local_rank] = _spawn(start)
+                self._pids[start.local_rank] = self._spawn(start)
         return self.pids
 
     def warm_up(self) -> None:
@@ -144,8 +148,8 @@ class Workers:
         self._pids = {int(local_rank): pid for local_rank, pid in answer["pids"].items()}
         return answer
 
-
-def _spawn(start: WorkerStart) -> int:
-    program = str(Path(__file__).with_name("worker.py"))
-    argv = [sys.executable, "-I", "-S", program, str(os.getpid()), start.log, start.cwd, *start.argv]
-    return os.posix_spawn(sys.executable, argv, start.env)
+    def _spawn(self, start: WorkerStart) -> int:
+        program = str(Path(__file__).with_name("worker.py"))
+        ours = [str(os.getpid()), start.log, str(self._max_files), start.cwd]
+        argv = [sys.executable, "-I", "-S", program, *ours, *start.argv]
+        return os.posix_spawn(sys.executable, argv, start.env)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from nodekit.deploy.accept import Acceptor
 from nodekit.deploy.link import Link, open_socket
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host
@@ -88,34 +89,23 @@ class Tasks:
         self._came = threading.Condition()
         self._free: dict[str, socket.socket] = {}
         self._absent: set[str] = set()
-        self._listening = socket.create_server(("", 0), backlog=1024)
-        self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._listen, daemon=True).start()
+        listener = socket.create_server(("", 0), backlog=1024)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, self._greet, name="tasks")
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, (address, _) = self._listening.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
-
-    def _greet(self, connection: socket.socket, address: str) -> None:
-        try:
-            connection.settimeout(TALK_S)
-            _notice_loss(connection)
-            nonce = secrets.token_hex(16)
-            with connection.makefile("rwb", buffering=0) as talk:
-                talk.write(json.dumps({"nonce": nonce}).encode() + b"\n")
-                said = json.loads(_line(talk))
-                if not hmac.compare_digest(said["proof"], _proof(self._token, "task", nonce, said["nonce"])):
-                    raise ConnectionError("a stranger")
-                proof = _proof(self._token, "leader", said["nonce"])
-                talk.write(json.dumps({"proof": proof}).encode() + b"\n")
-            connection.settimeout(None)
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()
-            return
+    def _greet(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
+        connection.settimeout(TALK_S)
+        _notice_loss(connection)
+        nonce = secrets.token_hex(16)
+        with connection.makefile("rwb", buffering=0) as talk:
+            talk.write(json.dumps({"nonce": nonce}).encode() + b"\n")
+            said = json.loads(_line(talk))
+            if not hmac.compare_digest(said["proof"], _proof(self._token, "task", nonce, said["nonce"])):
+                raise ConnectionError("a stranger")
+            proof = _proof(self._token, "leader", said["nonce"])
+            talk.write(json.dumps({"proof": proof}).encode() + b"\n")
+        connection.settimeout(None)
+        proven()
         with self._came:
             if (old := self._free.pop(said["node"], None)) is not None:
                 old.close()
@@ -171,4 +161,4 @@ class Tasks:
 
     def close(self) -> None:
         """Take no more calls."""
-        self._listening.close()
+        self._acceptor.close()

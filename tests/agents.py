@@ -58,7 +58,7 @@ class Agents:
         secrets = changes.pop("secrets", {})
         for name in names:
             self.links[name] = open_local(name, sys.executable)
-        port = self.links["n0"].call("hold_port", timeout_s=5)
+        port = self.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
         for name in names:
             self.links[name].call(
                 "warm",
@@ -103,6 +103,7 @@ class Agents:
             "code_dir": str(self.folder / "code"),
             "node_dir": str(self.node_dir(name)),
             "grace_s": 5.0,
+            "token": "the run's token",
         }
         return AgentSpec(**{**values, **changes})
 

@@ -62,7 +62,7 @@ def test_a_workdir_that_cannot_be_made_is_named(link: Link, tmp_path: Path) -> N
 
 
 def test_a_held_port_is_nobody_elses(link: Link) -> None:
-    port = link.call("hold_port", timeout_s=5)
+    port = link.call("hold_port", timeout_s=5, address="127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
 
@@ -143,7 +143,7 @@ def test_what_takes_too_long_is_not_waited_for(link: Link, tmp_path: Path) -> No
     os.mkfifo(tmp_path / "agent.json")  # reading it blocks
     with pytest.raises(LinkLost, match="here: no answer to 'status' within 0 s"):
         link.call("status", timeout_s=0.2, node_dir=str(tmp_path))
-    assert link.call("hold_port", timeout_s=5)  # and the link lives on
+    assert link.call("hold_port", timeout_s=5, address="127.0.0.1")  # and the link lives on
 
 
 def test_calls_run_side_by_side(link: Link, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\necho "Welcome to {{gpu1}}!"\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     opened = open_local("here", str(python))
-    assert opened.call("hold_port", timeout_s=5)
+    assert opened.call("hold_port", timeout_s=5, address="127.0.0.1")
     opened.close()
 
 
@@ -177,7 +177,7 @@ def test_a_link_that_is_gone_fails_its_calls_at_once(link: Link) -> None:
     os.kill(link._process._popen.pid, 9)  # type: ignore[attr-defined]
     start = time.monotonic()
     with pytest.raises(LinkLost):
-        link.call("hold_port", timeout_s=30)
+        link.call("hold_port", timeout_s=30, address="127.0.0.1")
     assert time.monotonic() - start < 5
 
 

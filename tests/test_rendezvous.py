@@ -1,24 +1,32 @@
 """The mends of torch's rendezvous, each seen to matter; they fail when upstream moves what they stand on."""
 
+import base64
+import os
+import pickle
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agents import until
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy import rendezvous
 from nodekit.deploy.lifeline import Hub, Lifeline
 from nodekit.deploy.rendezvous import Formed, Rendezvous, StoreLost
+from nodekit.deploy.signed_store import Forged, SignedStore
 from nodekit.deploy.spec import AgentSpec
+
+TOKEN = "the run's token"
 
 
 @pytest.fixture
@@ -54,6 +62,7 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendezvou
             node_dir="",
             grace_s=1.0,
             wait_s=20.0,
+            token=TOKEN,
         )
         made.append(rendezvous.Rendezvous(spec, lambda: None, nothing))
         return made[-1]
@@ -179,11 +188,11 @@ def test_how_the_job_ended_is_known_to_who_comes_late(connect: Any) -> None:
 
 def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
     said: list[tuple[str, float]] = []
-    hub = Hub(1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
+    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
 
     def call() -> Lifeline:
         return Lifeline(
-            "127.0.0.1", hub.port, hub.cookie, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
+            "127.0.0.1", hub.port, TOKEN, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
         )
 
     call().close()
@@ -197,11 +206,104 @@ def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
 
 
 def test_a_stranger_is_not_listened_to() -> None:
-    hub = Hub(1.0, 3, nothing)
+    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, nothing)
     with pytest.raises(ConnectionError):
         Lifeline("127.0.0.1", hub.port, "wrong", "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None)
     assert hub.connected == set()
     hub.close()
+
+
+# --- somebody else writes to the store: it has no authentication ---
+
+
+def key(name: str) -> str:
+    """Where the agents keep it."""
+    return f"nodekit/r.0/{name}"
+
+
+def stranger(node: Rendezvous) -> TCPStore:
+    """The store, as anybody has it who reaches it."""
+    return TCPStore("127.0.0.1", node._spec.master_port, is_master=False, timeout=timedelta(seconds=5))
+
+
+class Pickle:
+    """Runs a command as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.mark),))
+
+
+def test_a_pickle_that_a_stranger_puts_into_the_store_is_refused_and_not_run(
+    connect: Any, tmp_path: Path
+) -> None:
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
+    form_all(nodes)
+    bomb = base64.b64encode(pickle.dumps(Pickle(tmp_path / "ran"))).decode()
+    for name in (key("state"), "torch.rendezvous.r.0"):  # the other one is upstream's
+        for value in (f"{'0' * 64} 99 {bomb}", bomb):
+            stranger(nodes[0]).set(name, value)
+            for node in nodes:
+                time.sleep(rendezvous._POLL_S)  # for so long a state is kept
+                with pytest.raises(StoreLost, match="is not signed with this run's token"):
+                    node.num_nodes_waiting()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_old_state_that_a_stranger_puts_back_is_refused(connect: Any) -> None:
+    alone, other = connect(0, nodes=2, min_nodes=1), connect(1, nodes=2, min_nodes=1)
+    beginning = stranger(alone).get(key("state"))
+    form_all([alone, other])
+    stranger(alone).set(key("state"), beginning)
+    with pytest.raises(StoreLost, match=r"nodekit/r\.0/state went back from version \d+ to 0"):
+        alone.form({"name": "n0"})
+    stranger(alone).delete_key(key("state"))
+    with pytest.raises(StoreLost, match="was removed"):
+        other.form({"name": "n1"})
+
+
+@pytest.mark.parametrize("name", ["0/done/1", "0/hang", "hub", "outcome"])
+def test_what_a_stranger_writes_over_is_refused(connect: Any, name: str) -> None:
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    formed, _ = form_all([host, other])
+    stranger(host).set(key(name), "1")
+    if name == "outcome":
+        assert other.outcome == "failed"
+        return
+    place = (
+        f"somebody else writes to the rendezvous store at 127.0.0.1:{host._spec.master_port}: {key(name)} "
+    )
+    look: dict[str, Callable[[], object]] = {
+        "0/done/1": lambda: formed.without("done"),
+        "0/hang": lambda: formed.store.get("hang"),
+        "hub": lambda: connect(1, nodes=2),
+    }
+    with pytest.raises(StoreLost, match=re.escape(place)), host.lost_store_is_told():
+        look[name]()
+
+
+def test_what_is_signed_counts_for_its_run_round_and_key_alone() -> None:
+    store = HashStore()
+    ours = SignedStore(store, TOKEN, "nodekit/r.0", "there").part("1")
+    assert ours.get("a") is None
+    ours.set("a", "über 1")
+    assert ours.get("a") == "über 1"
+    assert ours.get_all(["a", "b"]) is None
+    for reader, name in (
+        (SignedStore(store, "another", "nodekit/r.0", "there").part("1"), "a"),
+        (SignedStore(store, TOKEN, "nodekit/r.1", "there").part("1"), "a"),
+        (SignedStore(store, TOKEN, "nodekit/r.0", "there").part("2"), "a"),
+        (ours, "b"),
+    ):
+        store.set(reader._full(name), store.get("nodekit/r.0/1/a"))
+        with pytest.raises(Forged, match=f"there: {reader._full(name)} is not signed"):
+            reader.get(name)
+    for garbage in (b"", b"\xff\x00", b" "):
+        store.set("nodekit/r.0/1/a", garbage.decode("latin-1"))
+        with pytest.raises(Forged):
+            ours.get_all(["a"])
 
 
 def test_forming_takes_no_whole_seconds(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import replica_wire, replicas
+from nodekit.deploy import remote, replica_wire, replicas
 from nodekit.deploy.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.replica_gather import Gathered, agree
 from nodekit.deploy.replicas import Replicas, keepers
@@ -842,7 +842,7 @@ def test_the_token_does_not_travel_and_a_changed_frame_is_refused() -> None:
     heard = bytearray()
 
     def pair() -> tuple[socket.socket, socket.socket]:
-        with replica_wire.listen("127.0.0.1") as listener:
+        with remote.listen("127.0.0.1") as listener:
             return socket.create_connection(listener.getsockname()), listener.accept()[0]
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:

@@ -1,0 +1,130 @@
+"""The agents' words in the rendezvous store, signed: anyone who reaches the store can write to it, and read it.
+
+torch's TCPStore has no authentication, and upstream unpickles the state of the rendezvous that it finds there. So every
+value carries an HMAC under the run's token, over its key as well, and is refused before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # no stubs
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+_STATE = "state"
+_NOTHING = "0 "  # the state before the first one
+
+
+class Forged(RendezvousStateError):
+    """A value in the store is not one that an agent of this run has put there."""
+
+
+class SignedStore:
+    """A part of a store, for those who know a token.
+
+    All methods raise what the store raises where it is lost, and `Forged`.
+    """
+
+    def __init__(self, store: Store, token: str, scope: str, where: str) -> None:
+        """`scope` begins every key: the run, its generation and round; `where` is told in errors."""
+        self._store = store
+        self._token = token.encode()
+        self._scope = scope
+        self._where = where
+
+    def part(self, name: str) -> SignedStore:
+        """A part of this one: what is signed for it counts nowhere else."""
+        return SignedStore(self._store, self._token.decode(), f"{self._scope}/{name}", self._where)
+
+    def set(self, key: str, value: str) -> None:
+        """Put a value there."""
+        self._store.set(self._full(key), self._sealed(key, value))
+
+    def get(self, key: str) -> str | None:
+        """A value; None if none was put there."""
+        if not self._store.check([self._full(key)]):  # to get it would wait for it
+            return None
+        return self._opened(key, self._store.get(self._full(key)))
+
+    def get_all(self, keys: Sequence[str]) -> list[str] | None:
+        """The values, in that order; None unless all are there."""
+        full = [self._full(key) for key in keys]
+        if not self._store.check(full):
+            return None
+        found = self._store.multi_get(full)
+        return [self._opened(key, data) for key, data in zip(keys, found, strict=True)]
+
+    def compare_set(self, key: str, expected: str | None, desired: str) -> str:
+        """Put a value there if `expected` is (None: if nothing is); the value that is there now."""
+        before = "" if expected is None else self._sealed(key, expected)
+        return self._opened(key, self._store.compare_set(self._full(key), before, self._sealed(key, desired)))
+
+    def refuse(self, key: str, why: str) -> Forged:
+        """The error that names the place."""
+        return Forged(
+            f"somebody else writes to the rendezvous store at {self._where}: {self._full(key)} {why} (docs/security.md)"
+        )
+
+    def _full(self, key: str) -> str:
+        return f"{self._scope}/{key}"
+
+    def _sealed(self, key: str, value: str) -> str:
+        return f"{self._tag(key, value)} {value}"
+
+    def _opened(self, key: str, data: bytes) -> str:
+        tag, _, value = data.decode("utf-8", "replace").partition(" ")
+        if not hmac.compare_digest(tag.encode(), self._tag(key, value).encode()):
+            raise self.refuse(key, "is not signed with this run's token")
+        return value
+
+    def _tag(self, key: str, value: str) -> str:
+        return hmac.new(self._token, f"store\0{self._full(key)}\0{value}".encode(), "sha256").hexdigest()
+
+
+class SignedBackend(RendezvousBackend):
+    """Upstream's C10dRendezvousBackend, but that a state is believed only if it is signed, and no older than the last.
+
+    A state is stored as ``VERSION BASE64``, which also is its token.
+    """
+
+    def __init__(self, store: SignedStore) -> None:
+        self._store = store
+        self._seen = 0
+        store.compare_set(_STATE, None, _NOTHING)
+
+    @property
+    def name(self) -> str:
+        """What upstream calls it in its records."""
+        return "c10d"
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The state and its token; None before the first."""
+        least = self._seen
+        found = self._store.get(_STATE)
+        if found is None:
+            raise self._store.refuse(_STATE, "was removed")
+        return self._read(found, least)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Set the state if `token` is that of the one that is there; what is there now, and whether it was set."""
+        least = self._seen
+        before = token or _NOTHING
+        desired = f"{_version(before) + 1} {b64encode(state).decode()}"
+        found = self._store.compare_set(_STATE, before, desired)
+        now = self._read(found, least)
+        return None if now is None else (*now, found == desired)
+
+    def _read(self, found: str, least: int) -> tuple[bytes, Any] | None:
+        version = _version(found)
+        if version < least:
+            raise self._store.refuse(_STATE, f"went back from version {least} to {version}")
+        self._seen = max(self._seen, version)
+        return (b64decode(found.partition(" ")[2]), found) if version else None
+
+
+def _version(stored: str) -> int:
+    return int(stored.partition(" ")[0])
