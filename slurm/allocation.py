@@ -28,7 +28,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -46,7 +45,7 @@ from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host
-from nodekit.slurm.meeting import MEET_S, Tasks, call
+from nodekit.slurm.meeting import MEET_S, Tasks, call, run_for
 from nodekit.slurm.own_job import (
     attempt,
     exclude,
@@ -139,9 +138,8 @@ def serve(place: Path, run_dir: Path | None = None) -> int:
             meeting = json.loads(place.read_text(encoding="utf-8"))
             if meeting.get("over"):
                 return 0
-            with call(meeting, is_here=run_dir is None) as connection:
-                ends = connection.fileno()
-                subprocess.run([sys.executable, "-c", DEAF + BOOT], stdin=ends, stdout=ends, check=False)
+            with call(meeting, is_here=run_dir is None) as wire:
+                run_for(wire, [sys.executable, "-c", DEAF + BOOT])
                 lost_since, beat, leader = time.monotonic(), b"", meeting["leader"]
         if lost_since is None and time.monotonic() - began > MEET_S:
             raise RuntimeError(
