@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -184,11 +185,14 @@ def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     assert not kept.exists()
 
     # Killed with all its processes, a job cannot remove it itself.
+    (site.folder / "tell.py").write_text(script.replace("sleep(4)", "sleep(600)"))
     said = site.kit("up", path.name, "-d").stdout
     (run_id,) = RUN_ID.findall(said)
     here = site.shared / "runs" / run_id
     until(lambda: "letters" in "".join(log.read_text() for log in here.glob("*/logs/*.log")), timeout_s=60)
-    site.slurm("scancel", "--signal=KILL", "--full", re.findall(r"job (\d+)", said)[-1])
+    running = [each for host in site.lab.hosts for each in site.lab.processes(host).items()]
+    for pid in [pid for pid, argv in running if re.search("slurm_script|submitit", " ".join(argv))]:
+        os.kill(pid, signal.SIGKILL)
     until(lambda: not site.queue(), timeout_s=60, what="the end of the job")
     assert len(list(here.glob("slurm/secrets-*.json"))) == 1
     assert site.kit("status", run_id).stdout.startswith(f"{run_id}  failed")
