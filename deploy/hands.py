@@ -12,6 +12,7 @@ from nodekit.deploy import check, cluster, plan, remote, script, sync
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.judge import State
 from nodekit.deploy.link import Link, on_all
+from nodekit.deploy.placed import RANKS, secrets_file
 from nodekit.deploy.plan import NodePlan
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.runs import Run
@@ -57,7 +58,7 @@ class Hands:
         if (
             self.run.is_placed
         ):  # they lie in the run's folder too, for a link there is not SSH: it is not encrypted
-            secrets_at = {"env_file": f"{Path(node.code_dir).parent}/slurm/secrets.json"}
+            secrets_at = {"env_file": str(secrets_file(Path(node.code_dir).parent, RANKS) or "")}
         else:
             secrets_at, env = {}, {**env, **secrets}
         self._call(

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from nodekit.deploy import lab_record
 from nodekit.deploy.lab_cluster import Lab, down, lab_folder
 from nodekit.deploy.lab_network import LabHost
 from nodekit.inventory.errors import KitError
@@ -14,7 +15,7 @@ __all__ = ["Lab", "LabHost", "add_commands"]
 DESCRIPTION = """\
 Several real hosts on this one Linux machine, to try kit on and to break: each with its own network, host
 name, processes, disk and sshd. Needs root. `kit lab up` writes an inventory for `kit up`; nothing else on the
-machine is touched, and `kit lab down` removes all of it."""
+machine is touched, and `kit lab down` removes all of it, what the hosts wrote included, and nothing else."""
 
 HOST_COMMANDS = {
     "crash": "end every process of a host at once; peers see its connections reset",
@@ -60,7 +61,7 @@ def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run_up(args: argparse.Namespace) -> int:
     """Make the lab, or say that it is there."""
-    was_there = (lab_folder(args.folder) / "lab.json").exists()
+    was_there = (lab_folder(args.folder) / lab_record.FILE).exists()
     lab = Lab.up(args.n, folder=args.folder, name=args.name, slurm=args.slurm, accounting=args.accounting)
     print(f"{'already up' if was_there else 'up'}: {len(lab.hosts)} hosts in {lab.network}")
     _print_hosts(lab)
@@ -79,7 +80,13 @@ def run_up(args: argparse.Namespace) -> int:
 def run_down(args: argparse.Namespace) -> int:
     """Remove the lab; none is fine."""
     folder = lab_folder(args.folder)
-    print(f"removed the lab in {folder}" if down(folder) else f"no lab in {folder}: nothing to do")
+    left = down(folder)
+    if left is None:
+        print(f"no lab in {folder}: nothing to do")
+        return 0
+    print(f"removed the lab in {folder}")
+    if left:
+        print(f"left there, for kit lab up did not make it: {', '.join(left)}")
     return 0
 
 

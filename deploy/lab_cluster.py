@@ -12,7 +12,6 @@ not attackers: its root is this machine's root, and kernel settings are shared. 
 """
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -24,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nodekit.deploy import lab_disk, lab_needs, lab_network, lab_process
+from nodekit.deploy import lab_disk, lab_needs, lab_network, lab_process, lab_record
 from nodekit.deploy.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.deploy.lab_slurm import STATE_FOLDERS, LabSlurm
+from nodekit.deploy.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
 from nodekit.inventory.errors import HostError, KitError
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ class Lab:
         lab_needs.require_root()
         lab_needs.require_programs(slurm=slurm, accounting=accounting)
         folder = lab_folder(folder)
-        if (folder / "lab.json").exists():
+        if os.path.lexists(folder / lab_record.FILE):
             lab = cls.load(folder)
             hint = "`kit lab down` it first, or choose another --folder"
             if len(lab.hosts) != n:
@@ -86,13 +85,8 @@ class Lab:
             return lab
         if not 1 <= n <= MAX_HOSTS:
             raise KitError(f"a lab has 1 to {MAX_HOSTS} hosts, not {n}")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise KitError(
-                f"{folder} is not an empty folder and holds no lab: choose a new one with --folder"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # it will hold the hosts' disks and keys
-        (folder / "lab.json").touch(exist_ok=False)
+        names = [host.name for host in lab_network.plan_hosts(n, str(lab_network.BENCHMARK_RANGE))]
+        lab_record.begin(folder, {"hosts": [*names, *([CONTROL] if slurm else [])], "slurm": slurm})
         try:
             return cls._make(n, folder, name, slurm=slurm, accounting=accounting)
         except BaseException:
@@ -105,10 +99,11 @@ class Lab:
         lab_needs.require_root()
         folder = lab_folder(folder)
         try:
-            record = json.loads((folder / "lab.json").read_text() or "null")
+            record = lab_record.read(folder)
         except FileNotFoundError:
             raise KitError(f"no lab in {folder}: `kit lab up 3` makes one") from None
-        if record is None or not os.path.ismount(folder / "switch"):
+        del record["made"]
+        if not record or not os.path.ismount(folder / "switch"):
             raise KitError(
                 f"the lab in {folder} is not whole (its `up` is still at work or was cut short, or the "
                 "machine was restarted): `kit lab down` removes what is left of it"
@@ -163,7 +158,7 @@ class Lab:
             lab.slurm.wait_idle()
         record = asdict(lab) | {"hosts": [asdict(host) for host in hosts.values()]}
         del record["folder"]
-        (folder / "lab.json").write_text(json.dumps(record, indent=2) + "\n")
+        lab_record.complete(folder, record)
         return lab
 
     @property
@@ -189,7 +184,7 @@ class Lab:
         return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
 
     def down(self) -> None:
-        """Remove the lab."""
+        """Remove the lab; what it did not make in its folder stays."""
         down(self.folder)
 
     def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> "subprocess.CompletedProcess[Any]":
@@ -313,24 +308,51 @@ class Lab:
             time.sleep(0.01)
 
 
-def down(folder: Path | None = None) -> bool:
-    """Remove what is left of the lab in a folder, exactly that; False if there is none."""
+def down(folder: Path | None = None) -> list[str] | None:
+    """Remove what is left of the lab in a folder, exactly that.
+
+    Returns:
+        What is left in the folder, for `kit lab up` did not make it; None if there is no lab.
+
+    Raises:
+        KitError: what is there is no lab, or something else is mounted in it; nothing was touched.
+    """
     lab_needs.require_root()
     folder = lab_folder(folder)
-    if not (folder / "lab.json").exists():
-        return False
-    records = [ProcessRecord.read(path) for path in folder.glob("hosts/*/*.json") if path.name != "boot.json"]
-    lab_process.kill(*(record for record in records if record))
-    lab_network.unmount(folder)
-    if (folder / "hosts").exists():
-        shutil.rmtree(folder / "hosts")
-    if (folder / "slurm").exists():
-        shutil.rmtree(folder / "slurm")
-    for name in ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub", "lab.json"):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # someone keeps something else in it
+    if not os.path.lexists(folder / lab_record.FILE):
+        return None
+    with lab_record.opened(folder) as (place, record):
+        _remove(place, record["made"], folder)
+        left = {path.name for path in place.iterdir()}
+        if "hosts" in left and not (place / "hosts").is_symlink():
+            left = left - {"hosts"} | {f"hosts/{path.name}" for path in (place / "hosts").iterdir()}
+    if not left:
         folder.rmdir()
-    return True
+    return sorted(left)
+
+
+def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
+    """Remove what was made in a lab's folder, and its record at the end; no link is followed, and no mount entered."""
+    hosts = (
+        []
+        if (place / "hosts").is_symlink()
+        else [place / "hosts" / name for name in (*made["hosts"], "trial")]
+    )
+    own = {"switch", "hosts", *(f"hosts/{path.name}/net" for path in hosts)}
+    if others := sorted(set(lab_record.mounts_below(place)) - own):
+        shown = ", ".join(str(folder / path) for path in others)
+        raise KitError(f"{shown}: mounted in the lab, by somebody else; umount it, and kit lab down again")
+    records = [ProcessRecord.read(path / name) for path in hosts for name in ("init.json", "wire.json")]
+    lab_process.kill(*(record for record in records if record))
+    lab_network.unmount(place)
+    for path in (*hosts, *([place / "slurm"] if made["slurm"] else [])):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # something else is in it, or it is a link
+        (place / "hosts").rmdir()
+    for name in ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub", lab_record.FILE):
+        with contextlib.suppress(IsADirectoryError):
+            (place / name).unlink(missing_ok=True)
 
 
 def _kind(*, slurm: bool, accounting: bool) -> str:

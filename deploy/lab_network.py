@@ -228,7 +228,7 @@ def unmount(folder: Path) -> None:
         links = json.loads(call([*on_switch, "ip", "-json", "link"], doing="see its switch", cwd=folder))
         if any(link["ifname"] == "control" for link in links):
             call([*on_switch, "ip", "link", "delete", "control"], doing="unplug this machine", cwd=folder)
-    if mounted := [str(path) for path in mounts if os.path.ismount(path)]:
+    if mounted := [f"./{path.relative_to(folder)}" for path in mounts if os.path.ismount(path)]:
         call(["umount", "--lazy", "--", *mounted], doing="unmount what it had made", cwd=folder)
 
 

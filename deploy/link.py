@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import json
 import queue
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -106,25 +105,6 @@ class LocalProcess:
             self._popen.kill()
             self._popen.wait()
         self.stdout.close()
-
-
-class SocketProcess:
-    """A process that has called from its host, and has the connection for its stdin and stdout."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.stdin: IO[bytes] = connection.makefile("wb")
-        self.stdout: IO[bytes] = connection.makefile("rb")
-
-    def stderr_tail(self) -> str:
-        """Nothing: what it writes there stays on its host."""
-        return ""
-
-    def close(self) -> None:
-        """End it by ending its stdin."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
 
 class Link:
@@ -269,11 +249,6 @@ def open_local(host: str, python: str) -> Link:
 def open_ssh(connection: SshConnection, host: str, python: str) -> Link:
     """A link over an SSH connection."""
     return Link(host, cast(Process, connection.exec([python, "-c", BOOT])), connection)
-
-
-def open_socket(connection: socket.socket, host: str) -> Link:
-    """A link over a connection that the host's own python reads its program from (`BOOT`)."""
-    return Link(host, SocketProcess(connection))
 
 
 def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:

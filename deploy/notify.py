@@ -23,6 +23,7 @@ from nodekit.deploy import arguments, events, helptext, runs
 from nodekit.deploy.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.events import Event
 from nodekit.deploy.message import Message, Story, with_goodput
+from nodekit.deploy.placed import NOTIFY, secrets_file
 from nodekit.deploy.redact import Redactor
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import KitError
@@ -34,7 +35,6 @@ PAUSES_S = (1.0, 4.0)  # before the second attempt, and the third
 CLOSE_S = 5.0  # at its end the run waits so long for what has not been delivered
 MAX_WAITING = 16
 _TOLD_BYTES = 120
-SECRETS_FILE = "notify.json"  # 0600, in the folder slurm/ of a run's, until its end
 
 
 def names_of(notify: Notify | None) -> tuple[str, ...]:
@@ -68,7 +68,8 @@ def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
     if run.is_placed:
         with contextlib.suppress(OSError, ValueError, StopIteration):
             run_dir = Path(next(iter(run.nodes.values()))["code_dir"]).parent
-            return dict(json.loads((run_dir / "slurm" / SECRETS_FILE).read_text(encoding="utf-8")))
+            if (file := secrets_file(run_dir, NOTIFY)) is not None:
+                return dict(json.loads(file.read_text(encoding="utf-8")))
     return {name: os.environ[name] for name in names_of(notify) if name in os.environ}
 
 

@@ -82,6 +82,9 @@ def warm(
 
     `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere, or
     they are in `env_file` (JSON).
+
+    Raises:
+        RuntimeError: an agent is alive already, or the secrets are no more where they were.
     """
     node_dir = os.path.expanduser(node_dir)
     os.makedirs(node_dir, mode=0o700, exist_ok=True)
@@ -89,7 +92,13 @@ def warm(
     if alive:
         raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
     full = _environment(kit_dir, env)
-    full.update((load(env_file) or {}) if env_file else {})
+    if env_file:
+        found = load(env_file)
+        if found is None:  # never start a rank without what the user has it count on
+            raise RuntimeError(
+                "the job's secrets (%s) were removed when it ended; kit up brings them again" % env_file
+            )
+        full.update(found)
     full["PYTHONUNBUFFERED"] = "1"
     log = os.open(
         os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600

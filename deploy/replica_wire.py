@@ -1,7 +1,8 @@
-"""How the agents of one run talk to each other: authenticated frames over TCP, and file bytes between them.
+"""How the agents of one run talk to each other, and Slurm's tasks with their leader: authenticated frames over TCP.
 
 Both sides prove that they know the run's token (HMAC over both sides' nonces; the token itself never travels), and
-every frame carries an HMAC under a key of this connection alone. File bytes carry none: their SHA-256 is in a frame.
+every frame carries an HMAC under a key of this connection alone, of its direction and number, too: none can be changed,
+repeated, left out or sent back. Between agents' frames go file bytes, which carry none: their SHA-256 is in a frame.
 Nothing is encrypted: the bytes of the job's own collectives go over the same network in the clear.
 """
 
@@ -31,7 +32,11 @@ class WrongToken(ConnectionError):
 
 
 class Wire:
-    """A connection to another agent, once `prove`d; used by one thread at a time, except for `abort`."""
+    """A connection to another process of the run, once `prove`d.
+
+    Used by one thread at a time, except for `abort`; and one thread may send frames while another one waits for them
+    with `receive_frame`.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -80,7 +85,10 @@ class Wire:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one frame."""
-        data = json.dumps(message).encode()
+        self.send_frame(json.dumps(message).encode())
+
+    def send_frame(self, data: bytes) -> None:
+        """Send one frame of bytes."""
         tag = self._tag(self._labels[0], self._num_sent, data)
         self._num_sent += 1
         self._sock.sendall(struct.pack("!I", len(data)) + tag + data)
@@ -92,20 +100,28 @@ class Wire:
             OSError: none came in time, or the connection is lost, or the other side tells of an error.
         """
         self._sock.settimeout(max(timeout_s, 0.001))
-        (size,) = struct.unpack("!I", self._exactly(4))
-        if size > _MAX_FRAME_BYTES:
-            raise ConnectionError(f"a frame of {size} bytes is more than {_MAX_FRAME_BYTES}")
-        tag, data = self._exactly(_TAG_BYTES), self._exactly(size)
+        message = json.loads(self.receive_frame())
         self._sock.settimeout(SILENCE_S)
-        if not hmac.compare_digest(tag, self._tag(self._labels[1], self._num_received, data)):
-            raise ConnectionError("a frame was changed on its way")
-        self._num_received += 1
-        message = json.loads(data)
         if not isinstance(message, dict):
             raise ConnectionError("a frame is not an object")
         if "error" in message:
             raise OSError(str(message["error"]))
         return message
+
+    def receive_frame(self) -> bytes:
+        """The bytes of the next frame, waited for as long as the socket's timeout says.
+
+        Raises:
+            OSError: the connection is lost, or this is not the frame that the other side sent next.
+        """
+        (size,) = struct.unpack("!I", self._exactly(4))
+        if size > _MAX_FRAME_BYTES:
+            raise ConnectionError(f"a frame of {size} bytes is more than {_MAX_FRAME_BYTES}")
+        tag, data = self._exactly(_TAG_BYTES), self._exactly(size)
+        if not hmac.compare_digest(tag, self._tag(self._labels[1], self._num_received, data)):
+            raise ConnectionError("a frame was changed on its way")
+        self._num_received += 1
+        return data
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one frame and return the answer."""

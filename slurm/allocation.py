@@ -9,8 +9,8 @@ time limit, a preemption or a lost node, goes on from what the one before has le
     NODE/               what the agent of a node writes: logs, status, output
     state/              the leader's record of the run
     slurm/job.json      what to run; written once, by who submits
-         /secrets.json  0600, values of `job.secrets`; removed at the end
-         /notify.json   0600, those of `notify:`; removed at the end
+         /secrets-*.json  0600, values of `job.secrets`, of this submission; removed at its end
+         /notify-*.json   0600, those of `notify:`, likewise
          /ATTEMPT.json  0600, where the leader is and how it is known to the others; at the end, that it is over
          /ATTEMPT.beat  the leader's sign of life, every two seconds
          /absent.json   the nodes that the leader cannot reach, for `kit status`
@@ -28,7 +28,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -40,13 +39,14 @@ from typing import Any
 from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.link import BOOT
+from nodekit.deploy.placed import RANKS, secrets_file
 from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host
-from nodekit.slurm.meeting import MEET_S, Tasks, call
+from nodekit.slurm.meeting import MEET_S, Tasks, call, run_for
 from nodekit.slurm.own_job import (
     attempt,
     exclude,
@@ -139,9 +139,8 @@ def serve(place: Path, run_dir: Path | None = None) -> int:
             meeting = json.loads(place.read_text(encoding="utf-8"))
             if meeting.get("over"):
                 return 0
-            with call(meeting, is_here=run_dir is None) as connection:
-                ends = connection.fileno()
-                subprocess.run([sys.executable, "-c", DEAF + BOOT], stdin=ends, stdout=ends, check=False)
+            with call(meeting, is_here=run_dir is None) as wire:
+                run_for(wire, [sys.executable, "-c", DEAF + BOOT])
                 lost_since, beat, leader = time.monotonic(), b"", meeting["leader"]
         if lost_since is None and time.monotonic() - began > MEET_S:
             raise RuntimeError(
@@ -327,8 +326,13 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     assert inventory.slurm is not None
     if num_restarts() > (limit := inventory.slurm.max_requeues):
         raise KitError(f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}")
-    with contextlib.suppress(FileNotFoundError):
-        os.environ.update(json.loads((run_dir / "slurm" / "secrets.json").read_text(encoding="utf-8")))
+    if (file := secrets_file(run_dir, RANKS)) is not None:
+        try:
+            os.environ.update(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise KitError(
+                f"the job's secrets ({file}) were removed when it had ended; kit up brings them again"
+            ) from None
     if inventory.snapshots.shared is None:  # else it is the user's, and may be a mount point
         snapshots_of(job).mkdir(mode=0o700, exist_ok=True)
     names = [str(name) for name in NodeSet(os.environ["SLURM_JOB_NODELIST"])]

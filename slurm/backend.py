@@ -27,7 +27,7 @@ from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
-from nodekit.slurm.show import fetch_logs, settle
+from nodekit.slurm.show import fetch_logs, forget_secrets, settle
 
 LOOK_S = 2.0
 POLL_S = 0.3
@@ -78,7 +78,8 @@ def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) ->
 def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
     """Write down that a run is in the queue."""
     with run.changing():
-        run.inventory, run.code_digest, run.slurm = dump(inventory), ready.code_digest, slurm
+        run.inventory, run.code_digest = dump(inventory), ready.code_digest
+        run.slurm = {**slurm, "private": " ".join(ready.private)}
         run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
     run.say_stop("")
 
@@ -138,9 +139,11 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
                 raise
             run.say_stop(str(interrupt) or "Ctrl-C")
             print(f"cancelling job {job_id}", flush=True)
-            _cancel(slurm, job_id)
+            is_over = _cancel(slurm, job_id)
             while shown.more(final=True):
                 pass
+            if is_over:
+                forget_secrets(run, link)
             run.finish_stopped()
             print(f"{run.run_id} is stopped", flush=True)
             bring_logs(run, link)
@@ -222,6 +225,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         slurm, job_id = Slurm(link), run.slurm["job_id"]
         job = slurm.job(job_id)
         if job.is_over:
+            forget_secrets(run, link)
             if run.state not in runs.ENDED:
                 settle(run, link, job)
             print(f"{run.run_id} is not running ({run.state})")
@@ -232,6 +236,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
             raise KitError(
                 f"job {job_id} is still there {STOP_S:.0f} s after scancel; see squeue --job {job_id}"
             )
+        forget_secrets(run, link)
         run.finish_stopped()
         print(f"{run.run_id} is stopped")
         bring_logs(run, link, is_asked=fetch)

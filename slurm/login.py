@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from nodekit.deploy import cluster
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.link import Link
+from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
@@ -66,6 +67,23 @@ def execute(
 def write(link: Link, path: str, text: str) -> None:
     """Write a file there, 0600, in one step; its folder is made."""
     link.call("write_file", timeout_s=CALL_TIMEOUT_S, path=path, text=text)
+
+
+def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) -> None:
+    """Remove the secrets of jobs that are over, or were never queued; none there is fine.
+
+    Raises:
+        KitError: they are still there.
+    """
+    names = list(names)
+    files = [f"{run_dir}/slurm/{name}" for run_dir in run_dirs for name in names]
+    if not files:
+        return
+    done = execute(link, "rm", "-f", "--", *files)
+    if done["status"]:
+        raise KitError(
+            f"{link.host}: secrets of a job that is over are still there: {done['err'].strip()}; remove them by hand"
+        )
 
 
 def read(link: Link, path: str) -> str:

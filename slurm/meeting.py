@@ -1,21 +1,22 @@
 """How the tasks of an allocation meet: the first one listens, and the others call and are its hands.
 
-What they say is authenticated, by a secret that only who can read the run's folder has, and not encrypted.
+All that they say is authenticated, by a secret that only who can read the run's folder has, and not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
-import secrets
+import io
+import os
 import socket
+import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, cast
 
 from nodekit.deploy.accept import Acceptor
-from nodekit.deploy.link import Link, open_socket
+from nodekit.deploy.link import Link
+from nodekit.deploy.replica_wire import CHUNK_BYTES, Wire
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host
 from nodekit.slurm.own_job import node_name
@@ -30,7 +31,7 @@ CALL_S = 3.0
 
 
 @contextlib.contextmanager
-def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[socket.socket]:
+def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
     """A connection to the leader, in this process or not; each side has shown that it can read the run's folder."""
     # Where a task calls from is the node's address for all others, so loopback comes last, and for the leader alone.
     addresses = [*meeting["addresses"], *(["127.0.0.1"] if is_here else [])]
@@ -40,20 +41,80 @@ def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[socket.socket
             break
     else:
         raise ConnectionError(f"nobody answers at {addresses}")
-    with connection:
-        connection.settimeout(TALK_S)
+    with Wire(connection) as wire:
         _notice_loss(connection)
-        with connection.makefile("rwb", buffering=0) as talk:
-            own = secrets.token_hex(16)
-            theirs = json.loads(_line(talk))["nonce"]
-            proof = _proof(meeting["token"], "task", theirs, own)
-            talk.write(json.dumps({"node": node_name(), "nonce": own, "proof": proof}).encode() + b"\n")
-            if not hmac.compare_digest(
-                json.loads(_line(talk))["proof"], _proof(meeting["token"], "leader", own)
-            ):
-                raise ConnectionError("that is not the leader")
+        wire.prove(meeting["token"], is_client=True, timeout_s=TALK_S)
+        wire.send({"node": node_name()})
         connection.settimeout(None)
-        yield connection
+        yield wire
+
+
+def run_for(wire: Wire, argv: Sequence[str]) -> None:
+    """Run a program whose stdin and stdout are at the other end of the wire, until it ends.
+
+    It gets nothing but what the other end has sent, in that order; when that cannot be had any more, its stdin ends.
+    """
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        hearing = threading.Thread(target=_hear, args=(wire, program.stdin), daemon=True)
+        hearing.start()
+        try:
+            while data := os.read(program.stdout.fileno(), CHUNK_BYTES):
+                wire.send_frame(data)
+        except OSError:
+            pass  # nobody is told any more, and `_hear` has its stdin end
+        finally:
+            wire.abort()
+            program.stdout.close()
+            hearing.join()
+
+
+def _hear(wire: Wire, stdin: IO[bytes]) -> None:
+    with contextlib.suppress(OSError), stdin:
+        while True:
+            stdin.write(wire.receive_frame())
+            stdin.flush()
+
+
+class _Frames(io.RawIOBase):
+    """A wire as a stream of bytes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._rest or self._wire.receive_frame()
+        size_bytes = min(len(data), len(buffer))
+        buffer[:size_bytes], self._rest = data[:size_bytes], data[size_bytes:]
+        return size_bytes
+
+    def write(self, data: Any) -> int:
+        for start in range(0, len(data), CHUNK_BYTES):
+            self._wire.send_frame(data[start : start + CHUNK_BYTES])
+        return len(data)
+
+
+class CalledProcess:
+    """A process that was started by `run_for` at the other end of a wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.stdin = cast(IO[bytes], _Frames(wire))
+        self.stdout: IO[bytes] = io.BufferedReader(_Frames(wire))
+
+    def stderr_tail(self) -> str:
+        """Nothing: what it writes there stays on its host."""
+        return ""
+
+    def close(self) -> None:
+        """End it by ending its stdin."""
+        self._wire.abort()
+        self._wire.close()
 
 
 def _notice_loss(connection: socket.socket) -> None:
@@ -68,17 +129,6 @@ def _notice_loss(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _line(talk: Any) -> bytes:
-    line: bytes = talk.readline(1000)
-    if not line.endswith(b"\n"):
-        raise ConnectionError("the connection ended")
-    return line
-
-
-def _proof(token: str, *words: str) -> str:
-    return hmac.new(token.encode(), " ".join(words).encode(), "sha256").hexdigest()
-
-
 class Tasks:
     """The tasks of the allocation, as the leader sees them: each calls, and is a link to its node."""
 
@@ -87,31 +137,25 @@ class Tasks:
         """Node → where it called from."""
         self._token = token
         self._came = threading.Condition()
-        self._free: dict[str, socket.socket] = {}
+        self._free: dict[str, Wire] = {}
         self._absent: set[str] = set()
         listener = socket.create_server(("", 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self._greet, name="tasks")
 
     def _greet(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
-        connection.settimeout(TALK_S)
+        wire = Wire(connection)
         _notice_loss(connection)
-        nonce = secrets.token_hex(16)
-        with connection.makefile("rwb", buffering=0) as talk:
-            talk.write(json.dumps({"nonce": nonce}).encode() + b"\n")
-            said = json.loads(_line(talk))
-            if not hmac.compare_digest(said["proof"], _proof(self._token, "task", nonce, said["nonce"])):
-                raise ConnectionError("a stranger")
-            proof = _proof(self._token, "leader", said["nonce"])
-            talk.write(json.dumps({"proof": proof}).encode() + b"\n")
+        wire.prove(self._token, is_client=False, timeout_s=TALK_S)
+        node = str(wire.receive(TALK_S)["node"])
         connection.settimeout(None)
         proven()
         with self._came:
-            if (old := self._free.pop(said["node"], None)) is not None:
+            if (old := self._free.pop(node, None)) is not None:
                 old.close()
-            self._free[said["node"]] = connection
-            self.address[said["node"]] = address
-            self._absent.discard(said["node"])
+            self._free[node] = wire
+            self.address[node] = address
+            self._absent.discard(node)
             self._came.notify_all()
 
     def wait(self, names: list[str], *, least: int, say: Callable[[str], None]) -> list[str]:
@@ -142,11 +186,11 @@ class Tasks:
         """
         with self._came:
             self._came.wait_for(lambda: host.name in self._free, timeout=TALK_S)
-            connection = self._free.pop(host.name, None)
-            (self._absent.discard if connection else self._absent.add)(host.name)
-        if connection is None:
+            wire = self._free.pop(host.name, None)
+            (self._absent.discard if wire else self._absent.add)(host.name)
+        if wire is None:
             raise HostError(host.name, f"its task has not called for {TALK_S:.0f} s")
-        return open_socket(connection, host.name)
+        return Link(host.name, CalledProcess(wire))
 
     def absent(self, names: list[str]) -> list[str]:
         """Those of `names` that never called, or have not since their link was lost."""

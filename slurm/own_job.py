@@ -18,7 +18,6 @@ from ClusterShell.NodeSet import NodeSet
 from nodekit.deploy import runs
 from nodekit.deploy.budget import LONG_ATTEMPT_S
 from nodekit.deploy.hang import read_progress
-from nodekit.deploy.notify import SECRETS_FILE
 from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
 from nodekit.inventory.errors import JobFailed
@@ -120,8 +119,8 @@ def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> No
         run.finish(state, verdict)
     result = {"exit": status, "attempt": attempt()}
     write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
-    # The next submission brings them again.
-    for name in ("secrets.json", SECRETS_FILE):
+    # The next submission brings its own.
+    for name in what_to_run(run_dir)["private"]:
         (run_dir / "slurm" / name).unlink(missing_ok=True)
 
 

@@ -6,6 +6,7 @@ Nobody should learn after a night in the queue that a path was wrong.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import notify, plan, script, sync
+from nodekit.deploy import plan, script, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
+from nodekit.deploy.placed import NOTIFY, RANKS
 from nodekit.deploy.progress import build_lines
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import KitError
@@ -26,7 +28,16 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
-from nodekit.slurm.login import CALL_TIMEOUT_S, LOGIN, execute, host_of, login, settings_of, write
+from nodekit.slurm.login import (
+    CALL_TIMEOUT_S,
+    LOGIN,
+    execute,
+    host_of,
+    login,
+    remove_private,
+    settings_of,
+    write,
+)
 
 MAX_TIMEOUTS = 100
 NEEDED_MODULES = ("torch", "ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
@@ -80,7 +91,7 @@ def prepare(
                 {LOGIN: link}, [login_node], inventory.environment, timeout_s=limit_s, progress=progress
             )
             said.append(entered.line())
-    package = sync.package()
+    package, token = sync.package(), token_hex(4)
     with phases.phase("check") as said:
         found = link.call(
             "hostfacts.facts",
@@ -102,7 +113,6 @@ def prepare(
         sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
         ready = Ready(
             link=link,
-            notify_secrets=notify_secrets or {},
             python=found["executable"],
             shared_dir=shared_dir,
             kit_dir=kit_dir,
@@ -116,7 +126,11 @@ def prepare(
                 minutes=minutes,
             ),
             settings=settings,
-            secrets=secrets,
+            private={
+                f"{kind}-{token}.json": values
+                for kind, values in ((RANKS, secrets), (NOTIFY, notify_secrets))
+                if values
+            },
             code_digest=tree.digest,
         )
         ready.ask()
@@ -150,24 +164,22 @@ class Ready:
     parameters: Mapping[str, Any]
     """submitit's."""
     settings: SlurmSettings
-    secrets: Mapping[str, str] = field(repr=False)
-    notify_secrets: Mapping[str, str] = field(repr=False)
+    private: Mapping[str, Mapping[str, str]] = field(repr=False)
+    """File in a run's folder slurm/ → secrets. Each submission has names of its own: who removes those of a job that is
+    over cannot hit those of the next one."""
     code_digest: str
 
     def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
-        """Write what a run's tasks read first: what to run, and the secrets."""
+        """Write what a run's tasks read first: what to run, and where the secrets will be."""
         job = {
             # On the nodes the environment is there: the task's own python.
             "inventory": dump(inventory.model_copy(update={"environment": None})),
             "command": list(command) if command else None,
             "shared_dir": self.shared_dir,
+            "private": list(self.private),
         }
         write(self.link, f"{run_dir}/slurm/job.json", json.dumps(job))
         write(self.link, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
-        if self.secrets:
-            write(self.link, f"{run_dir}/slurm/secrets.json", json.dumps(self.secrets))
-        if self.notify_secrets:
-            write(self.link, f"{run_dir}/slurm/{notify.SECRETS_FILE}", json.dumps(self.notify_secrets))
 
     def ask(self) -> None:
         """Ask Slurm whether it would take the job.
@@ -181,9 +193,14 @@ class Ready:
         """Submit a job for each run, as one array where there are several; their ids.
 
         Raises:
-            KitError: Slurm takes none.
+            KitError: Slurm takes none; no secret is left there.
         """
-        return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
+        try:
+            return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
+        except BaseException:  # it may have been killed before it could do so itself
+            with contextlib.suppress(KitError):
+                remove_private(self.link, run_dirs, self.private)
+            raise
 
     def _call(self, run_dirs: Sequence[str], *, test: bool) -> dict[str, Any]:
         spec = {
@@ -191,6 +208,7 @@ class Ready:
             "run_dirs": run_dirs,
             "parameters": self.parameters,
             "max_timeouts": MAX_TIMEOUTS,
+            "private": {} if test else self.private,
             "test": test,
         }
         done = execute(
@@ -200,7 +218,7 @@ class Ready:
             "nodekit.slurm.submit",
             text=json.dumps(spec),
             # Slurm keeps the environment that a job was submitted from: no secret may be in it.
-            env={"PYTHONPATH": self.kit_dir, **dict.fromkeys([*self.secrets, *self.notify_secrets])},
+            env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(itertools.chain(*self.private.values()))},
         )
         if done["status"]:
             raise KitError(f"{self.link.host}: submitit failed:\n{done['err'].strip()}")

@@ -29,7 +29,7 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.batch import parameters
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, login, read, settings_of
+from nodekit.slurm.login import CALL_TIMEOUT_S, login, read, remove_private, settings_of
 
 STOPPED_EXIT = 130
 SHARED_POLL_S = 0.5  # all nodes' logs are looked at from one place, over a file server
@@ -68,7 +68,11 @@ def now(run: Run, link: Link) -> dict[str, dict[str, Any]]:
 
 
 def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
-    """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended."""
+    """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
+
+    Its secrets are removed, should it have been killed before it could, or cancelled before it began.
+    """
+    forget_secrets(run, link)
     result = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
     record = record_of(run, link)
     if lines := events_of(run, link):
@@ -90,6 +94,14 @@ def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     return JobFailed.exit_code, False
 
 
+def forget_secrets(run: Run, link: Link) -> None:
+    """Remove the secrets that the job of a run, which is over, may have left; said where that fails."""
+    try:
+        remove_private(link, [run.slurm["run_dir"]], run.slurm.get("private", "").split())
+    except KitError as error:
+        print(f"kit: {error}", file=sys.stderr, flush=True)
+
+
 def status(run: Run, options: SshOptions, *, as_json: bool) -> int:
     """Print what the job of a run, and each of its nodes, is doing."""
     with login(restore(run.inventory), options) as link:
@@ -102,6 +114,7 @@ def status(run: Run, options: SshOptions, *, as_json: bool) -> int:
         used = None
         if job.is_over:
             used = usage(Slurm(link), run.slurm["job_id"])
+            forget_secrets(run, link)
             if run.state not in runs.ENDED:
                 settle(run, link, job)
     if as_json:

@@ -1,9 +1,9 @@
 """Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
 
-``python -m nodekit.slurm.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "test"}, answers
-{"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said. With {"test":
-true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which Slurm would take
-it if that one was not there: so one can tell which is wrong.
+``python -m nodekit.slurm.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "private", "test"},
+answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said. With
+{"test": true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which Slurm
+would take it if that one was not there: so one can tell which is wrong.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from nodekit.deploy.placed import NOTIFY, RANKS
+from nodekit.deploy.remote import write_private
 from nodekit.slurm.allocation import Allocated
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
@@ -24,18 +27,42 @@ OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "s
 
 
 def submit(
-    folder: str, run_dirs: list[str], parameters: dict[str, Any], max_timeouts: int, test: bool
+    folder: str,
+    run_dirs: list[str],
+    parameters: dict[str, Any],
+    max_timeouts: int,
+    private: dict[str, dict[str, str]],
+    test: bool,
 ) -> dict[str, Any]:
-    """Submit the jobs of runs, or ask whether they would be taken."""
+    """Submit the jobs of runs, or ask whether they would be taken.
+
+    Here, and not earlier, each run gets its secrets: a file in its folder slurm/ for each of `private`. This process
+    ends with them where a job will remove them, or without them, whatever becomes of kit meanwhile.
+    """
     if test:
         return _test(folder, parameters)
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
     executor.update_parameters(**parameters)
+    folders = [Path(run_dir, "slurm") for run_dir in run_dirs]
     try:
+        for each in folders:
+            _remove_secrets(each)  # of a job whose end nobody has looked at
+            for name, values in private.items():
+                write_private(str(each / name), json.dumps(values).encode(), durable=True)
         jobs = executor.map_array(Allocated(), run_dirs)  # a plain job where there is one run
         return {"job_ids": [str(job.job_id) for job in jobs]}
-    except (FailedJobError, FailedSubmissionError) as error:
-        return {"problem": _words(str(error))}
+    except BaseException as error:
+        for each in folders:
+            _remove_secrets(each)
+        if isinstance(error, (FailedJobError, FailedSubmissionError)):
+            return {"problem": _words(str(error))}
+        raise
+
+
+def _remove_secrets(folder: Path) -> None:
+    for kind in (RANKS, NOTIFY):
+        for file in folder.glob(f"{kind}-*.json*"):  # half written, too
+            file.unlink(missing_ok=True)
 
 
 def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from nodekit.deploy.lab_cluster import Lab, down
 from nodekit.deploy.lab_process import ProcessRecord, kill
+from nodekit.inventory.errors import KitError
 
 BUSY_S = 5.0
 """What a deadline of kit's may be overrun by on a busy machine, where a process waits for its turn."""
@@ -89,7 +90,8 @@ def session_labs() -> Iterator[Path]:
         for other in everyones.iterdir():
             owner = ProcessRecord.read(other / "pytest.json")
             if owner is None or not owner.is_alive:
-                remove_labs(other)
+                with contextlib.suppress(KitError):  # made by another version of kit
+                    remove_labs(other)
     made = Path(tempfile.mkdtemp())
     ProcessRecord.of(os.getpid()).write(made / "pytest.json")
     folder = made.rename(everyones / made.name)  # with its owner in it: another session may be looking

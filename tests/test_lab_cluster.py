@@ -84,7 +84,7 @@ def test_down_leaves_nothing(labs: Path) -> None:
     assert str(folder) not in Path("/proc/self/mountinfo").read_text()
     assert not folder.exists()
     assert not any(process.is_alive for process in inside)
-    assert lab_cluster.down(folder) is False  # once more does no harm
+    assert lab_cluster.down(folder) is None  # once more does no harm
 
 
 @in_a_lab
@@ -141,25 +141,60 @@ def test_a_folder_on_an_overlay_gets_disks_in_memory(labs: Path) -> None:
 @in_a_lab
 @needs_root
 def test_down_after_a_restart_of_the_machine_kills_no_stranger(labs: Path) -> None:
-    lab = Lab.up(1, folder=labs / "lab")
-    record = labs / "lab/hosts/node1/init.json"
-    init = ProcessRecord.read(record)
-    assert init is not None
-    lab.crash("node1")
-    # As after a restart: no mounts, no links, and the recorded pid belongs to someone else.
-    subprocess.run(["umount", "--lazy", lab.folder / "switch", lab.folder / "hosts/node1/net"], check=True)
+    lab = Lab.up(2, folder=labs / "lab")
+    for host in lab.hosts:
+        lab.crash(host)
+    # As after a restart: no mounts, no links, and the recorded pids belong to someone else.
+    mounts = [lab.folder / "switch", *lab.folder.glob("hosts/*/net")]
+    subprocess.run(["umount", "--lazy", *mounts], check=True)
     with subprocess.Popen(["sleep", "1000.4"]) as stranger:
         now = ProcessRecord.of(stranger.pid)
-        for boot_id, start_ticks in (("another boot", now.start_ticks), (now.boot_id, now.start_ticks - 1)):
-            ProcessRecord(stranger.pid, start_ticks, boot_id).write(record)
-            with pytest.raises(KitError, match=r"not whole.*`kit lab down`"):
-                Lab.up(1, folder=lab.folder)
-            shutil.copytree(lab.folder, labs / boot_id)
-            assert lab_cluster.down(labs / boot_id) is True
-            assert stranger.poll() is None
-        assert lab_cluster.down(lab.folder) is True
+        for host, boot_id, start_ticks in (
+            ("node1", "another boot", now.start_ticks),
+            ("node2", now.boot_id, now.start_ticks - 1),
+        ):
+            ProcessRecord(stranger.pid, start_ticks, boot_id).write(lab.folder / f"hosts/{host}/init.json")
+        with pytest.raises(KitError, match=r"not whole.*`kit lab down`"):
+            Lab.up(2, folder=lab.folder)
+        assert lab_cluster.down(lab.folder) == []
+        assert stranger.poll() is None
         stranger.kill()
     assert not lab.folder.exists()
+
+
+@in_a_lab
+@needs_root
+def test_down_removes_what_up_made_and_nothing_else(labs: Path) -> None:
+    lab = Lab.up(1, folder=labs / "my lab")
+    data = labs / "data"
+    data.mkdir()
+    (data / "precious").touch()
+    (lab.folder / "notes.txt").touch()
+    (lab.folder / "slurm").mkdir()  # not this lab's: it has none
+    (lab.folder / "hosts/my own").mkdir()
+    (lab.folder / "hosts/node1/upper/link").symlink_to(data)
+    mounted = lab.folder / "hosts/node1/upper/mnt"
+    mounted.mkdir(exist_ok=True)
+    subprocess.run(["mount", "--bind", data, mounted], check=True)
+    try:
+        with pytest.raises(KitError, match="hosts/node1/upper/mnt: mounted in the lab, by somebody else"):
+            lab_cluster.down(lab.folder)
+        assert lab.status("node1") == "up"
+    finally:
+        subprocess.run(["umount", mounted], check=True)
+    copy = labs / "copy"
+    shutil.copytree(lab.folder, copy, symlinks=True, ignore=shutil.ignore_patterns("switch", "net"))
+    with pytest.raises(KitError, match=r"its lab.json is that of a lab in .*/my lab"):
+        lab_cluster.down(copy)
+    (labs / "link").symlink_to(lab.folder)
+    with pytest.raises(KitError, match="is a link: name the lab's folder itself"):
+        lab_cluster.down(labs / "link")
+    assert lab.status("node1") == "up"
+    (copy / "lab.json").unlink()
+    assert lab_cluster.down(lab.folder) == ["hosts/my own", "notes.txt", "slurm"]
+    assert sorted(path.name for path in lab.folder.iterdir()) == ["hosts", "notes.txt", "slurm"]
+    assert (data / "precious").exists()
+    assert lab_cluster.down(lab.folder) is None
 
 
 @in_a_lab
@@ -193,7 +228,7 @@ def test_a_folder_with_other_things_is_refused_and_left_alone(labs: Path) -> Non
     (labs / "thesis.tex").touch()
     with pytest.raises(KitError, match="not an empty folder"):
         Lab.up(1, folder=labs)
-    assert lab_cluster.down(labs) is False
+    assert lab_cluster.down(labs) is None
     assert [path.name for path in labs.iterdir()] == ["thesis.tex"]
     with pytest.raises(KitError, match=r"no lab in .*: `kit lab up 3` makes one"):
         Lab.load(labs)

@@ -195,7 +195,7 @@ def test_down_removes_what_an_up_that_was_killed_had_made(labs: Path) -> None:
         process.kill()
     everything = everything_of(folder)
     assert any("slurmctld" in command or "lab_host" in command for command in everything.values())
-    assert lab_cluster.down(folder) is True
+    assert lab_cluster.down(folder) == []
     assert_gone(folder, everything)
 
 

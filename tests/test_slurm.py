@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ import pytest
 import submitit
 import yaml
 from agents import until
+from kit_runs import RUN_ID
 from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 from test_curves import points
@@ -170,7 +172,7 @@ def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     values["job"]["secrets"] = ["KIT_SECRET"]
     path.write_text(yaml.safe_dump(values))
     up = site.start(site.folder.parent / "secret.log", "up", path.name)
-    (kept,) = until(lambda: list(site.shared.glob("runs/secret-*/slurm/secrets.json")), timeout_s=60)
+    (kept,) = until(lambda: list(site.shared.glob("runs/secret-*/slurm/secrets-*.json")), timeout_s=60)
     assert kept.stat().st_mode & 0o777 == 0o600
     until(lambda: f"{len(secret)} letters" in (site.folder.parent / "secret.log").read_text(), timeout_s=60)
     folders = (site.shared, *(site.lab.folder / "hosts").glob("*/upper"))  # Slurm's controller has one, too
@@ -181,6 +183,20 @@ def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     assert not [argv for argv in argvs if secret in argv]
     assert up.wait(90) == 0
     assert not kept.exists()
+
+    # Killed with all its processes, a job cannot remove it itself.
+    (site.folder / "tell.py").write_text(script.replace("sleep(4)", "sleep(600)"))
+    said = site.kit("up", path.name, "-d").stdout
+    (run_id,) = RUN_ID.findall(said)
+    here = site.shared / "runs" / run_id
+    until(lambda: "letters" in "".join(log.read_text() for log in here.glob("*/logs/*.log")), timeout_s=60)
+    running = [each for host in site.lab.hosts for each in site.lab.processes(host).items()]
+    for pid in [pid for pid, argv in running if re.search("slurm_script|submitit", " ".join(argv))]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not site.queue(), timeout_s=60, what="the end of the job")
+    assert len(list(here.glob("slurm/secrets-*.json"))) == 1
+    assert site.kit("status", run_id).stdout.startswith(f"{run_id}  failed")
+    assert not list(here.glob("slurm/secrets-*.json"))
 
 
 def test_stopped_and_taken_up_again_through_a_login_node(
@@ -468,14 +484,23 @@ def test_an_environment_is_made_once_in_the_shared_folder(site: Site) -> None:
     )
 
 
-def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None:
+def test_a_full_queue_is_told_with_its_reason_and_left_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = [Story(site, f"many{number}", ["job.py", "fine", "0"], nodes=1) for number in range(8)]
     blocker = site.slurm(
         "sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
     )
     until(lambda: "RUNNING" in " ".join(site.queue()))
-    alone = Story(site, "alone", ["job.py", "fine", "0"], nodes=3).begin()
+    monkeypatch.setenv("KIT_SECRET", "s3cr3t")
+    alone = Story(site, "alone", ["job.py", "fine", "0"], nodes=3)
+    values = yaml.safe_load((site.folder / alone.file).read_text())
+    values["job"]["secrets"] = ["KIT_SECRET"]
+    (site.folder / alone.file).write_text(yaml.safe_dump(values))
+    alone.begin()
     alone.wait_for("waits in the queue (Resources")
+    secrets = [*alone.run_dir.glob("slurm/secrets-*.json")]
+    assert [path.exists() for path in secrets] == [True]
     assert "no idle node to try whether slurm.shared_dir is shared" in alone.said()
     said = on_all({each.file: each for each in jobs}, lambda each: site.kit("up", each.file, "-d").stdout)
     for each in jobs:
@@ -483,6 +508,7 @@ def test_a_full_queue_is_told_with_its_reason_and_left_again(site: Site) -> None
     assert len(site.queue()) == 2 + len(jobs), said
     assert alone.interrupt() == 130, alone.said()
     assert alone.job()["JobState"] == "CANCELLED"
+    assert not secrets[0].exists()
     site.slurm("scancel", blocker.strip())
     until(lambda: not site.queue(), timeout_s=120, what="the end of all jobs")
     for each in jobs:

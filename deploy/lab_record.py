@@ -1,0 +1,110 @@
+"""The record of a lab, in its folder: written by `kit lab up` before it makes anything there.
+
+Everything that is done to a lab is done as root, and by what stands in its folder. So a folder is taken for a lab only
+where nobody but root can have written the record, and where the record says that it is of this very folder.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nodekit.inventory.errors import KitError
+
+FILE = "lab.json"
+
+
+def begin(folder: Path, made: dict[str, Any]) -> None:
+    """Make a lab's folder, or take one that is empty, and write down what will be made in it.
+
+    Args:
+        folder: the lab's, absolute.
+        made: the names of its hosts' folders as ``hosts``, and whether it has ``slurm``.
+
+    Raises:
+        KitError: something else is there, or the folder is not root's.
+    """
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+        raise KitError(f"{folder} is not an empty folder and holds no lab: choose a new one with --folder")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (owner := folder.stat().st_uid) != 0:
+        raise KitError(f"{folder} belongs to user {owner}, not to root: choose a new one with --folder")
+    folder.chmod(0o700)  # it will hold the hosts' disks and keys
+    draft = folder / f"{FILE}.draft"
+    draft.write_text(json.dumps({"made": {**made, "folder": os.path.realpath(folder)}}) + "\n")
+    os.link(draft, folder / FILE)  # in one step, and not over another's
+    draft.unlink()
+
+
+def complete(folder: Path, lab: dict[str, Any]) -> None:
+    """Add what the lab is, now that it is whole."""
+    draft = folder / f"{FILE}.draft"
+    draft.write_text(json.dumps({**lab, "made": read(folder)["made"]}, indent=2) + "\n")
+    draft.rename(folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The record of the lab in a folder: what was ``made``; once it is whole, what it is, too.
+
+    Raises:
+        FileNotFoundError: there is no lab.
+        KitError: `kit lab up` did not write what is there.
+    """
+    with opened(folder) as (_, record):
+        return record
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A path to a lab's folder that stays the same folder's, whatever becomes of its name, and the record.
+
+    Raises:
+        FileNotFoundError: there is no lab.
+        KitError: `kit lab up` did not write what is there.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        if not os.path.lexists(folder / FILE):
+            raise FileNotFoundError(folder) from None
+        raise KitError(f"{folder} is a link: name the lab's folder itself") from None
+    try:
+        place = Path(f"/proc/self/fd/{handle}")
+        found = os.stat(FILE, dir_fd=handle, follow_symlinks=False)
+        if _is_open_to_others(os.fstat(handle)) or _is_open_to_others(found):
+            raise _not_ours(folder, "it can be written by others than root")
+        try:
+            record = json.loads((place / FILE).read_text(encoding="utf-8"))
+            made_in = record["made"]["folder"]
+        except (ValueError, KeyError, TypeError):
+            raise _not_ours(folder, f"its {FILE} is no record of one") from None
+        if made_in != str(place.readlink()):
+            raise _not_ours(folder, f"its {FILE} is that of a lab in {made_in}")
+        yield place, record
+    finally:
+        os.close(handle)
+
+
+def _is_open_to_others(found: os.stat_result) -> bool:
+    return (
+        stat.S_ISLNK(found.st_mode)
+        or found.st_uid != 0
+        or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    )
+
+
+def _not_ours(folder: Path, why: str) -> KitError:
+    return KitError(f"{folder} holds no lab that kit lab up made ({why}); nothing in it is used or removed")
+
+
+def mounts_below(folder: Path) -> Iterable[str]:
+    """What is mounted below a folder, relative to it."""
+    prefix = f"{os.path.realpath(folder)}/"
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])
+        if point.startswith(prefix):
+            yield point.removeprefix(prefix)
