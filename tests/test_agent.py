@@ -328,6 +328,14 @@ def test_a_command_that_does_not_exist_is_named(agents: Agents) -> None:
     assert "kit: cannot run './no such'" in status["failures"][0]["error"]
 
 
+def test_a_node_without_the_address_it_is_to_listen_on_says_so(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1, local_addr="203.0.113.1")
+    ended = until(lambda: (status := agents.status("n0")).get("state") == "ended" and status)
+    assert re.search(
+        r"no interface of \S+ has the address 203\.0\.113\.1 to listen on; see `ip addr`", ended["message"]
+    )
+
+
 def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:
     agents.start(
         "import os, time\nopen(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('7/9 loss 0.5')\ntime.sleep(600)",
