@@ -46,6 +46,7 @@ from nodekit.deploy.quorum import Electorate, newest
 from nodekit.deploy.record import Record
 from nodekit.deploy.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.replicas import Replicas
+from nodekit.deploy.signed_store import Forged
 from nodekit.deploy.spec import AgentSpec
 from nodekit.deploy.workers import Workers, WorkerStart
 
@@ -163,8 +164,12 @@ class Agent:
     def run(self) -> int:
         """To the end: 0 trained, 3 failed."""
         following: Callable[[], int | None] = self._generation
+        lacking: OSError | None = None
         while True:
             try:
+                if lacking is not None:
+                    self._wait_for_descriptors(lacking)
+                    lacking = None
                 status = following()
                 if status is not None:
                     return status
@@ -174,11 +179,13 @@ class Agent:
             except Fenced:
                 following = self._wait_fenced
             except StoreLost as error:
-                following = functools.partial(self._wait_orphaned, str(error))
+                following = functools.partial(self._wait_orphaned, error)
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL:
                     raise Unfit(str(error)) from error
-                following = functools.partial(self._wait_for_descriptors, error)
+                if not descriptors.are_used_up(error):
+                    raise
+                lacking = error  # and then once more
 
     # --- generations ---
 
@@ -196,6 +203,8 @@ class Agent:
             try:
                 status = self._round(rendezvous)
             except OSError as error:
+                if not descriptors.are_used_up(error):
+                    raise
                 self._wait_for_descriptors(error)
                 continue
             if status is not None:
@@ -234,23 +243,20 @@ class Agent:
         return self._end("failed", self._failed_as) if why == "failed" else None
 
     def _wait_for_descriptors(self, error: OSError) -> None:
-        """All file descriptors are in use, by strangers' connections most likely: until there is one again.
-
-        Raises:
-            OSError: `error`, if it is another one.
-        """
-        if not descriptors.are_used_up(error):
-            raise error
-        self._end_workers(0, "no file descriptor is left")
-        descriptors.wait_for_one(self._pause)
-        if not self._has_told_of_descriptors:
-            self._has_told_of_descriptors = True
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        """All file descriptors are in use, by strangers' connections most likely: until there are some again."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text = (
+            f"{self._spec.name}: all {limit} file descriptors of the agent were in use: does somebody else connect to "
+            f"its ports on {self._spec.local_addr}?"
+        )
+        is_first, self._has_told_of_descriptors = not self._has_told_of_descriptors, True
+        if is_first:
+            print(f"{text} {error}", file=sys.stderr, flush=True)
+        descriptors.when_there(lambda: self._end_workers(0, "no file descriptor is left"), self._pause)
+        descriptors.when_there(descriptors.check, self._pause)
+        if is_first:
             self._record.event("no-descriptors", limit=limit, why=str(error))
-            self._record.update(
-                notice=f"{self._spec.name}: all {limit} file descriptors of the agent were in use: does somebody else "
-                f"connect to its ports on {self._spec.local_addr}?"
-            )
+            self._record.update(notice=text)
 
     def _take_new_spec(self) -> None:
         self._end_workers(DYING_S, "another generation")
@@ -284,13 +290,16 @@ class Agent:
             time.sleep(_POLL_S)
         raise TimeoutError(f"nobody called this node into the next generation for {self._spec.wait_s:.0f} s")
 
-    def _wait_orphaned(self, why: str) -> None:
+    def _wait_orphaned(self, lost: StoreLost) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
+        why = str(lost)
         self._end_workers(DYING_S, "the rendezvous host is lost")
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
         self._record.event("store-lost", why=why)
+        if isinstance(lost.__cause__, Forged):
+            self._record.update(notice=f"{self._spec.name}: {why}")
         self._is_orphan = True
         if self._spec.is_host:
             raise Fenced  # the host's own store cannot be lost; this one was given a dead spec
@@ -709,7 +718,12 @@ class Agent:
 
     def shut_down(self) -> None:
         """End the workers, with time for a snapshot and for copying it to other nodes."""
-        self._end_workers(self._spec.grace_s, "stopped")
+        try:
+            self._end_workers(self._spec.grace_s, "stopped")
+        except OSError as error:
+            if not descriptors.are_used_up(error):
+                raise
+            return  # what is left ends with this process
         formed, rendezvous = self._formed, self._rendezvous
         if self._replicas is None or formed is None or rendezvous is None:
             return

@@ -15,6 +15,8 @@ from typing import TypeVar
 _T = TypeVar("_T")
 MOST = 65536
 """A hard limit may be a billion, and whoever closes all descriptors of a child counts up to the limit."""
+NEEDED = 16
+"""A store takes about a dozen."""
 _RETRY_S = 0.2
 
 
@@ -32,13 +34,19 @@ def are_used_up(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def wait_for_one(pause: Callable[[], object]) -> None:
-    """Wait until there is a descriptor; what `pause` raises ends the wait."""
+def check() -> None:
+    """See whether there are `NEEDED` to be had.
 
-    def look() -> None:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-    when_there(look, pause)
+    Raises:
+        OSError: there are not.
+    """
+    found: list[int] = []
+    try:
+        while len(found) < NEEDED:
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for each in found:
+            os.close(each)
 
 
 def when_there(function: Callable[[], _T], pause: Callable[[], object]) -> _T:

@@ -250,6 +250,9 @@ class Narrator:
         self._breaks(event)
         if not self._once("store-lost", self._attempt):
             return []
+        why = _first_line(event.get("why"))
+        if why.startswith("somebody else"):
+            return [f"{event.node}: {why}"]
         return [f"{event.node} has lost the rendezvous host"]
 
     def _on_replica_failed(self, event: Event) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import guess, hang, present, remote
+from nodekit.deploy import descriptors, guess, hang, present, remote
 from nodekit.deploy.notes import Notes
 from nodekit.deploy.spec import AgentSpec
 from nodekit.deploy.usage import Usage
@@ -144,9 +144,10 @@ class Record:
         """Write; a full disk must not end the job."""
         try:
             write()
-        except OSError:
+        except OSError as error:
             # What was set aside for this is given up, so that the end can still be told.
-            self._reserve.unlink(missing_ok=True)
+            if not descriptors.are_used_up(error):
+                self._reserve.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 write()
 

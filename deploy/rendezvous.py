@@ -394,12 +394,16 @@ def answers(address: str, port: int) -> bool:
 def _new_store(address: str) -> Any:
     held = remote.listen(address)
     port = held.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=False,
-        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-        master_listen_fd=held.detach(),
-    )
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=False,
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            master_listen_fd=held.detach(),
+        )
+    except DistError:
+        descriptors.check()  # torch does not say that there were too few; that is no loss of the rendezvous
+        raise

@@ -23,7 +23,7 @@ held = []
 for port in ports:
     for _ in range(int(number)):
         each = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        each.settimeout(1)
+        each.settimeout(10)
         try:
             each.connect((address, int(port)))
         except OSError:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import strangers
 from agents import Agents, processes_of, until
 from record_failures import memory_cgroup
 
+from nodekit.deploy import descriptors
 from nodekit.deploy.view import status_line
 
 pytestmark = pytest.mark.slow
@@ -272,6 +275,35 @@ def test_a_fence_ends_a_generation_and_the_call_into_the_next_one_begins_it(agen
     assert agents.wait("n0", "running")["attempt"].startswith("1.")
 
 
+RUNS_AGAIN = """
+import os, pathlib, resource, sys, time
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+sys.exit("as asked" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+"""
+
+
+def test_an_agent_outlives_that_strangers_have_all_its_descriptors(agents: Agents, tmp_path: Path) -> None:
+    agents.start(RUNS_AGAIN, str(tmp_path / "go"), max_restarts=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for name in ("n0", "n1"):
+        agents.wait(name, "running")
+    assert until(lambda: agents.log(0)) == f"{soft}\n", "a rank has the limit that it always had"
+    pid = json.loads((agents.node_dir("n0") / "agent.json").read_text())["pid"]
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == min(hard, descriptors.MOST)
+    folder = Path(f"/proc/{pid}/fd")
+    limit = max(int(each.name) for each in folder.iterdir()) + 20
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
+    with strangers.silent(agents.status("n0")["port"], 200):
+        until(lambda: len(list(folder.iterdir())) >= limit - 1)
+        (tmp_path / "go").touch()  # another round needs another store for its ranks
+        until(lambda: "file descriptors" in (agents.node_dir("n0") / "agent.log").read_text())
+    for name in ("n0", "n1"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+    assert f"all {limit} file descriptors of the agent were in use" in agents.status("n0")["notice"]
+
+
 def test_agents_outlive_the_link_that_started_them(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1)
     agents.wait("n0", "running")
@@ -294,6 +326,14 @@ def test_a_command_that_does_not_exist_is_named(agents: Agents) -> None:
     status = agents.wait("n0", "failed")
     assert status["failures"][0]["exitcode"] == 127
     assert "kit: cannot run './no such'" in status["failures"][0]["error"]
+
+
+def test_a_node_without_the_address_it_is_to_listen_on_says_so(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1, local_addr="203.0.113.1")
+    ended = until(lambda: (status := agents.status("n0")).get("state") == "ended" and status)
+    assert re.search(
+        r"no interface of \S+ has the address 203\.0\.113\.1 to listen on; see `ip addr`", ended["message"]
+    )
 
 
 def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:

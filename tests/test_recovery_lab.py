@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import listeners
 import pytest
+import strangers
 from agents import until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
@@ -258,6 +260,60 @@ def test_the_agent_of_the_rendezvous_host_is_killed(
     os.kill(pid, signal.SIGKILL)
     run.end()
     assert run.status("node2")["generation"] == 1
+    run.trained_as(unbroken, same_world=True)
+
+
+# As somebody without any right on the host: a pickle that runs a command where it is loaded, in place of the state.
+PICKLE = """
+import base64, os, pickle, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+class Bomb:
+    def __reduce__(self):
+        return (os.system, ("touch /root/ran",))
+address, port, *keys = sys.argv[1:]
+store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=20))
+bomb = base64.b64encode(pickle.dumps(Bomb())).decode()
+for key in keys:
+    store.set(key, f"{'0' * 64} 999999 {bomb}")
+print("written")
+"""
+
+
+def test_strangers_on_the_network_disturb_a_run_and_no_more(
+    story: Callable[..., Story], unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="3")
+    lab = run.lab
+    run.wait_step("node2", 30)
+    run.hold("node1")
+    for host in lab.hosts:
+        is_host = host == "node1"
+        found = listeners.found(lab, host, run.disk(host), is_host=is_host, has_copies=True)
+        wanted = {listeners.HELD, listeners.COPIES, listeners.RANKS}
+        if is_host:
+            wanted |= {listeners.STORE, listeners.KEEPALIVES, listeners.RANKS_STORE}
+        assert found == {who: listeners.told()[who] for who in wanted}
+
+    address, port = run.status("node1")["address"], run.status("node1")["port"]
+    open_ports = [each for where, each in listeners.ports(lab, "node1") if where == address]
+    silent = lab.enter_argv("node3", *strangers.argv(address, 1100, open_ports))
+    with subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdout is not None
+        assert int(flood.stdout.readline()) > 1100
+        run.wait_step("node2", run.step("node2") + 5)
+        flood.communicate()
+    assert run.status("node2")["attempt"] == "0.0", "it went on through that"
+
+    keys = [f"nodekit/{run.run_id}.0/state", f"torch.rendezvous.{run.run_id}.0"]
+    assert run.kit.on_host("node3", sys.executable, "-c", PICKLE, address, str(port), *keys) == "written\n"
+    run._until(lambda: run.status("node2").get("generation") == 1, "another generation", 60)
+    log = run.end()
+    assert f"somebody else writes to the rendezvous store at {address}:{port}: {keys[0]} is not signed" in log
+    assert not list((lab.folder / "hosts").glob("*/upper/root/ran"))
     run.trained_as(unbroken, same_world=True)
 
 

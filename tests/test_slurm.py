@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import listeners
 import pytest
 import submitit
 import yaml
@@ -64,6 +65,15 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     assert status.returncode == 0
     assert re.search(r"job \d+ running on node\[1-3\]", status.stdout), status.stdout
     assert re.search(r"node3 +running +rank 2 of 3", status.stdout), status.stdout
+    for host, also in (
+        ("node1", {listeners.STORE, listeners.KEEPALIVES, listeners.RANKS_STORE, listeners.LEADER}),
+        ("node3", set()),
+    ):
+        found = listeners.found(
+            site.lab, host, whole.run_dir / host, is_host=host == "node1", has_copies=False
+        )
+        wanted = {listeners.HELD, listeners.RANKS, *also}
+        assert found == {who: listeners.told()[who] for who in wanted}
     assert wrong.end() == 3, wrong.said()
     assert "rank 0 on node" in wrong.said()
     assert "ValueError: so it is" in wrong.said()

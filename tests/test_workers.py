@@ -22,7 +22,8 @@ from nodekit.deploy.forkserver import ForkServer
 
 # The stand-in: one JSON call per line on stdin, its result on stdout.
 DRIVER = """
-import json, os, sys
+import json, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 preload = json.loads(sys.argv[1])
 if "torch" in (preload or []):
     import torch
@@ -30,6 +31,8 @@ from nodekit.deploy.forkserver import ForkServer
 server = ForkServer.start(preload) if preload is not None else None
 from nodekit.deploy.workers import Workers, WorkerStart
 workers = Workers(server)
+from nodekit.deploy import descriptors
+assert descriptors.raise_limit() == 1000  # as an agent does; its workers keep what they would have had
 print(json.dumps(server and server.pid), flush=True)
 for line in sys.stdin:
     name, args = json.loads(line)
