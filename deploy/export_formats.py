@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from yaml.resolver import Resolver
 
 from nodekit.deploy.export_script import (
     Source,
@@ -123,7 +124,14 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-_Dumper.add_representer(_Verbatim, lambda dumper, data: dumper.represent_scalar("!unsafe", str(data)))
+def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    tag = "!unsafe" if isinstance(data, _Verbatim) else Resolver.DEFAULT_SCALAR_TAG
+    # Left to itself PyYAML writes U+0085 and U+2028 as they are, and reads them back as a blank.
+    return dumper.represent_scalar(tag, str(data), style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(_Verbatim, _text)
 
 
 def to_yaml(values: Any) -> str:
@@ -133,29 +141,53 @@ def to_yaml(values: Any) -> str:
     )
 
 
+def _verbatim(text: str | None) -> str | None:
+    """A text as Ansible takes it for what it is.
+
+    Raises:
+        KitError: YAML cannot hold it.
+    """
+    if text is None or re.fullmatch(r"[\w ./~@:+=,'\"-]+", text, re.ASCII):
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise KitError(f"{text!r} is not UTF-8, and an Ansible inventory can hold nothing else") from None
+    # Of what is tagged Ansible makes a boolean, number or null, in quotes or not, and with `&` reads nothing at all.
+    # Untagged and in quotes it is a text; and such a one is no template.
+    resolve: Callable[..., str] = Resolver().resolve
+    is_text = resolve(yaml.ScalarNode, text, (True, False)) == Resolver.DEFAULT_SCALAR_TAG
+    return _Verbatim(text) if is_text else text
+
+
 def ansible(source: Source) -> list[File]:
-    """The hosts as an Ansible inventory."""
+    """The hosts as an Ansible inventory.
 
-    def verbatim(text: str | None) -> str | None:
-        return _Verbatim(text) if text is not None and re.search(r"\{[{%#]", text) else text
-
+    Raises:
+        KitError: YAML cannot hold what the inventory says.
+    """
     hosts = {}
     for host in source.inventory.hosts:
         is_local = host.connection == "local"
         known = host.known_hosts and shlex.quote(f"UserKnownHostsFile={_config_path(host.known_hosts)}")
         values = {
             "ansible_connection": "local" if is_local else None,
-            "ansible_host": None if is_local else host.address,
-            "ansible_user": None if is_local else host.user,
+            "ansible_host": None if is_local else _verbatim(host.address),
+            "ansible_user": None if is_local else _verbatim(host.user),
             "ansible_port": None if is_local else host.port,
-            "ansible_ssh_private_key_file": None if is_local else verbatim(host.identity_file),
-            "ansible_ssh_common_args": None if is_local or not known else verbatim(f"-o {known}"),
-            "ansible_python_interpreter": None if host.python == "python3" else verbatim(host.python),
+            "ansible_ssh_private_key_file": None if is_local else _verbatim(host.identity_file),
+            "ansible_ssh_common_args": None if is_local or not known else _verbatim(f"-o {known}"),
+            "ansible_python_interpreter": None if host.python == "python3" else _verbatim(host.python),
         }
         hosts[host.name] = {key: value for key, value in values.items() if value is not None}
     group = re.sub(r"\W", "_", source.inventory.name, flags=re.ASCII)
     group = f"_{group}" if group[0].isdigit() or group in ("all", "ungrouped") else group
-    head = source.head("The hosts, as an Ansible inventory.", use=f"ansible -i hosts.yaml {group} -m ping")
+    about = {"use": f"ansible -i hosts.yaml {group} -m ping"}
+    if any(host.python.startswith("~") for host in source.inventory.hosts):
+        about["python"] = (
+            "Ansible 2.19 does not replace ~ by the user's home (earlier ones do): write it out for that"
+        )
+    head = source.head("The hosts, as an Ansible inventory.", **about)
     inventory = {"all": {"children": {group: {"hosts": hosts}}}}
     return [File("hosts.yaml", "\n".join(head) + "\n" + to_yaml(inventory))]
 

@@ -55,10 +55,10 @@ class Hands:
         """Have a node's agent import torch, until it gets its go."""
         node = self.node(name)
         env = {**node.env, "NODEKIT_START": self.inventory.job.start}
-        if (
-            self.run.is_placed
-        ):  # they lie in the run's folder too, for a link there is not SSH: it is not encrypted
-            secrets_at = {"env_file": str(secrets_file(Path(node.code_dir).parent, RANKS) or "")}
+        if self.run.is_placed and secrets:
+            # They lie in the run's folder too, for a link there is not SSH: it is not encrypted.
+            file = secrets_file(Path(node.code_dir).parent, RANKS)
+            secrets_at = {"env_file": str(file)} if file is not None else {}
         else:
             secrets_at, env = {}, {**env, **secrets}
         self._call(

@@ -350,7 +350,8 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
             shutil.rmtree(path)
     with contextlib.suppress(OSError):  # something else is in it, or it is a link
         (place / "hosts").rmdir()
-    for name in ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub", lab_record.FILE):
+    files = ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub")
+    for name in (*files, lab_record.DRAFT, lab_record.FILE):
         with contextlib.suppress(IsADirectoryError):
             (place / name).unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ from typing import Any
 from nodekit.inventory.errors import KitError
 
 FILE = "lab.json"
+DRAFT = "lab.json.draft"
 
 
 def begin(folder: Path, made: dict[str, Any]) -> None:
@@ -34,7 +35,7 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
     if (owner := folder.stat().st_uid) != 0:
         raise KitError(f"{folder} belongs to user {owner}, not to root: choose a new one with --folder")
     folder.chmod(0o700)  # it will hold the hosts' disks and keys
-    draft = folder / f"{FILE}.draft"
+    draft = folder / DRAFT
     draft.write_text(json.dumps({"made": {**made, "folder": os.path.realpath(folder)}}) + "\n")
     os.link(draft, folder / FILE)  # in one step, and not over another's
     draft.unlink()
@@ -42,7 +43,7 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
 
 def complete(folder: Path, lab: dict[str, Any]) -> None:
     """Add what the lab is, now that it is whole."""
-    draft = folder / f"{FILE}.draft"
+    draft = folder / DRAFT
     draft.write_text(json.dumps({**lab, "made": read(folder)["made"]}, indent=2) + "\n")
     draft.rename(folder / FILE)
 
@@ -104,7 +105,7 @@ def _not_ours(folder: Path, why: str) -> KitError:
 def mounts_below(folder: Path) -> Iterable[str]:
     """What is mounted below a folder, relative to it."""
     prefix = f"{os.path.realpath(folder)}/"
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")[:-1]:
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])
         if point.startswith(prefix):
             yield point.removeprefix(prefix)

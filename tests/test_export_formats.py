@@ -198,7 +198,10 @@ hosts:
             }
         }
     }
-    assert "#   use  ansible -i hosts.yaml _2_labs -m ping\n" in file.text
+    assert (
+        "#   use     ansible -i hosts.yaml _2_labs -m ping\n#   python  Ansible 2.19 does not replace ~"
+        in file.text
+    )
 
 
 def test_what_was_exported_is_read_back_by_kit_init(tmp_path: Path) -> None:
