@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rounds import SHARED, Bench, BenchError, bench, interleave, machine, median, note, spread, table
@@ -23,6 +27,9 @@ VENV = SHARED / "ansible"
 MANY = "198.19.250.0/23"  # of the range for benchmarks; all of it is the one host's
 FIRST_OF_MANY = (198, 19, 250, 1)
 PORT = 2222
+SOAK_HOSTS = 32
+# A process that computes until its parent is gone, however that ended.
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
 KIT, ANSIBLE, TUNED, PDSH = "kit check", "ansible -m setup", "ansible, pipelining", "pdsh true"
 DESCRIPTION = """\
 Two questions about `kit check`, each a whole command with Python's start in it.
@@ -41,13 +48,20 @@ And what a host costs: `kit check` on 32 to 256 addresses that are all one host'
 Processor time and memory are kit's own; the whole time has the other end's share of this machine in it: one sshd
 for each, and a Python. The network between them is left out there, since it is one host. What the last sizes cost
 per host must not be more than what the first did.
+
+--soak asks another question: whether it gives false alarms. It checks a healthy lab again and again, as quickly as
+`kit check` does by default, while other processes keep this machine busy, and prints how many of these checks
+failed, and at what.
 """
 EPILOG = """\
 examples:
   bench/check
   bench/check --rounds 1 --hosts 3 --sizes 4,8
+  bench/check --soak
+  bench/check --soak --hosts 8 --checks 5 --load 4
 
-It needs root (for the lab). Exit status: 0 unless something broke; no time is an error.
+It needs root (for the lab). Exit status: 0 unless something broke; no time is an error. With --soak: 1
+where a check failed.
 """
 
 
@@ -257,12 +271,82 @@ def _inventory(lab: Bench, size: int) -> Path:
     return path
 
 
+# --- false alarms -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def busy(number: int) -> Iterator[None]:
+    """So many processes that compute without a pause: each adds 1 to the load."""
+    processes = []
+    try:
+        for _ in range(number):
+            processes.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", BUSY, str(os.getpid())]))
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def soak(num_hosts: int, num_checks: int, load: int) -> tuple[str, int]:
+    """Check a healthy lab so often; what came of it in words, and how many checks failed."""
+    times: list[float] = []
+    false: Counter[str] = Counter()
+    warnings: Counter[str] = Counter()
+    num_false = 0
+    with bench(num_hosts) as lab, busy(load):
+        argv = [sys.executable, "-m", "nodekit.deploy.cli", "check", str(lab.lab.inventory), "--json"]
+        for number in range(1, num_checks + 1):
+            start = time.monotonic()
+            done = subprocess.run(
+                argv, env=lab.env(), cwd=lab.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=TIMEOUT_S, check=False,
+            )  # fmt: skip
+            times.append(time.monotonic() - start)
+            try:
+                findings = json.loads(done.stdout[done.stdout.index("{") :])["findings"]
+            except ValueError as error:
+                raise BenchError(f"kit check ended with {done.returncode}: {done.stderr[-1500:]}") from error
+            told = {
+                level: [each for each in findings if each["level"] == level]
+                for level in ("failure", "warning")
+            }
+            for counted, level in ((false, "failure"), (warnings, "warning")):
+                counted.update(f"{each['check']}: {_shape(each['found'])}" for each in told[level])
+            num_false += bool(told["failure"])
+            note(f"check {number} of {num_checks}: {times[-1]:.1f} s, {len(told['failure'])} false failures, "
+                 f"{len(told['warning'])} warnings, load {os.getloadavg()[0]:.0f}")  # fmt: skip
+            if told["failure"]:
+                note("  " + "; ".join(f"{each['host']}: {each['found']}" for each in told["failure"])[:1500])
+    lines = [
+        f"{num_false} of {num_checks} checks of {num_hosts} healthy hosts failed, with {load} busy processes; "
+        f"{median(times):.1f} s a check ({spread(times)}); {machine()}."
+    ]
+    for head, counted in (("false failures", false), ("warnings", warnings)):
+        lines += [
+            f"{head}:",
+            *(f"  {times_seen:5} x {what}" for what, times_seen in counted.most_common(20)),
+        ] * bool(counted)
+    return "\n".join(lines), num_false
+
+
+def _shape(found: str) -> str:
+    """What was found, without what differs from host to host."""
+    return re.sub(r"\d+(\.\d+)*", "N", found)[:200]
+
+
 def main() -> int:
     """Run and print."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/check: the lab needs root")
+    if args.soak:
+        text, num_false = soak(args.hosts or SOAK_HOSTS, args.checks, args.load)
+        print(text)
+        return 1 if num_false else 0
     install()
+    args.hosts = args.hosts or NUM_HOSTS
     rows, broken = against(args.hosts, args.rounds)
     print(
         f"{args.hosts} hosts, seconds and MB; {args.rounds} rounds, interleaved; {machine()}.\n\n{rows}\n",
@@ -285,8 +369,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each runs (5)")
     parser.add_argument(
-        "--hosts", type=int, default=NUM_HOSTS, metavar="N", help="hosts of the lab, against others (16)"
+        "--hosts", type=int, metavar="N", help="hosts of the lab, against others (16) or in a soak (32)"
     )
+    parser.add_argument(
+        "--soak", action="store_true", help="count false alarms on a busy machine, in place of all else"
+    )
+    parser.add_argument("--checks", type=int, default=100, metavar="N", help="with --soak: how many (100)")
+    parser.add_argument("--load", type=int, default=20, metavar="N", help="with --soak: busy processes (20)")
     parser.add_argument(
         "--sizes",
         default=",".join(map(str, SIZES)),

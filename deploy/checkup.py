@@ -28,6 +28,7 @@ from nodekit.training.trackers import TRACKERS
 T = TypeVar("T")
 
 QUICK_TIMEOUT_S = 10.0
+MOST_BUSY = 20.0
 DEEP_TIMEOUT_S = 60.0
 CONNECT_SHARE = 0.6  # of that, for logging in: the rest is for the network, between those that can be reached
 RESERVE_S = 0.5  # at the end, to close the links and to print
@@ -42,7 +43,8 @@ class Options:
     inventory: Path
     command: tuple[str, ...] | None = None
     deep: bool = False
-    timeout_s: float = QUICK_TIMEOUT_S
+    timeout_s: float | None = None
+    """None: `QUICK_TIMEOUT_S`, and more as far as this machine has other things to do."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
@@ -82,9 +84,21 @@ def run(options: Options) -> Report:
             f"{inventory.path}: kit check looks at hosts, and which nodes the job gets is Slurm's to say; "
             "list them as hosts: in another file, or see sinfo"
         )
+    timeout_s, busy = options.timeout_s, 1.0
+    if timeout_s is None:
+        busy = how_busy()
+        timeout_s = QUICK_TIMEOUT_S * busy
+        if busy >= 2:
+            options.ssh.notice(
+                f"this machine is busy: kit check takes up to {timeout_s:.0f} s here, not {QUICK_TIMEOUT_S:.0f}"
+            )
     findings, own = _here(inventory, options.command)
-    visits = _Visits(inventory, own, options, deadline=started + options.timeout_s - RESERVE_S)
-    visits.wait(started + CONNECT_SHARE * options.timeout_s + RESERVE_S)
+    visits = _Visits(
+        inventory, own, options.ssh,
+        files=_files(inventory, options.command), timeout_s=timeout_s, busy=busy,
+        deadline=started + timeout_s - RESERVE_S,
+    )  # fmt: skip
+    visits.wait(started + CONNECT_SHARE * timeout_s + RESERVE_S)
     if not visits.seen():
         visits.wait(visits.deadline)
     reached = visits.seen()
@@ -157,6 +171,21 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
     return [each for each in found if each.level != "ok" or (each.check, each.host) not in bad]
 
 
+def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> float:
+    """How many times longer than on an idle machine everything takes here: from 1 to `MOST_BUSY`.
+
+    Args:
+        load: the file that has the load of the last minute, and how many processes want to run now.
+        cores: how many there are for us. None: as many as the kernel gives us.
+    """
+    try:
+        words = load.read_text().split()
+        wanted = max(float(words[0]), float(words[3].partition("/")[0]))
+    except (OSError, ValueError, IndexError):  # not Linux
+        return 1.0
+    return min(MOST_BUSY, max(1.0, wanted / (cores or len(os.sched_getaffinity(0)))))
+
+
 def _look(
     link: Link,
     host: Host,
@@ -166,11 +195,12 @@ def _look(
     kit_digest: str,
     peers: Sequence[str],
     files: Sequence[str],
+    timeout_s: float = check.FACTS_TIMEOUT_S,
 ) -> Seen:
     paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
     found = link.call(
         "probes.probe",
-        timeout_s=check.FACTS_TIMEOUT_S,
+        timeout_s=timeout_s,
         workdir=host.workdir,
         kit_digest=kit_digest,
         peers=peers,
@@ -268,12 +298,24 @@ def _files(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ..
 class _Visits:
     """The way to each host and back, each in its own thread; who is late is left behind."""
 
-    def __init__(self, inventory: Inventory, own: Script, options: Options, *, deadline: float) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        own: Script,
+        ssh: SshOptions,
+        *,
+        files: Sequence[str],
+        timeout_s: float,
+        busy: float,
+        deadline: float,
+    ) -> None:
         self.deadline = deadline
         self._inventory = inventory
         self._own = own
-        self._options = options
-        self._files = _files(inventory, options.command)
+        self._files = files
+        self._ssh = ssh
+        self._timeout_s = timeout_s
+        self._facts_s = check.FACTS_TIMEOUT_S * busy
         self._digest = sync.package().digest
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
@@ -291,8 +333,8 @@ class _Visits:
 
     def _visit(self, host: Host) -> None:
         try:
-            timeout_s = round(CONNECT_SHARE * self._options.timeout_s, 1)
-            link = cluster.open_link(host, self._options.ssh, timeout_s=timeout_s)
+            timeout_s = round(CONNECT_SHARE * self._timeout_s, 1)
+            link = cluster.open_link(host, self._ssh, timeout_s=timeout_s)
             with self._lock:
                 is_late = self._is_over
                 if not is_late:
@@ -303,14 +345,9 @@ class _Visits:
             unmade = check.enter_what_is_there({host.name: link}, self._inventory)
             peers = self.peers().get(host.name, ())
             seen = _look(
-                link,
-                host,
-                self._inventory,
-                self._own,
-                kit_digest=self._digest,
-                peers=peers,
-                files=self._files,
-            )
+                link, host, self._inventory, self._own,
+                kit_digest=self._digest, peers=peers, files=self._files, timeout_s=self._facts_s,
+            )  # fmt: skip
             with self._lock:
                 self._unmade |= unmade
                 self._seen[host.name] = seen
@@ -382,9 +419,7 @@ class _Visits:
             problem = error.problem if isinstance(error, HostError) else str(error)
             text, cure = split(problem)
         else:
-            text = (
-                f"no answer within {self._options.timeout_s:g} s, while {self._stage.get(name, 'connecting')}"
-            )
+            text = f"no answer within {self._timeout_s:.3g} s, while {self._stage.get(name, 'connecting')}"
             cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
         return Finding(
             check="access",

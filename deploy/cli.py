@@ -246,8 +246,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--timeout",
         metavar="S",
         type=float,
-        default=10.0,
-        help="most seconds, without --deep's (%(default)g)",
+        help="most seconds, without --deep's (10; more where this machine is busy)",
     )
     command.add_argument("--json", action="store_true", help="for programs")
     arguments.add_ssh(command)
@@ -507,7 +506,7 @@ def _drain(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from nodekit.deploy import check_report, checkup
 
-    if args.timeout <= 0:
+    if args.timeout is not None and args.timeout <= 0:
         raise KitError(f"kit check --timeout {args.timeout:g}: wanted some seconds")
     report = checkup.run(
         checkup.Options(

@@ -118,6 +118,7 @@ class Lab:
         lab_needs.provide_disks(folder)
         hosts = {host.name: host for host in lab_network.plan_hosts(n, network.network)}
         lab = cls(folder, name, network.network, network.control_interface, hosts, slurm, accounting)
+        network = lab._network  # which knows the hosts
         addresses = {host.name: host.address for host in hosts.values()}
         public_key = lab_disk.make_key(lab.identity_file, comment=f"the lab {name}")
         hidden = [Path("/tmp"), Path("/var/tmp"), lab_disk.root_home(), folder]  # noqa: S108
@@ -273,7 +274,7 @@ class Lab:
 
     @property
     def _network(self) -> LabNetwork:
-        return LabNetwork(self.folder, self.network, self.control_interface)
+        return LabNetwork(self.folder, self.network, self.control_interface, self.hosts.values())
 
     def _host(self, name: str) -> LabHost:
         if name not in self.hosts:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ LINK_DEADLINE_S = 10
 """The kernel takes up to 1 s to notice that a cable is back."""
 NOWHERE = "02:00:00:00:00:00"
 """A hardware address that no one has."""
+SHARE_OF_NEIGHBOURS = 0.25
+"""Of the kernel's one neighbour table for all namespaces: other labs, and this machine itself, need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,25 @@ class LabHost:
     """Its network interface; every host's has another name."""
     port: str
     """The switch's end of its cable."""
+
+
+def hardware_address(host: LabHost) -> str:
+    """The one of its interface: locally administered, and as different as the address."""
+    return ":".join(f"{byte:02x}" for byte in (2, 0, *ipaddress.IPv4Address(host.address).packed))
+
+
+def neighbours_fit(num_hosts: int, limit: Path = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")) -> bool:
+    """Whether the kernel's table has room for what the hosts of a lab learn of each other.
+
+    Args:
+        num_hosts: of the lab; each learns of every other one, and of this machine.
+        limit: the file that says how many entries the table takes.
+    """
+    try:
+        room = int(limit.read_text())
+    except (OSError, ValueError):  # this is a container: its kernel's settings are not shown
+        room = 1024  # what comes with every kernel
+    return num_hosts * (num_hosts + 1) <= room * SHARE_OF_NEIGHBOURS
 
 
 def script_argv(name: str) -> list[str]:
@@ -80,10 +101,24 @@ def control_address(network: str) -> str:
 class LabNetwork:
     """The network of the lab in a folder. Paths given to ``ip`` are relative: it cannot quote every name."""
 
-    def __init__(self, folder: Path, network: str, control_interface: str) -> None:
+    def __init__(
+        self, folder: Path, network: str, control_interface: str, hosts: Iterable[LabHost] = ()
+    ) -> None:
+        """The network in a folder.
+
+        Args:
+            folder: the lab's.
+            network: as ``198.18.K.0/24``.
+            control_interface: this machine's end of its cable to the switch.
+            hosts: all of the lab's.
+        """
         self.folder = folder
         self.network = network
         self.control_interface = control_interface
+        hosts = list(hosts)
+        # Of many hosts, the entries that they learn would overflow the table of the whole machine. Permanent ones are
+        # not counted, and nothing outside of the lab has to change for them.
+        self._known = [] if neighbours_fit(len(hosts)) else hosts
 
     @classmethod
     def make(cls, folder: Path) -> "LabNetwork":
@@ -124,7 +159,8 @@ class LabNetwork:
         """Make a host's network namespace, with a cable to the switch."""
         _make_namespace(self.folder / "hosts" / host.name / "net")
         self._on_switch(
-            f"link add name {host.port} type veth peer name {host.interface} netns ./hosts/{host.name}/net",
+            f"link add name {host.port} type veth peer name {host.interface} "
+            f"address {hardware_address(host)} netns ./hosts/{host.name}/net",
             f"link set {host.port} master bridge up",
         )
         self._on_host(
@@ -132,6 +168,7 @@ class LabNetwork:
             "link set lo up",
             f"address add {host.address}/24 dev {host.interface}",
             f"link set {host.interface} up",
+            *(_knows(host, other) for other in self._known if other != host),
         )
 
     def cut(self, host: LabHost) -> None:
@@ -174,6 +211,11 @@ class LabNetwork:
         for namespace in self.folder.glob("hosts/*/net"):
             self._ip(["nsenter", f"--net=hosts/{namespace.parent.name}/net"], forget)
         self._on_host(host, f"neighbour flush dev {host.interface} nud all")
+        others = [other for other in self._known if other != host]
+        if others:
+            self._on_host(host, *(_knows(host, other) for other in others))
+        for other in others:
+            self._on_host(other, _knows(other, host))
 
     def status(self, host: LabHost) -> list[str]:
         """What is wrong with a host's link: any of ``cut``, ``slow``, ``control cut``."""
@@ -217,6 +259,11 @@ class LabNetwork:
             cwd=self.folder,
             stdin="\n".join(lines) + "\n",
         )
+
+
+def _knows(host: LabHost, other: LabHost) -> str:
+    """What tells a host where another one is, once and for all."""
+    return f"neighbour replace {other.address} lladdr {hardware_address(other)} nud permanent dev {host.interface}"
 
 
 def unmount(folder: Path) -> None:

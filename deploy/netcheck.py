@@ -58,6 +58,13 @@ def network_findings(
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
         names, _ = told_apart(_own_names(links, [name for name in here if name in chosen], left_s=left_s))
         # The one whose call was dropped knows nothing of why; the hosts at both ends may.
+        before = {name: answer["neighbours"] for name, answer in here.items()}
+        after = {name: answer["neighbours"] for name, answer in names.items()}
+        closed = [key for key, pair in pairs.items() if pair.failed]
+        neighbours = nethost.neighbour_findings(before, after, lost=closed, num_hosts=len(hosts))
+        # Where the kernel says why, no firewall is to blame.
+        full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
+        pairs = {key: pair for key, pair in pairs.items() if not (pair.failed and full & set(key))}
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
         firewalls = netpairs.ask_firewalls(links, ill, left_s=left_s)
     for host in hosts:
@@ -68,6 +75,7 @@ def network_findings(
             found.append(nethost.unchosen(host, problems[name], here[name]["nics"], inventory))
         elif name in unlinked:
             found.append(nethost.no_carrier(name, nics[name]))
+    found += neighbours
     found += nethost.port_findings(here, wanted_port, matters=port is not None)
     found += netpairs.judge(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
     linked = {name: nic for name, nic in nics.items() if nic is not None and name not in unlinked}

@@ -6,7 +6,7 @@ import collections
 import ipaddress
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.findings import Finding
@@ -95,6 +95,62 @@ def no_carrier(host: str, nic: Mapping[str, Any]) -> Finding:
         "a link",
         f"check the cable and the switch's port; on {host}: ip link show {nic['name']}",
     )
+
+
+def neighbour_findings(
+    before: Mapping[str, Mapping[str, Any]],
+    after: Mapping[str, Mapping[str, Any]],
+    *,
+    lost: Collection[tuple[str, str]],
+    num_hosts: int,
+) -> list[Finding]:
+    """Hosts whose kernel has no room for the addresses of all its neighbours: it drops packets to the others; pure.
+
+    Args:
+        before: host → `netprobe.neighbours` when the check began.
+        after: the same at its end.
+        lost: ordered pairs that do not connect.
+        num_hosts: how many the check is of.
+    """
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, tables in after.items():
+        for table, now in tables.items():
+            is_over = now["overflows"] > before.get(name, {}).get(table, now)["overflows"]
+            if is_over or (table == "arp_cache" and num_hosts > now["most"]):
+                groups.setdefault((table, is_over), []).append(name)
+    found = []
+    for (table, is_over), names in groups.items():
+        fullest = max(names, key=lambda name: after[name][table]["entries"])
+        now = after[fullest][table]
+        wanted = 1024
+        while wanted < 4 * max(num_hosts, now["entries"], now["most"]):
+            wanted *= 2
+        key = f"net.{'ipv6' if table == 'ndisc_cache' else 'ipv4'}.neigh.default.gc_thresh"
+        num_lost = sum(bool(set(pair) & set(names)) for pair in lost) if is_over else 0
+        times = now["overflows"] - before.get(fullest, {}).get(table, now)["overflows"]
+        what = (
+            f"the kernel's neighbour table overflowed {times} times during this check "
+            f'("neighbour: {table}: neighbor table overflow!" in its log)'
+            if is_over
+            else f"the kernel's neighbour table is too small for {num_hosts} hosts"
+        )
+        settings = " ".join(f"{key}{number}={wanted >> (3 - number)}" for number in (1, 2, 3))
+        where = f"on {fullest}" if now["is_ours"] else f"on the machine that {fullest} is a part of"
+        found.append(
+            Finding(
+                check="network",
+                host=names[0] if len(names) == 1 else f"{len(names)} hosts",
+                hosts=tuple(names),
+                level="failure" if num_lost else "warning",
+                found=f"{what}: {now['entries']:,} entries on {fullest}, {key}3 is {now['most']:,}"
+                + (f"; {num_lost} pairs of hosts got no answer" if num_lost else ""),
+                wanted=f"room for {wanted:,} entries, of all hosts, containers and other machines",
+                cure=f"{where}: sudo sysctl -w {settings}"
+                + ("; so on all of them" if len(names) > 1 else "")
+                + "; a file in /etc/sysctl.d keeps it",
+            )
+        )
+    return found
 
 
 def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

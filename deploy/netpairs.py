@@ -15,7 +15,13 @@ from nodekit.deploy.netprobe import OPEN_AT_ONCE, SMALL_BYTES
 from nodekit.inventory.errors import HostError
 
 ANSWER_S = 1.2  # a lost SYN is sent again after 1 s
-ATTEMPTS = 2  # of what fails: a packet may have been lost
+ATTEMPTS = 2  # of all that fails at once: a packet may have been lost
+FEW = 4  # so few pairs are at once tried alone
+ALONE_S, LEAST_ALONE_S = (
+    5.0,
+    2.4,
+)  # for a pair that is tried with nothing else under way: SYNs are sent after 1 and 3 s
+_RESERVE_S = 1.2  # of the time, for what is asked after the pairs
 LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
 """Sizes of packets that networks are made for, to find out which still passes."""
 MAX_PACKET = 65535
@@ -25,13 +31,13 @@ _FIREWALL_S = 4.0
 _MAX_COMMANDS = 3
 # outcome → what is said of the ports
 _WORDS = {
-    "dropped": f"dropped (no answer in {ANSWER_S * ATTEMPTS:.1f} s)",
+    "dropped": "dropped (no answer)",
     "refused": "refused, although it is listened at",
     "unreachable": "unreachable",
     "silent": "taken by somebody who says nothing",
     "stranger": "answered by somebody else",
     "untried": "not tried: the time was over",
-    "rejected": f"rejected (refused, or no answer in {ANSWER_S * ATTEMPTS:.1f} s)",
+    "rejected": "rejected (refused, or no answer)",
 }
 
 
@@ -68,6 +74,8 @@ class Pair:
     """Size → why the source's kernel did not send it."""
     dropped_from: tuple[int, ...] = ()
     """The source's own ports of the calls that got no answer."""
+    is_alone: bool = False
+    """Whether it was tried with nothing else under way, at last."""
 
     @property
     def is_open(self) -> bool:
@@ -81,18 +89,13 @@ Pairs = dict[tuple[str, str], Pair]
 def measure(
     links: Mapping[str, Link], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
 ) -> tuple[Pairs, dict[str, HostError]]:
-    """Let every host call every other one; what fails is tried a second time.
+    """Let every host call every other one; what fails is tried again, together, and then each pair alone.
 
     Returns:
         (source, target) → what became of it, and host → why it gave no answer: its pairs are left out.
     """
     names = list(ends)
-    sizes = {
-        (a, b): [SMALL_BYTES, min(ends[a].mtu, ends[b].mtu, MAX_PACKET)]
-        for a in names
-        for b in names
-        if a != b
-    }
+    sizes = {(a, b): [SMALL_BYTES, _packet(ends, a, b)] for a in names for b in names if a != b}
     # Each begins with another one, so that not all call the same host at once.
     order = {a: [*names[i + 1 :], *names[:i]] for i, a in enumerate(names)}
     wanted = {(a, b): ends[b].ports for a in names for b in order[a]}
@@ -107,8 +110,11 @@ def measure(
             a: [_peer(ends[b], wanted[a, b], sizes[a, b]) for b in order[a] if (a, b) in wanted]
             for a in names
         }
+        # A busy host needs longer than its limit; where there is time, it gets some.
+        spare_s = max(_SPARE_S, (left_s() - limit_s) / 2)
         said = on_all(
-            {a: links[a] for a in names if peers[a]}, _calls(session, peers, limit_s=max(limit_s, 0.1))
+            {a: links[a] for a in names if peers[a]},
+            _calls(session, peers, limit_s=max(limit_s, 0.1), spare_s=spare_s),
         )
         sent = {b: {a: sizes[a, b] for a in names if (a, b) in wanted} for b in names}
         came = on_all({name: links[name] for name in names}, _asks(session, sent, limit_s=left_s()))
@@ -130,9 +136,83 @@ def measure(
                 continue
             wanted[a, b] = tuple(port for ports in pair.failed.values() for port in ports)
             sizes[a, b] = [SMALL_BYTES, *(size for size in LADDER if size < most), most]
+        if sum(map(bool, wanted.values())) <= FEW:
+            wanted = {(a, b): () for a, b in wanted if sizes[a, b][-1] not in pairs[a, b].arrived}
         if not wanted:
             break
-    return {key: pair for key, pair in pairs.items() if not set(key) & set(silent)}, silent
+    pairs = {key: pair for key, pair in pairs.items() if not set(key) & set(silent)}
+    _try_alone(links, session, ends, pairs, left_s=left_s)
+    return pairs, silent
+
+
+def _try_alone(
+    links: Mapping[str, Link],
+    session: str,
+    ends: Mapping[str, End],
+    pairs: Pairs,
+    *,
+    left_s: Callable[[], float],
+) -> None:
+    """Try what fails once more, one pair after the other, and unhurriedly: hosts and switches may only have been busy.
+
+    Of pairs that fare alike the others are left out as soon as one has failed again in the same way. `pairs` has what
+    became of it.
+    """
+
+    def faults() -> dict[tuple[str, str], tuple[str, bool]]:
+        found = {}
+        for key, pair in pairs.items():
+            closed = pair.failed and not _is_echo(pair, pairs, ends)
+            lost = SMALL_BYTES in pair.arrived and _packet(ends, *key) not in pair.arrived
+            if closed or lost:
+                found[key] = closed_words(pair, ends[pair.target], 0) if closed else "", bool(lost)
+        return found
+
+    before = faults()
+    groups = grouped(before, list(ends))
+    if len(before) == len(pairs) and len(set(before.values())) == 1:
+        groups = [Group("all hosts", tuple(ends), "between all: ", tuple(before))]
+    for key in dict.fromkeys(key for group in groups for key in group.pairs):
+        if key not in before:
+            continue
+        there_is_s = left_s() - _RESERVE_S
+        if there_is_s < LEAST_ALONE_S:
+            return
+        num_left = sum(any(each in before for each in group.pairs) for group in groups)
+        answer_s = min(ALONE_S, max(LEAST_ALONE_S, there_is_s / num_left))
+        source, target = key
+        ports = [port for ports in pairs[key].failed.values() for port in ports]
+        sizes = [SMALL_BYTES, _packet(ends, source, target)]
+        peers = {source: [_peer(ends[target], ports, sizes)]}
+        said = on_all(
+            {source: links[source]}, _calls(session, peers, limit_s=2 * answer_s, answer_s=answer_s)
+        )
+        is_asked = before[key][1]  # a datagram that is lost is waited for
+        came = on_all(
+            {target: links[target]} if is_asked else {},
+            _asks(session, {target: {source: sizes}}, limit_s=max(left_s(), _SPARE_S)),
+        )
+        for answer in (*said.values(), *came.values()):
+            if isinstance(answer, Exception) and not isinstance(answer, HostError):
+                raise answer  # our own bug
+        if isinstance(answer := said[source], dict):
+            pair = _merged(pairs[key], source, target, answer[target])
+            pairs[key] = dataclasses.replace(
+                pair, arrived=pairs[key].arrived, is_alone="untried" not in answer[target]["failed"]
+            )
+        if isinstance(answer := came.get(target), dict):
+            arrived = pairs[key].arrived | frozenset(answer.get(source, ()))
+            pairs[key] = dataclasses.replace(pairs[key], arrived=arrived)
+        if faults().get(key) == before[key] and pairs[key].is_alone:
+            for group in groups:
+                if key in group.pairs:
+                    for each in group.pairs:
+                        before.pop(each, None)
+
+
+def _packet(ends: Mapping[str, End], source: str, target: str) -> int:
+    """The size of the largest packet that both interfaces take."""
+    return min(ends[source].mtu, ends[target].mtu, MAX_PACKET)
 
 
 def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
@@ -147,15 +227,20 @@ def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any
 
 
 def _calls(
-    session: str, peers: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_s: float
+    session: str,
+    peers: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    limit_s: float,
+    answer_s: float = ANSWER_S,
+    spare_s: float = _SPARE_S,
 ) -> Callable[[Link], Any]:
     """What lets a host call its peers."""
     return lambda link: link.call(
         "netprobe.try_peers",
-        timeout_s=limit_s + _SPARE_S,
+        timeout_s=limit_s + spare_s,
         session=session,
         peers=peers[link.host],
-        answer_s=ANSWER_S,
+        answer_s=answer_s,
         limit_s=limit_s,
     )
 
@@ -178,6 +263,9 @@ def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, 
     failed: dict[str, list[int]] = {}
     # Silence says less than what was heard before: a kernel says no a few times a second only.
     known = {port: outcome for outcome, ports in before.failed.items() for port in ports} if before else {}
+    tried = {*answer["connects"], *(port for ports in answer["failed"].values() for port in ports)}
+    for port in known.keys() - tried:
+        failed.setdefault(known[port], []).append(port)
     for outcome, ports in answer["failed"].items():
         for port in ports:
             failed.setdefault(known.get(port, outcome) if outcome == "dropped" else outcome, []).append(port)
@@ -190,7 +278,7 @@ def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, 
         source_address=answer["source"] or (before.source_address if before else None),
         arrived=before.arrived if before else frozenset(),
         unsent=answer["unsent"],
-        dropped_from=tuple(answer["dropped_from"]),
+        dropped_from=tuple(answer["dropped_from"]) if tried or before is None else before.dropped_from,
     )
 
 
@@ -254,7 +342,22 @@ def judge(
         certain = [each for each in cures if ", chain " in each[1]] or list(cures)
         because = "; ".join(filter(None, (seen for _, seen in certain)))
         way = "; ".join(command for command, _ in certain)
-        parts = [group.words + words, *([] if group.words else [_back(pairs, source, target)]), because]
+        alone = [key for key in group.pairs if pairs[key].is_alone]
+        tried = (
+            f"tried twice, the second time {'this pair' if not group.words else ' → '.join(alone[0])} alone"
+            if alone
+            else ""
+        )
+        if not alone:
+            level = "warning"
+            tried = "while all hosts called one another; there was no time to try it alone, so it may well be open"
+            because, way = "", "give it more time: kit check --timeout 60"
+        parts = [
+            group.words + words,
+            *([] if group.words else [_back(pairs, source, target)]),
+            tried,
+            because,
+        ]
         low, high = ends[target].port_range
         found.append(
             Finding(
@@ -388,7 +491,7 @@ def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
     """Pairs between which small datagrams pass and those of both interfaces' MTU do not."""
     lost: dict[tuple[str, str], tuple[int, int]] = {}
     for key, pair in pairs.items():
-        wanted = min(ends[pair.source].mtu, ends[pair.target].mtu, MAX_PACKET)
+        wanted = _packet(ends, *key)
         if SMALL_BYTES in pair.arrived and wanted not in pair.arrived:
             lost[key] = wanted, max(pair.arrived)
     names = list(ends)

@@ -40,6 +40,9 @@ _MTU_DISCOVER: Dict[int, Tuple[int, int]] = {socket.AF_INET: (0, 10), socket.AF_
 _PMTUDISC_PROBE = 3
 _HEADERS_BYTES: Dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP's and UDP's
 _LISTEN = "0A"  # as /proc/net/tcp has it
+# Of linux/neighbour.h and netlink.h: ask for the tables of neighbours, and what an answer has in it.
+_GET_TABLES, _DUMP, _DONE, _ERROR = 66, 0x301, 3, 2
+_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS = 1, 4, 5, 7
 
 # session -> its listening end
 _sessions: Dict[str, "_Session"] = {}
@@ -71,6 +74,7 @@ def begin(
     low, high = port_range()
     found: Dict[str, Any] = {
         "nics": nics(),
+        "neighbours": neighbours(),
         "rdma": rdma_ports(),
         "range": [low, high],
         "ports": [],
@@ -201,10 +205,63 @@ def _line(folder: str, name: str) -> str:
         return ""
 
 
+def neighbours() -> Dict[str, Dict[str, Any]]:
+    """The kernel's tables of who has which address, ``arp_cache`` and ``ndisc_cache``; {} where it does not say.
+
+    Each with ``entries``, ``most`` (gc_thresh3), ``overflows`` (since the start of the machine) and ``is_ours``
+    (False: its limits are set elsewhere, on the machine that this host is a container of). The tables are one for
+    all of a machine's containers. The log of the kernel, which not everybody may read, has a line for an overflow;
+    the count is everybody's.
+    """
+    found: Dict[str, Dict[str, Any]] = {}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+            kernel.settimeout(1)
+            kernel.send(struct.pack("=IHHIIB3x", 20, _GET_TABLES, _DUMP, 1, 0, socket.AF_UNSPEC))
+            is_done = False
+            while not is_done:
+                data = kernel.recv(1 << 16)
+                at = 0
+                while at < len(data):
+                    length, kind = struct.unpack_from("=IH", data, at)
+                    is_done = is_done or kind in (_DONE, _ERROR)
+                    if not is_done:
+                        found.update(_table(data[at + 20 : at + length]))
+                    at += (length + 3) & ~3
+    except (OSError, struct.error):
+        return {}
+    return found
+
+
+def _table(data: bytes) -> Dict[str, Dict[str, Any]]:
+    """One table, from the attributes of a netlink message; {} for a message of a single interface's settings."""
+    parts: Dict[int, bytes] = {}
+    at = 0
+    while at + 4 <= len(data):
+        length, kind = struct.unpack_from("=HH", data, at)
+        parts[kind] = data[at + 4 : at + length]
+        at += max((length + 3) & ~3, 4)
+    if not {_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS} <= set(parts):
+        return {}
+    name = parts[_TABLE_NAME].rstrip(b"\0").decode("ascii", "replace")
+    version = "ipv6" if name == "ndisc_cache" else "ipv4"
+    return {
+        name: {
+            "entries": struct.unpack_from("=I", parts[_TABLE_CONFIG], 4)[0],
+            "most": struct.unpack("=I", parts[_TABLE_MOST])[0],
+            "overflows": struct.unpack_from("=Q", parts[_TABLE_STATS], 80)[0],
+            "is_ours": os.path.exists("/proc/sys/net/%s/neigh/default/gc_thresh3" % version),
+        }
+    }
+
+
 def own_name(limit_s: float) -> Dict[str, Any]:
-    """This host's name and the addresses that it has here; None: the resolver did not answer in time."""
+    """This host's name and the addresses that it has here; None: the resolver did not answer in time.
+
+    And ``neighbours``, as they are now.
+    """
     name = socket.gethostname()
-    found: Dict[str, Any] = {"name": name, "addresses": None}
+    found: Dict[str, Any] = {"name": name, "addresses": None, "neighbours": neighbours()}
 
     def resolve() -> None:
         try:

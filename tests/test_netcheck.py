@@ -24,7 +24,7 @@ from nodekit.deploy.lab_cluster import Lab
 from nodekit.deploy.link import Link
 from nodekit.inventory.load import load_inventory
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0  # also where this machine is busy; no healthy host takes a part of it
 NAMES = ("node1", "node2", "node3")
 
 
@@ -184,12 +184,13 @@ def test_a_firewall_that_blocks_one_direction_of_one_pair_is_named_and_mended(
     (found,) = site.bad()
     assert (found.host, found.hosts, found.level) == ("node3 → node1", ("node3", "node1"), "failure")
     said = (
-        "every port dropped (no answer in 2.4 s)"
+        "every port dropped (no answer)"
         if verdict == "drop"
         else "every port re"  # refused, or rejected: an answer to some, which Linux limits
     )
     assert found.found.startswith(said)
-    assert "; node1 → node3 connects; node1's nftables, chain inet site c: ip saddr" in found.found
+    tried = "tried twice, the second time this pair alone"
+    assert f"; node1 → node3 connects; {tried}; node1's nftables, chain inet site c: ip saddr" in found.found
     site.mend(found)
     assert not site.bad()
 
@@ -216,7 +217,7 @@ def test_a_firewall_that_drops_a_port_range_is_named_with_the_range(site: Site) 
     site.mend(Finding(check="", host="", level="ok", cure=second))
     (harmless,) = site.bad()
     assert (harmless.host, harmless.level) == ("node1 → node3", "warning")
-    assert harmless.found.startswith("port 29500 dropped (no answer in 2.4 s); node3 → node1 connects")
+    assert harmless.found.startswith("port 29500 dropped (no answer); node3 → node1 connects")
     (needed,) = site.bad(port=29500)
     assert needed.level == "failure"
 
