@@ -9,12 +9,13 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nodekit.deploy.causes import Cause
 from nodekit.deploy.failures import message_of
 from nodekit.deploy.listing import Tree
 from nodekit.deploy.selection import IGNORE_FILE, Why, reasons
+from nodekit.deploy.verdict import Verdict
 
 LARGE_BYTES = 10_000_000
 MAX_ENTRIES, MAX_S = 20_000, 1.0  # of looking into ignored folders
@@ -154,6 +155,20 @@ def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
             yield from _sizes(root, inside, tree)
 
 
+def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: Mapping[str, str]) -> Verdict:
+    """A verdict, with the file that was left out as its cause where the first failure says that it is missing.
+
+    Args:
+        found: the verdict on a run.
+        left_out: what was, as `LeftOut.to_dict` has it.
+        code_dirs: node → where the code lies there.
+    """
+    if found.first is None:
+        return found
+    cause = missed(found.first.error, left_out, code_dirs.get(found.first.node, ""))
+    return replace(found, cause=cause) if cause else found
+
+
 def missed(error: str, left_out: Mapping[str, Sequence[str]], code_dir: str) -> Cause | None:
     """The cause of a failure whose message says that a file is missing which was left out.
 
@@ -174,7 +189,7 @@ def missed(error: str, left_out: Mapping[str, Sequence[str]], code_dir: str) -> 
                 if _touches(path, within):
                     return Cause(
                         "ignored-file",
-                        f"{within} was not sent to the nodes: {source} ignores {path}",
+                        f"{within} was not sent to the nodes: {source} ignores {'it' if path == within else path}",
                         f"{to_write} in {IGNORE_FILE} sends it with the code; what is too large for that belongs at "
                         "the same place on each node, or on a disk that all share",
                     )

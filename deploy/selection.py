@@ -75,11 +75,13 @@ def why_left_out(root: Path, path: str) -> Why | None:
         return Why(IGNORE_FILE, f"!/{_escaped(path)}")
     if kit.says(path) is False:
         return None
-    if _in_work_tree(root) and _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
+    if _in_work_tree(root):
         above = path.split("/")[:-1]
         repositories = [f"{'/'.join(above[:number])}/" for number in range(len(above), 0, -1)]
         repository = next((each for each in repositories if (root / each / ".git").exists()), "")
-        return reasons(root, {path: repository}).get(path)
+        found = reasons(root, {path: repository}).get(path)
+        if found is None or _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
+            return found  # else git ignores all of the root, which is read without it
     return reasons(root, {path: None}).get(path)
 
 

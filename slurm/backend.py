@@ -79,6 +79,7 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
     """Write down that a run is in the queue."""
     with run.changing():
         run.inventory, run.code_digest, run.slurm = dump(inventory), ready.code_digest, slurm
+        run.left_out = dict(ready.left_out)
         run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
     run.say_stop("")
 
