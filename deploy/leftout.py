@@ -53,7 +53,7 @@ class LeftOut:
         files = f"{self.num_files} file{'' if self.num_files == 1 else 's'}"
         shown = ", ".join(f"`{line}`" for line in self.lines[:_MAX_LINES])
         shown += " …" if len(self.lines) > _MAX_LINES else ""
-        verb = "sends them" if len(self.lines) == 1 else "send them"
+        verb = f"send{'s' if len(self.lines) == 1 else ''} {'it' if self.num_files == 1 else 'them'}"
         return [
             f"left out: {least}{files}, {self.size_bytes / 1e6:.1f} MB, ignored by {sources}: "
             f"{shown} in {IGNORE_FILE} {verb}"
