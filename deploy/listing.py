@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import stat
-import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nodekit.deploy import tree as host
+from nodekit.deploy.selection import IGNORE_FILE, select
 from nodekit.inventory.errors import KitError
 
-IGNORE_FILE = ".kitignore"
 # A file changed within one tick of the kernel's clock after it was hashed could keep its stat: no hash of a
 # file that was touched so shortly before is remembered. (git calls this "racily clean".)
 _RACY_NS = 100_000_000
@@ -47,6 +45,8 @@ class Tree:
     """The content hash of the whole: equal if and only if all names, modes and contents are."""
     stats: dict[str, list[Any]] = field(repr=False)
     """path -> what the file's stat was, to tell a file that changed since."""
+    ignored: Mapping[str, str | None] = field(repr=False)
+    """What .gitignore leaves out (`Selection.ignored`)."""
 
     @property
     def num_files(self) -> int:
@@ -74,8 +74,9 @@ def take(folder: Path) -> Tree:
     """List and hash the code in `folder`, uncommitted and untracked files included.
 
     In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a
-    ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more. Empty folders are
-    not kept, as in git. A link is kept if it points into the tree; an absolute one is made relative.
+    ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more, and puts back with
+    ``!`` (deploy/selection.py). Empty folders are not kept, as in git. A link is kept if it points into the tree;
+    an absolute one is made relative.
 
     Raises:
         KitError: a link that would be broken on a host, something that is no file, or files that cannot be
@@ -87,15 +88,10 @@ def take(folder: Path) -> Tree:
             f"the code folder {folder} is not a folder; set job.code, or run kit from the code's folder"
         )
     problems: list[str] = []
-    paths = _git_files(root, "", problems) if _in_work_tree(root) else []
-    if not paths:  # no git here, or a folder that git itself ignores
-        paths = list(_walk(root, problems))
-    ignored = _Ignored(root, IGNORE_FILE)
+    selection = select(root, problems)
     files: dict[str, os.stat_result] = {}
     links: list[str] = []
-    for path in sorted(set(paths)):
-        if ignored(path):
-            continue
+    for path in selection.paths:
         try:
             found = os.lstat(f"{root}/{path}")
         except FileNotFoundError:
@@ -125,7 +121,7 @@ def take(folder: Path) -> Tree:
         )
     entries.sort()
     digest = host.digest_of([list(entry) for entry in entries])
-    return Tree(root=root, entries=tuple(entries), digest=digest, stats=stats)
+    return Tree(root=root, entries=tuple(entries), digest=digest, stats=stats, ignored=selection.ignored)
 
 
 def _kind(mode: int) -> str:
@@ -136,109 +132,6 @@ def _kind(mode: int) -> str:
         stat.S_IFCHR: "device",
     }
     return kinds.get(stat.S_IFMT(mode), "special file")
-
-
-# --- which files --------------------------------------------------------------------------------------------
-
-
-def _in_work_tree(root: Path) -> bool:
-    here = any((folder / ".git").exists() for folder in (root, *root.parents))
-    return here and shutil.which("git") is not None
-
-
-def _git_files(root: Path, below: str, problems: list[str]) -> list[str]:
-    argv = ["git", "-C", str(root / below), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(argv, capture_output=True, env={**env, "LC_ALL": "C"}, check=False)
-    complaint = os.fsdecode(done.stderr).strip()
-    if done.returncode != 0:
-        raise KitError(f"git cannot list the code in {root / below}: {complaint}")
-    problems += [line for line in complaint.splitlines() if "could not open directory" in line]
-    paths = []
-    for name in os.fsdecode(done.stdout).split("\0"):
-        path = below + name
-        if not name:
-            continue
-        if name.endswith("/") or _is_folder(f"{root}/{path}"):
-            # A submodule, or a repository in the repository: git lists its folder only.
-            inner = path.rstrip("/")
-            if (root / inner / ".git").exists():
-                paths += _git_files(root, inner + "/", problems)
-            continue
-        paths.append(path)
-    return paths
-
-
-def _is_folder(full: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(full).st_mode)
-    except OSError:
-        return False
-
-
-def _walk(root: Path, problems: list[str]) -> Iterator[str]:
-    ignored = [_Ignored(root, ".gitignore"), _Ignored(root, IGNORE_FILE)]
-
-    def below(folder: str) -> Iterator[str]:
-        try:
-            entries = list(os.scandir(f"{root}/{folder}"))
-        except OSError as error:
-            problems.append(f"{folder}: {error.strerror}")
-            return
-        for entry in entries:
-            path = folder + entry.name
-            if entry.name == ".git":
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                if not any(is_ignored.folder(path) for is_ignored in ignored):
-                    yield from below(path + "/")
-            elif not any(is_ignored(path) for is_ignored in ignored):
-                yield path
-
-    yield from below("")
-
-
-class _Ignored:
-    """Whether a path is left out by ignore files of one name, in its folder or one above it."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self._root = root
-        self._name = name
-        self._specs: dict[str, Any] = {}
-        self._folders: dict[str, bool] = {"": False}
-
-    def __call__(self, path: str) -> bool:
-        folder = path.rpartition("/")[0]
-        return self.folder(folder) or self._says(path, folder)
-
-    def folder(self, path: str) -> bool:
-        """The same of a folder; what is in one that is left out cannot come back in."""
-        if path not in self._folders:
-            above = path.rpartition("/")[0]
-            self._folders[path] = self.folder(above) or self._says(path + "/", above)
-        return self._folders[path]
-
-    def _says(self, path: str, folder: str) -> bool:
-        while True:  # the file nearest to the path has the last word
-            spec = self._spec(folder)
-            if spec is not None:
-                said = spec.check_file(path[len(folder) + 1 :] if folder else path).include
-                if said is not None:
-                    return bool(said)
-            if not folder:
-                return False
-            folder = folder.rpartition("/")[0]
-
-    def _spec(self, folder: str) -> Any:
-        if folder not in self._specs:
-            self._specs[folder] = None
-            file = f"{self._root}/{folder}/{self._name}"
-            if os.path.isfile(file):  # noqa: PTH113  (once per folder of a big tree)
-                import pathspec  # most trees have no such file
-
-                lines = Path(file).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-                self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
-        return self._specs[folder]
 
 
 # --- links and hashes ---------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class Run:
     """What the agents of this run know each other by."""
     code_digest: str = ""
     """Of the code that was synced."""
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """What of the code's folder .gitignore left out (`LeftOut.to_dict`)."""
     is_placed: bool = False
     """Whether the code lies in a folder that all nodes share: a new node finds it there."""
     slurm: dict[str, str] = field(default_factory=dict)

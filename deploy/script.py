@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodekit.deploy import plan, programs
+from nodekit.deploy import plan, programs, selection
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
@@ -132,6 +132,11 @@ def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
         raise KitError(
             f"no {name} in {root}, the folder that is synced; run kit from your code's folder, "
             "or set job.code"
+        )
+    if (why := selection.why_left_out(root, within)) is not None:
+        raise KitError(
+            f"{name} is not sent to the hosts: {why.source} ignores it; write {why.line} into "
+            f"{root / selection.IGNORE_FILE}"
         )
     kind = programs.kind(str(path))
     if not kind:

@@ -12,12 +12,13 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy import check, checkup, cluster, events, judge, notify, plan, runs, script, sync
+from nodekit.deploy import check, checkup, cluster, events, judge, leftout, notify, plan, runs, script, sync
 from nodekit.deploy.attempts import of_kind
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.findings import Finding
 from nodekit.deploy.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
 from nodekit.deploy.judge import FINAL, Rules
+from nodekit.deploy.leftout import LeftOut
 from nodekit.deploy.link import Link, on_all
 from nodekit.deploy.plan import Plan
 from nodekit.deploy.progress import build_lines
@@ -266,7 +267,7 @@ def start(
     )
     groups = cluster.one_per_folder(facts)
     firsts = {name: links[name] for name in groups}
-    code_digest = run.code_digest
+    code_digest, named_left_out = run.code_digest, run.left_out
     try:
         with phases.phase("sync") as said:
             sync.send_package(
@@ -282,9 +283,11 @@ def start(
             _on_nodes(active, lambda name: hands.warm(name, secrets))
             targets: dict[str, sync.Target] = {}
             if reading is not None:
-                tree, targets = _send(reading, firsts, facts, run_id, options)
+                tree, left_out = reading.result()
+                targets = _send(tree, firsts, facts, run_id, options)
                 code_digest = tree.digest
-                said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
+                said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
+                named_left_out = left_out.to_dict()
             else:
                 said.append("in the shared folder")
         with phases.phase("start") as said:
@@ -293,6 +296,7 @@ def start(
             _on_nodes(active, lambda name: hands.go(name, state, state.port if name == state.host else None))
             with run.changing():
                 run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
+                run.left_out = named_left_out
             _wait_started(hands, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
             if len(active) < len(links):
@@ -343,27 +347,29 @@ def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
 
 
 class _Reading:
-    """The code being read in the background."""
+    """The code being read in the background, and what of its folder is not sent."""
 
     def __init__(self, inventory: Inventory, options: Options) -> None:
-        self._found: dict[str, sync.Tree | Exception] = {}
+        self._found: dict[str, tuple[sync.Tree, LeftOut] | Exception] = {}
+
+        def read(_: None) -> tuple[sync.Tree, LeftOut]:
+            tree = take(inventory, options.command)
+            return tree, leftout.look(tree, plan.argv_of(inventory, options.command))
+
         self._thread = threading.Thread(
-            target=lambda: self._found.update(
-                on_all({"code": None}, lambda _: take(inventory, options.command))
-            ),
-            daemon=True,
+            target=lambda: self._found.update(on_all({"code": None}, read)), daemon=True
         )
         self._thread.start()
 
-    def result(self) -> sync.Tree:
-        """The tree, once it is read.
+    def result(self) -> tuple[sync.Tree, LeftOut]:
+        """The tree and what is left out of it, once it is read.
 
         Raises:
             KitError: it could not be.
         """
         self._thread.join()
-        tree: sync.Tree = check.all_or_raise(self._found)["code"]
-        return tree
+        found: tuple[sync.Tree, LeftOut] = check.all_or_raise(self._found)["code"]
+        return found
 
 
 def _record(
@@ -406,13 +412,12 @@ def _record(
 
 
 def _send(
-    reading: _Reading,
+    tree: sync.Tree,
     firsts: Mapping[str, Link],
     facts: Mapping[str, check.Facts],
     run_id: str,
     options: Options,
-) -> tuple[sync.Tree, dict[str, sync.Target]]:
-    tree = reading.result()
+) -> dict[str, sync.Target]:
     targets = {
         name: sync.code_target(
             link, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
@@ -421,7 +426,7 @@ def _send(
     }
     with sync.progress_bars(silent=options.quiet) as progress:
         check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
-    return tree, targets
+    return targets
 
 
 def count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from nodekit.deploy import cluster, ending, judge, metrics_port, notify, runs, script, start
+from nodekit.deploy import cluster, ending, judge, leftout, metrics_port, notify, runs, script, start
 from nodekit.deploy.cluster import SshOptions
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.hands import CALL_TIMEOUT_S, Hands, secrets_of
@@ -266,6 +266,7 @@ def watch(
             supervisor.close()
             return status
         else:
+            verdict = with_left_out(run, verdict)
             with _told_of_a_full_disk(view.say):
                 if verdict.outcome == "stopped":
                     run.finish_stopped()
@@ -441,6 +442,12 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
     for label, text in rows:
         print(f"  {label:<9}  {text}")
     return STOPPED_EXIT if verdict.outcome == "stopped" else 0
+
+
+def with_left_out(run: Run, verdict: Verdict) -> Verdict:
+    """A verdict on a run, whose cause may be a file that was not sent."""
+    code_dirs = {name: str(node.get("code_dir", "")) for name, node in run.nodes.items()}
+    return leftout.explained(verdict, run.left_out, code_dirs)
 
 
 def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = ()) -> list[str]:

@@ -41,6 +41,9 @@ def why(run: Run, options: SshOptions, *, as_json: bool) -> int:
     record, events = past.past(run, options)
     inventory = up.inventory_of(run)
     found = verdict_of(events, max_restarts=inventory.job.max_restarts, state=run.state, reason=run.verdict)
+    if found is not None:
+        record.left_out = record.left_out or run.left_out
+        found = up.with_left_out(record, found)
     if as_json:
         told = found.to_dict() if found else None
         resume = up.resume_command(run) if run.state == "failed" else ""

@@ -201,7 +201,7 @@ class Job(_Model):
     command: tuple[AnyText, ...] | None = Field(default=None, min_length=1)
     """The script and its arguments, as after torchrun, one item each. Default: kit's training module."""
     code: Text = "."
-    """The folder that is sent to every host, uncommitted changes too, .gitignore honoured. A relative path is relative to where kit is run."""  # noqa: E501
+    """The folder that is sent to every host, uncommitted changes too, .gitignore and .kitignore honoured (a ! line in .kitignore sends what .gitignore leaves out). A relative path is relative to where kit is run."""  # noqa: E501
     env: _Env = Field(default_factory=dict, json_schema_extra=_CLOSED)
     """Environment variables for the job on all hosts. Shown in plans and logs: put no secret here."""
     secrets: tuple[SecretName, ...] = ()

@@ -371,6 +371,8 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     shown = _logs_of(run_dir, here)
     with contextlib.ExitStack() as stack:
         hands = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
+        with hands.run.changing():
+            hands.run.left_out = job.get("left_out", {})
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
         return up.watch(hands, options, shown=shown, is_asked=False)

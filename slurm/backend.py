@@ -80,6 +80,7 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
     with run.changing():
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
         run.slurm = {**slurm, "private": " ".join(ready.private)}
+        run.left_out = dict(ready.left_out)
         run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
     run.say_stop("")
 

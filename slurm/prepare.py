@@ -6,6 +6,7 @@ Nobody should learn after a night in the queue that a path was wrong.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import plan, script, sync
+from nodekit.deploy import leftout, plan, script, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
@@ -146,7 +147,9 @@ def prepare(
         target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.settle({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
-        said.append(f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB")
+        left_out = leftout.look(tree, argv)
+        said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
+    ready = dataclasses.replace(ready, left_out=left_out.to_dict())
     if problem := _script_problem(ready, inventory, argv):
         warn(f"warning: {problem}")
     return ready
@@ -168,6 +171,8 @@ class Ready:
     """File in a run's folder slurm/ → secrets. Each submission has names of its own: who removes those of a job that is
     over cannot hit those of the next one."""
     code_digest: str
+    left_out: Mapping[str, list[str]] = field(default_factory=dict)
+    """What of the code's folder was not sent."""
 
     def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
         """Write what a run's tasks read first: what to run, and where the secrets will be."""
@@ -177,6 +182,7 @@ class Ready:
             "command": list(command) if command else None,
             "shared_dir": self.shared_dir,
             "private": list(self.private),
+            "left_out": dict(self.left_out),
         }
         write(self.link, f"{run_dir}/slurm/job.json", json.dumps(job))
         write(self.link, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job

@@ -93,6 +93,7 @@ def test_an_absolute_path_is_what_the_hosts_say_it_is(tmp_path: Path) -> None:
         (["../tools/x.py"], (), "../tools/x.py lies outside of {code}, the folder that is synced, and so would not be"),
         (["bash", "src/../../tools/x.sh"], (), "src/../../tools/x.sh lies outside of {code}"),
         (["../my code/train.py"], (), "../my code/train.py would be another file on the hosts; say train.py"),
+        (["own.py"], (), "own.py is not sent to the hosts: .gitignore ignores it; write !own.* into {code}/.kitignore"),
         (["./plain.sh"], (), "./plain.sh is not executable; chmod +x ./plain.sh"),
     ],
 )  # fmt: skip
@@ -103,7 +104,8 @@ def test_a_file_that_no_host_would_have_is_refused_and_what_only_the_hosts_know_
     (code / "src").mkdir(parents=True)
     (tmp_path / "tools").mkdir()
     monkeypatch.chdir(code)
-    for name in ("train.py", "run.sh", "plain.sh", "../tools/x.py", "../tools/x.sh"):
+    (code / ".gitignore").write_text("own.*\n")
+    for name in ("train.py", "own.py", "run.sh", "plain.sh", "../tools/x.py", "../tools/x.sh"):
         (code / name).write_text("#!/bin/sh\nexit 0\n")
     (code / "run.sh").chmod(0o755)
     found = inventory(tmp_path, ONE)

@@ -456,6 +456,12 @@ def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Pa
         "memory": ({"mem_gb": 64}, {}, "slurm.mem_gb"),
         "folder": ({"shared_dir": str(tmp_path / "mine")}, {}, "is not the folder that the login node has"),
         "script": ({}, {"job": {"command": ["absent.py"]}}, "no absent.py in"),
+        "outside": ({}, {"job": {"command": ["bash", "../run.sh"]}}, "../run.sh lies outside of"),
+        "absolute": (
+            {},
+            {"job": {"command": ["/opt/none/train"]}},
+            "no /opt/none/train, which the command runs",
+        ),
         "torch": ({}, {"python": "/usr/bin/python3"}, "/usr/bin/python3 lacks torch"),
     }
 

@@ -189,6 +189,12 @@ def another_torch(kit: Kit) -> None:
     kit.on_host("node2", "mount", "--bind", "/root/version.py", torch_version_file())
 
 
+def own_script(kit: Kit) -> None:
+    for host in ("node1", "node3"):
+        kit.on_host(host, "install", "-D", "/bin/true", "/root/own/train")
+    kit.inventory(job={"command": ["/root/own/train"]})
+
+
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
@@ -211,6 +217,11 @@ def another_torch(kit: Kit) -> None:
             another_torch,
             r"node2: torch 2\.12\.1, but 2 of the hosts have 2\.13\.0.*pip install torch==2\.13\.0",
             id="another torch",
+        ),
+        pytest.param(
+            own_script,
+            r"node2: no /root/own/train there, which the command runs; lay it at the same place on each host",
+            id="a script that it lacks",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -231,6 +232,43 @@ def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
     assert up.wait(60) == 0
     assert "it is old" in local.log()
     assert "it is new" not in local.log()
+
+
+# The shape of many public programs: data lies beside the script, git is not for it, and some of it is optional.
+READS_DATA = """
+import mmap, os, pickle
+folder = os.path.join("data", "chars")
+vocabulary = 50304
+if os.path.exists(os.path.join(folder, "meta.pkl")):
+    with open(os.path.join(folder, "meta.pkl"), "rb") as file:
+        vocabulary = pickle.load(file)["vocabulary"]
+with open(os.path.join(folder, "train.bin"), "rb") as file:
+    size = len(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+print("a model of", vocabulary, "words on", size, "bytes", flush=True)
+"""
+
+
+def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_where_kitignore_says_so(
+    local: Kit,
+) -> None:
+    (local.folder / "train").write_text(f"#!/bin/false\n{READS_DATA}")
+    (local.folder / "data/chars").mkdir(parents=True)
+    (local.folder / "data/chars/train.bin").write_bytes(bytes(1 << 16))
+    (local.folder / "data/chars/meta.pkl").write_bytes(pickle.dumps({"vocabulary": 65}))
+    (local.folder / ".gitignore").write_text("*.bin\n*.pkl\n")
+    done = local.run("up", "two nodes.yaml", "--", "train")
+    assert done.returncode == 4, done.stdout + done.stderr
+    told = "left out: 2 files, 0.1 MB, ignored by .gitignore: `!*.bin`, `!*.pkl` in .kitignore send them"
+    assert re.search(rf"^sync .*; {re.escape(told)}", done.stdout, re.MULTILINE), done.stdout
+    named = "data/chars/train.bin was not sent to the nodes: .gitignore ignores it"
+    assert named in " ".join(done.stdout.split())
+    assert "!*.bin in .kitignore sends it" in " ".join(done.stdout.split())
+    assert json.loads(local.run("why", "--json").stdout)["why"]["cause"]["what"] == named
+    (local.folder / ".kitignore").write_text("!*.bin\n!*.pkl\n")
+    done = local.run("up", "two nodes.yaml", "--", "train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("a model of 65 words on 65536 bytes") == 2
+    assert "left out" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,345 @@
+"""Which files of a folder are sent: what git would offer; ``.kitignore`` leaves out more, and puts back.
+
+A ``!`` line in a ``.kitignore`` sends what ``.gitignore`` leaves out: a file, or a folder with all that is in it. A
+pattern without a slash in it (``!*.bin``) does not look into folders that ``.gitignore`` leaves out as a whole; one
+that names the folder (``!data/``, ``!data/corpus/*.bin``) does. What ``.kitignore`` itself leaves out as a folder
+stays out, as in git.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nodekit.inventory.errors import KitError
+
+IGNORE_FILE = ".kitignore"
+GIT_IGNORE_FILE = ".gitignore"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is sent of a folder, and what is not."""
+
+    paths: tuple[str, ...]
+    """Files, links and special files, sorted."""
+    ignored: Mapping[str, str | None]
+    """What .gitignore leaves out, folders with a slash at the end → the folder of the git repository that it is in,
+    None where the rules were read without git. Some of it may have been put back."""
+
+
+class Why(NamedTuple):
+    """Why a path is not sent."""
+
+    source: str
+    """The file that ignores it, from the root if it lies below that."""
+    line: str
+    """What to write into the root's .kitignore to send it."""
+
+
+def select(root: Path, problems: list[str]) -> Selection:
+    """List what is sent; folders that cannot be read are added to `problems`."""
+    kit = _Rules(root, IGNORE_FILE)
+    ignored: dict[str, str | None] = {}
+    if _in_work_tree(root):
+        listed = _git_files(root, "", problems, ignored)
+        if listed:  # else a folder that git itself ignores
+            paths = {path for path in listed if not kit(path)}
+            # What .kitignore leaves out, too, is so by the user's own word.
+            ignored = {
+                path: repository
+                for path, repository in ignored.items()
+                if not (kit.folder(path[:-1]) if path.endswith("/") else kit(path))
+            }
+            for path in ignored if kit.puts_back else ():
+                is_folder = path.endswith("/")
+                paths.update(_entry(root, path.rstrip("/"), is_folder, kit, None, problems, {}))
+            return Selection(tuple(sorted(paths)), ignored)
+        ignored.clear()
+    git = _Rules(root, GIT_IGNORE_FILE)
+    return Selection(tuple(sorted(_walk(root, "", kit, git, problems, ignored))), ignored)
+
+
+def why_left_out(root: Path, path: str) -> Why | None:
+    """Why a file below the root is not sent; None if it is."""
+    kit = _Rules(root, IGNORE_FILE)
+    if kit(path):
+        return Why(IGNORE_FILE, f"!/{_escaped(path)}")
+    if kit.says(path) is False:
+        return None
+    if _in_work_tree(root):
+        above = path.split("/")[:-1]
+        repositories = [f"{'/'.join(above[:number])}/" for number in range(len(above), 0, -1)]
+        repository = next((each for each in repositories if (root / each / ".git").exists()), "")
+        found = reasons(root, {path: repository}).get(path)
+        if found is None or _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
+            return found  # else git ignores all of the root, which is read without it
+    return reasons(root, {path: None}).get(path)
+
+
+# --- git ------------------------------------------------------------------------------------------------------
+
+
+def _in_work_tree(root: Path) -> bool:
+    here = any((folder / ".git").exists() for folder in (root, *root.parents))
+    return here and shutil.which("git") is not None
+
+
+def _start_git(folder: Path, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.Popen(
+        ["git", "-C", str(folder), *arguments],
+        stdout=subprocess.PIPE,
+        env={**env, "LC_ALL": "C"},
+        **{"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams},
+    )
+
+
+def _git(folder: Path, *arguments: str, text: str = "") -> list[str]:
+    """What git answers, from NUL to NUL; nothing where it fails."""
+    process = _start_git(folder, *arguments, stdin=subprocess.PIPE)
+    return os.fsdecode(process.communicate(os.fsencode(text))[0]).split("\0")[:-1]
+
+
+def _git_files(root: Path, below: str, problems: list[str], ignored: dict[str, str | None]) -> list[str]:
+    listing = ("ls-files", "-z", "--others", "--exclude-standard")
+    # Two at once: on a large tree each takes a while.
+    left_out = _start_git(root / below, *listing, "--ignored", "--directory")
+    process = _start_git(root / below, *listing, "--cached", stderr=subprocess.PIPE)
+    names, said = process.communicate()
+    ignored.update(dict.fromkeys((below + each for each in _names(left_out.communicate()[0])), below))
+    complaint = os.fsdecode(said).strip()
+    if process.returncode != 0:
+        raise KitError(f"git cannot list the code in {root / below}: {complaint}")
+    problems += [line for line in complaint.splitlines() if "could not open directory" in line]
+    paths = []
+    for name in _names(names):
+        path = below + name
+        if name.endswith("/") or _is_folder(f"{root}/{path}"):
+            # A submodule, or a repository in the repository: git lists its folder only.
+            inner = path.rstrip("/")
+            if (root / inner / ".git").exists():
+                paths += _git_files(root, inner + "/", problems, ignored)
+            continue
+        paths.append(path)
+    return paths
+
+
+def _names(output: bytes) -> list[str]:
+    return [name for name in os.fsdecode(output).split("\0") if name]
+
+
+def _is_folder(full: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(full).st_mode)
+    except OSError:
+        return False
+
+
+# --- without git ----------------------------------------------------------------------------------------------
+
+
+def _walk(
+    root: Path,
+    folder: str,
+    kit: _Rules,
+    git: _Rules | None,
+    problems: list[str],
+    ignored: dict[str, str | None],
+) -> Iterator[str]:
+    """The files below a folder that are sent; `git` is None where .gitignore leaves all of it out."""
+    try:
+        entries = list(os.scandir(f"{root}/{folder}"))
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror}")
+        return
+    for entry in entries:
+        if entry.name != ".git":
+            is_folder = entry.is_dir(follow_symlinks=False)
+            yield from _entry(root, folder + entry.name, is_folder, kit, git, problems, ignored)
+
+
+def _entry(
+    root: Path,
+    path: str,
+    is_folder: bool,
+    kit: _Rules,
+    git: _Rules | None,
+    problems: list[str],
+    ignored: dict[str, str | None],
+) -> Iterator[str]:
+    name = f"{path}/" if is_folder else path
+    said = kit.says(name)
+    if said:
+        return
+    is_out = said is None and (git is None or git.says(name) is True)
+    if is_out and git is not None:
+        ignored[name] = None
+    if not is_folder:
+        if not is_out:
+            yield path
+    elif not is_out or kit.reaches(path):
+        yield from _walk(root, name, kit, None if is_out else git, problems, ignored)
+
+
+class _Rules:
+    """What the ignore files of one name say of a path: those in its folder and above it, the nearest first."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._root = root
+        self._name = name
+        self._specs: dict[str, Any] = {}
+        self._lines: dict[str, list[str]] = {}
+        self._folders: dict[str, bool] = {"": False}
+
+    def __call__(self, path: str) -> bool:
+        """Whether a file is left out, by itself or with a folder that it is in."""
+        return self.folder(path.rpartition("/")[0]) or self.says(path) is True
+
+    def folder(self, path: str) -> bool:
+        """The same of a folder; what is in one that is left out cannot come back in."""
+        if path not in self._folders:
+            above = path.rpartition("/")[0]
+            self._folders[path] = self.folder(above) or self.says(f"{path}/") is True
+        return self._folders[path]
+
+    @property
+    def puts_back(self) -> bool:
+        """Whether any file that was read so far has a line that begins with ``!``."""
+        return any(line.startswith("!") for lines in self._lines.values() for line in lines)
+
+    def says(self, path: str) -> bool | None:
+        """True: it is left out, False: a ``!`` line has the last word, None: nothing; a folder ends with a slash."""
+        for folder in _above(path):
+            spec = self._spec(folder)
+            if spec is not None:
+                said: bool | None = spec.check_file(path[len(folder) + 1 :] if folder else path).include
+                if said is not None:
+                    return said
+        return None
+
+    def why(self, path: str) -> tuple[str, str] | None:
+        """The folder of the file that leaves out this path, or a folder that it is in, and the file's line."""
+        for each in (*reversed([f"{above}/" for above in _above(path) if above]), path):
+            for folder in _above(each):
+                spec = self._spec(folder)
+                found = spec and spec.check_file(each[len(folder) + 1 :] if folder else each)
+                if found and found.include is not None:
+                    if found.include:
+                        return folder, self._lines[folder][found.index]
+                    break
+        return None
+
+    def reaches(self, path: str) -> bool:
+        """Whether a ``!`` line names something below this folder, by a path that leads into it."""
+        for folder in _above(path):
+            self._spec(folder)
+            parts = (path[len(folder) + 1 :] if folder else path).split("/")
+            for line in self._lines[folder]:
+                names = line[1:].strip().strip("/").split("/")
+                if line.startswith("!") and names[0] != "**" and _leads_into(names, parts):
+                    return True
+        return False
+
+    def _spec(self, folder: str) -> Any:
+        if folder not in self._specs:
+            self._specs[folder], self._lines[folder] = None, []
+            file = f"{self._root}/{folder}/{self._name}"
+            if os.path.isfile(file):  # noqa: PTH113  (once per folder of a big tree)
+                import pathspec  # most trees have no such file
+
+                text = Path(file).read_text(encoding="utf-8", errors="surrogateescape")
+                lines = [line for line in text.splitlines() if line]
+                try:
+                    self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
+                except ValueError:  # a line that is no pattern, "!" alone: git passes it over
+                    lines = [line for line in lines if line.strip("!/ ")]
+                    self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
+                self._lines[folder] = lines
+        return self._specs[folder]
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that a path is in, the innermost first; the root is ""."""
+    folder = path.rstrip("/")
+    while folder:
+        folder = folder.rpartition("/")[0]
+        yield folder
+
+
+def _leads_into(names: list[str], parts: list[str]) -> bool:
+    for name, part in zip(names, parts, strict=False):
+        if name == "**":
+            return True
+        if not fnmatchcase(part, name):
+            return False
+    return len(names) > len(parts)
+
+
+# --- why ------------------------------------------------------------------------------------------------------
+
+
+def reasons(root: Path, ignored: Mapping[str, str | None]) -> dict[str, Why]:
+    """Why each of these paths is left out; those of which no rule says so are not in the answer.
+
+    Args:
+        root: of the selection.
+        ignored: as a selection has it.
+    """
+    found: dict[str, Why] = {}
+    rules = _Rules(root, GIT_IGNORE_FILE)
+    for path in (each for each, repository in ignored.items() if repository is None):
+        if (why := rules.why(path)) is not None:
+            folder, pattern = why
+            found[path] = Why(_joined(folder, GIT_IGNORE_FILE), _put_back(folder, pattern))
+    for repository in sorted({each for each in ignored.values() if each is not None}):
+        paths = [each for each, of in ignored.items() if of == repository]
+        found.update(_git_reasons(root, repository, paths))
+    return found
+
+
+def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tuple[str, Why]]:
+    inside = root / repository
+    names = "".join(f"{path[len(repository) :]}\0" for path in paths)
+    answer = _git(inside, "check-ignore", "-v", "-z", "--stdin", text=names)
+    # Its sources are named from the top of the work tree, which the folder that is sent may lie in.
+    shown = _start_git(inside, "rev-parse", "--show-prefix").communicate()[0]
+    prefix = os.fsdecode(shown).rstrip("\n")
+    for source, _, pattern, name in zip(*[iter(answer)] * 4, strict=True):
+        if pattern.startswith("!"):
+            continue
+        path = repository + name
+        file = source.removeprefix(prefix)
+        if file.rpartition("/")[2] == GIT_IGNORE_FILE and source.startswith(prefix):
+            folder = (repository + file).rpartition("/")[0]
+            yield path, Why(repository + file, _put_back(folder, pattern))
+        elif "/" in pattern.strip("/"):  # from somewhere else, where its path means another
+            yield path, Why(source, f"!/{_escaped(path)}")
+        else:
+            yield path, Why(source, _put_back(repository.rstrip("/"), pattern.lstrip("/")))
+
+
+def _put_back(folder: str, pattern: str) -> str:
+    """The line of the root's .kitignore that undoes a pattern of a folder's .gitignore."""
+    if not folder:
+        return f"!{pattern}"
+    if pattern.strip("/") in ("*", "**"):
+        return f"!/{_escaped(folder)}/"
+    own = "" if "/" in pattern.rstrip("/") else "**/"
+    return f"!/{_escaped(folder)}/{own}{pattern.lstrip('/')}"
+
+
+def _escaped(path: str) -> str:
+    return re.sub(r"([*?\[\\])", r"\\\1", path)
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
