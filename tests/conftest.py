@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     ),
     *(
         "simulation",
+        "out_dir",
         "snapshot_faults",
         "workers",
         "sharded",
