@@ -38,10 +38,11 @@ class Kit:
         self.started: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True)
 
-    def inventory(self, file: str = "lab.yaml", /, **changes: Any) -> Path:
-        """The lab's inventory, changed at its top level, written into the project folder."""
+    def inventory(self, file: str = "lab.yaml", /, *, num_hosts: int | None = None, **changes: Any) -> Path:
+        """The lab's inventory, of its first hosts if need be, changed at its top level, in the project folder."""
         assert self.lab is not None
         values = yaml.safe_load(self.lab.inventory.read_text())
+        values["hosts"] = dict(list(values["hosts"].items())[:num_hosts])
         del values["nodes"]  # a story says itself how few will do
         values.update(changes)
         (self.folder / file).write_text(yaml.safe_dump(values, allow_unicode=True))
