@@ -19,8 +19,11 @@ from nodekit.deploy.spec import AgentSpec
 KIT_DIR = str(Path(nodekit.deploy.__file__).parent.parent.parent)
 
 
-def until(condition: Callable[[], Any], *, timeout_s: float = 30.0, what: str = "it") -> Any:
-    """The first true value of `condition`, asked for again until the deadline."""
+def until(condition: Callable[[], Any], *, timeout_s: float = 60.0, what: str = "it") -> Any:
+    """The first true value of `condition`, asked for again until the deadline.
+
+    On a machine that is busy ten times over, three agents take 30 s to import torch.
+    """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"

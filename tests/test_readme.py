@@ -51,11 +51,12 @@ def sh(command: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[s
         text=True,
         capture_output=True,
         stdin=subprocess.DEVNULL,
-        timeout=600,
+        timeout=800,
         check=False,
     )
 
 
+@pytest.mark.timeout(900)  # it installs PyTorch, beside other tests
 def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
     assert commands(BLOCKS["Two commands"]) == ["make up", "make test"]  # the second is what runs this
     clone = tmp_path / "clone"

@@ -6,6 +6,7 @@ fixture) that nothing is left running anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -101,14 +102,15 @@ class Story:
             raise AssertionError(f"{error}; kit said:\n{self.kit.log()}") from None
 
     def end(self, *, timeout_s: float = 90) -> str:
-        """Wait for the end; kit's output. The job must have trained to its end."""
+        """Wait for the end, that long after its newest step; kit's output. The job must have trained to its end."""
         self.release()
-        try:
-            code = self.up.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"kit up goes on and on:\n{self.stacks()}\n{self.kit.log()}") from None
-        assert code == 0, self.kit.log()
-        return self.kit.log()
+        steps: list[int] = []
+        while (now := max(map(self.step, self.lab.hosts))) not in steps:
+            steps.append(now)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert self.up.wait(timeout_s) == 0, self.kit.log()
+                return self.kit.log()
+        raise AssertionError(f"kit up goes on and on:\n{self.stacks()}\n{self.kit.log()}")
 
     def stacks(self) -> str:
         """Of all agents and ranks: where what does not end is waiting."""
