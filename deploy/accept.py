@@ -16,6 +16,8 @@ from typing import Callable, List, Optional
 HANDSHAKE_S = 10.0
 """How long a connection has for its whole handshake, however it divides its bytes."""
 MOST_UNPROVEN = 64
+YOUNG_S = 0.25
+"""For so long none is ended for want of room: all nodes of a large job call at once."""
 _PAUSE_S = 0.1  # after an error: there may be no descriptors left for a while
 
 
@@ -25,15 +27,15 @@ class Caller:
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection = connection
         self.address = address
-        self.until = time.monotonic() + HANDSHAKE_S
+        self.came = time.monotonic()
         self.is_proven = self.is_ended = False
 
 
 class Acceptor:
     """Accepts on a listening socket, and serves each connection in a thread of its own.
 
-    A connection that is not proven is ended after `HANDSHAKE_S`. There are at most `MOST_UNPROVEN` of them: one more
-    ends the oldest of the address that has most.
+    A connection that is not proven is ended after `HANDSHAKE_S`. There are at most `MOST_UNPROVEN` of them: for one
+    more the oldest of the address that has most is ended.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Acceptor:
         self._listener = listener
         self._function = serve
         self._name = name
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._unproven: List[Caller] = []  # the oldest comes first
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
@@ -65,37 +67,36 @@ class Acceptor:
     def close(self) -> None:
         """Accept no more, and end what is not proven; what is proven goes on."""
         self._closed.set()
+        with self._changed:
+            self._changed.notify()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._thread.join()
         self._listener.close()
-        with self._lock:
+        with self._changed:
             while self._unproven:
                 self._end(self._unproven[0])
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                self._listener.settimeout(self._end_late())
+                self._listener.settimeout(self._wait_for_room())
                 connection, address = self._listener.accept()
             except socket.timeout:
                 continue
-            except (
-                OSError
-            ):  # the caller has gone already, or there are no descriptors left: that is not our end
-                with self._lock:
-                    self._make_room()
+            except OSError:  # the caller has gone already, or no descriptor is left: that is not our end
+                with self._changed:
+                    if self._unproven:
+                        self._end(self._in_the_way())
                 self._closed.wait(_PAUSE_S)
                 continue
             caller = Caller(connection, str(address[0]))
-            with self._lock:
-                if len(self._unproven) >= MOST_UNPROVEN:
-                    self._make_room()
+            with self._changed:
                 self._unproven.append(caller)
             try:
                 threading.Thread(target=self._serve, args=(caller,), name=self._name, daemon=True).start()
             except RuntimeError:  # there are no threads left
-                with self._lock:
+                with self._changed:
                     self._end(caller)
                 connection.close()
                 self._closed.wait(_PAUSE_S)
@@ -107,38 +108,45 @@ class Acceptor:
             pass  # it is gone, or is not one of us
         finally:
             if not caller.is_proven:
-                with self._lock:
+                with self._changed:
                     self._end(caller)
                 caller.connection.close()
 
     def _prove(self, caller: Caller) -> None:
-        with self._lock:
+        with self._changed:
             if caller.is_ended:
                 raise ConnectionError("the handshake took too long, or there were too many others")
             caller.is_proven = True
             self._unproven.remove(caller)
+            self._changed.notify()
 
-    # --- with the lock held, but for the first ---
+    def _wait_for_room(self) -> Optional[float]:
+        """Until one more may come; how many seconds it may take until the next one's time is over, None without any."""
+        with self._changed:
+            while self._unproven and not self._closed.is_set():
+                now = time.monotonic()
+                first, crowding = self._unproven[0], self._in_the_way()
+                if first.came + HANDSHAKE_S <= now:
+                    self._end(first)
+                elif len(self._unproven) < MOST_UNPROVEN:
+                    return first.came + HANDSHAKE_S - now
+                elif crowding.came + YOUNG_S <= now:
+                    self._end(crowding)
+                else:
+                    self._changed.wait(crowding.came + YOUNG_S - now)
+        return None
 
-    def _end_late(self) -> Optional[float]:
-        """End the connections whose time is over; seconds until the next one's is, None without any."""
-        with self._lock:
-            now = time.monotonic()
-            while self._unproven and self._unproven[0].until <= now:
-                self._end(self._unproven[0])
-            return self._unproven[0].until - now if self._unproven else None
-
-    def _make_room(self) -> None:
-        """End the oldest connection of the address that has most: a stranger's are to be in his own way first."""
+    def _in_the_way(self) -> Caller:
+        """The oldest connection of the address that has most: a stranger's are to be in his own way first."""
         numbers = collections.Counter(each.address for each in self._unproven)
-        if numbers:
-            most = max(numbers.values())
-            self._end(next(each for each in self._unproven if numbers[each.address] == most))
+        most = max(numbers.values())
+        return next(each for each in self._unproven if numbers[each.address] == most)
 
     def _end(self, caller: Caller) -> None:
         """Have its thread find it closed; the descriptor is that thread's to close."""
         if not caller.is_ended:
             caller.is_ended = True
             self._unproven.remove(caller)
+            self._changed.notify()
             with contextlib.suppress(OSError):  # the other end was faster
                 caller.connection.shutdown(socket.SHUT_RDWR)

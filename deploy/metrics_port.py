@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LOOPBACK = "127.0.0.1"
+SILENCE_S = 10.0
+"""Who asks for nothing for so long is not waited for."""
 _HISTORY_SHARE = 0.02
 """Of one core at most goes into going through the events again, however many there are."""
 
@@ -84,6 +86,9 @@ class MetricsPort(Observer):
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(place.port, place.address, registry)
+        # Theirs waits for ever for the question of who only connects, each with a thread and a descriptor of ours.
+        asked: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Asked", (asked,), {"timeout": SILENCE_S})
 
     def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
         """What each reachable node says of itself."""

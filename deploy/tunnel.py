@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nodekit.deploy.accept import Acceptor
 from nodekit.inventory.errors import HostError
 
 if TYPE_CHECKING:
@@ -29,27 +31,18 @@ class Tunnel:
         self._open: set[Any] = set()
         self.refused: HostError | None = None
         """Why the host would not let a connection through, if it does not forward at all."""
-        self._listener = socket.create_server(("127.0.0.1", here))
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="tunnel", daemon=True).start()
+        listener = socket.create_server(("127.0.0.1", here))
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, self._lead, name="tunnel")
 
     def close(self) -> None:
         """End it, and what goes through it."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
-        self._listener.close()
+        self._acceptor.close()
         for end in list(self._open):
             end.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                own, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._lead, args=(own,), name="tunnel-one", daemon=True).start()
-
-    def _lead(self, own: socket.socket) -> None:
+    def _lead(self, own: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # it is ours
+        proven()  # whoever is logged in here may
         try:
             channel = self._connection.to_port(self._there)
         except ConnectionRefusedError:

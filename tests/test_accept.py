@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,8 @@ def test_more_silent_strangers_than_descriptors_keep_nobody_out(
 ) -> None:
     port, meet = service
     with strangers.few_descriptors(accept.MOST_UNPROVEN + 40):
-        with strangers.silent(port, 300) as number:
-            assert number == 300
+        with strangers.silent(port, 200) as number:
+            assert number == 200
             meet()
         meet()
 
@@ -142,6 +143,23 @@ def test_strangers_are_in_each_others_way_and_in_nobody_elses(listener: Listener
             assert each.recv(1) == b"", "the oldest were ended"
         assert is_served(slow)
         assert is_served(many[-1])
+
+
+def test_all_nodes_of_a_large_job_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "YOUNG_S", 30.0)  # on a busy machine, too
+
+    def far(connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
+        time.sleep(0.02)  # its round trip
+        echo(connection, address, proven)
+
+    with contextlib.ExitStack() as stack:
+        listener = remote.listen("127.0.0.1")
+        acceptor = Acceptor(listener, far, name="far")
+        callers = [stack.enter_context(call(listener)) for _ in range(4 * accept.MOST_UNPROVEN)]
+        for each in callers:
+            each.sendall(b"hello")
+        assert {each.recv(5) for each in callers} == {b"hello"}
+        acceptor.close()
 
 
 def test_a_byte_now_and_then_does_not_hold_a_connection(

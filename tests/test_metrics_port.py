@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nodekit.deploy import runs
+from nodekit.deploy import metrics_port, runs
 from nodekit.deploy.cli import main
 from nodekit.deploy.events import Event
 from nodekit.deploy.metrics_port import MetricsPort, Place, check, serve
@@ -118,6 +118,17 @@ def test_a_run_of_which_nothing_is_known_yet_is_served_too() -> None:
     observer = MetricsPort(RUN, place)
     try:
         assert scrape(place)["node_up", "gpu1"] == 0
+    finally:
+        observer.close()
+
+
+def test_who_asks_for_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port, "SILENCE_S", 0.1)
+    place = Place(free_port())
+    observer = MetricsPort(RUN, place)
+    try:
+        with socket.create_connection((place.address, place.port), timeout=30) as silent:
+            assert silent.recv(1) == b""
     finally:
         observer.close()
 
