@@ -153,10 +153,11 @@ exit codes:
 """
 
 CHECK = """\
-Look at all hosts of an inventory at once, in ten seconds at most: can they be logged in to, is there room
-to write, do Python, torch, CUDA, NCCL and what the script imports agree, are the GPUs well and free, do the
-clocks agree, does the network carry the job, and has an earlier run left anything behind. A table of hosts
-and checks, and for each cell that is not well: what was found, what was wanted, and what mends it.
+Look at all hosts of an inventory at once, in ten seconds at most (more where this machine is busy): can they
+be logged in to, is there room to write, do Python, torch, CUDA, NCCL and what the script imports agree, are
+the GPUs well and free, do the clocks agree, does the network carry the job, and has an earlier run left
+anything behind. A table of hosts and checks, and for each cell that is not well: what was found, what was
+wanted, and what mends it.
 
 Nothing is changed on the hosts. kit up runs the same checks, but for the network, before it starts anything.
 """

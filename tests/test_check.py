@@ -518,6 +518,22 @@ def test_a_run_that_runs_is_told_from_what_a_run_has_left(
     assert "pid 11 (rank 0, 1000 MB, GPU 3, port 29500)" in judged.text
 
 
+@pytest.mark.parametrize(
+    ("load", "busy"),
+    [
+        ("0.50 0.40 0.30 1/300 4711", 1.0),
+        ("3.00 0.40 0.30 12/300 4711", 3.0),  # more have begun than the last minute's mean tells
+        ("22.00 9.00 3.00 2/300 4711", 5.5),
+        ("900.00 9.00 3.00 2/300 4711", checkup.MOST_BUSY),
+        ("", 1.0),
+    ],
+)
+def test_a_check_has_more_time_where_this_machine_is_busy(load: str, busy: float, tmp_path: Path) -> None:
+    """With 22 processes on 4 cores a healthy host's answer takes 5.5 times as long, and no host is to blame."""
+    (tmp_path / "loadavg").write_text(load)
+    assert checkup.how_busy(tmp_path / "loadavg", cores=4) == busy
+
+
 def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
     long = "a very long sentence about what was found there " * 4
     findings = [Finding(check="access", host=name, level="ok", found="0.5 ms") for name in ("gpu1", "gpu2")]
@@ -550,7 +566,8 @@ def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
 def check(kit: Kit, *args: str, file: str = "lab.yaml", rc: int = 1) -> list[Finding]:
     """What `kit check` finds wrong."""
     begin = time.monotonic()
-    done = kit.run("check", file, "--json", *args, timeout_s=30)
+    limit = () if "--timeout" in args else ("--timeout", "10")  # where this machine is busy, too
+    done = kit.run("check", file, "--json", *limit, *args, timeout_s=30)
     assert done.returncode == rc, done.stdout + done.stderr
     assert time.monotonic() - begin < 15  # its deadline, and Python's start on a busy machine
     found = [

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from lab_hosts import connect_s, on, processes
 
-from nodekit.deploy import lab_cluster, lab_disk, lab_process
+from nodekit.deploy import lab_cluster, lab_disk, lab_network, lab_process
 from nodekit.deploy.lab import Lab, add_commands
 from nodekit.deploy.lab_process import ProcessRecord
 from nodekit.inventory.errors import KitError
@@ -65,6 +65,36 @@ def test_up_again_is_safe_and_another_size_is_refused(lab: Lab) -> None:
 
 @in_a_lab
 @needs_root
+def test_hosts_of_a_large_lab_need_no_room_in_the_kernels_neighbour_table(
+    labs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There is one table for the whole machine; permanent entries are not counted, and survive all faults."""
+    limit = tmp_path / "gc_thresh3"
+    limit.write_text("1024\n")
+    assert [lab_network.neighbours_fit(n, limit) for n in (3, 15, 16, 200)] == [True, True, False, False]
+    monkeypatch.setattr(lab_network, "SHARE_OF_NEIGHBOURS", 0)
+    lab = Lab.up(2, folder=labs / "large")
+    first, second = lab.hosts.values()
+
+    def entries(host: str, *which: str) -> str:
+        return on(lab, host, "ip", "neighbour", "show", *which)
+
+    reach = "import socket, sys; socket.create_connection((sys.argv[1], 22), timeout=10).close()"
+    for _ in ("as made", "after a fault"):
+        on(lab, first.name, sys.executable, "-c", reach, second.address)
+        on(lab, second.name, sys.executable, "-c", reach, first.address)
+        known = (
+            f"{second.address} dev {first.interface} lladdr {lab_network.hardware_address(second)} PERMANENT"
+        )
+        assert entries(first.name, "nud", "permanent").strip() == known
+        assert first.address in entries(second.name, "nud", "permanent")
+        lab.cut(second.name)
+        lab.cut_control(second.name)
+        lab.mend(second.name)
+    lab.down()
+
+
+@in_a_lab
 def test_down_leaves_nothing(labs: Path) -> None:
     folder = labs / "lab"
     lab = Lab.up(2, folder=folder)

@@ -557,6 +557,127 @@ def test_somebody_who_says_nothing_or_something_else_is_not_the_host(two_ends: A
         assert netprobe.try_peers("netprobe a", [peer], 5.0, 0.2)["b"]["failed"].keys() == {"untried"}
 
 
+class Here:
+    """A link to an end in this process, whose first calls of some peers get no answer."""
+
+    def __init__(self, host: str, deaf: dict[str, int]) -> None:
+        self.host = host
+        self.deaf = deaf
+        self.asked: list[list[str]] = []
+
+    def call(self, name: str, *, timeout_s: float, session: str, **args: Any) -> Any:
+        own = f"{session} {self.host}"
+        if name == "netprobe.arrived":
+            return netprobe.arrived(own, **args)
+        peers = args.pop("peers")
+        self.asked.append([peer["name"] for peer in peers])
+        found = netprobe.try_peers(own, [each for each in peers if not self.deaf.get(each["name"])], **args)
+        for peer in peers:
+            if self.deaf.get(peer["name"]):
+                self.deaf[peer["name"]] -= 1
+                found[peer["name"]] = {
+                    "connects": [], "failed": {"dropped": peer["ports"]}, "words": {}, "source": None, "unsent": {},
+                    "dropped_from": [40000],
+                }  # fmt: skip
+        return found
+
+
+@pytest.mark.parametrize("deaf", [1, 99])
+def test_no_pair_is_called_blocked_before_it_was_tried_alone(two_ends: Any, deaf: int) -> None:
+    two_ends("127.0.0.1")
+    said = {}
+    for name in "ab":
+        netprobe.finish(f"netprobe {name}")
+        said[name] = netprobe.begin(f"netprobe {name}", name, "t0ken", "127.0.0.1", None, 2, 30.0)
+    ends = {
+        name: netpairs.End(
+            host=name, address="127.0.0.1", interface="lo", mtu=1500, ports=tuple(said[name]["ports"]),
+            udp_port=said[name]["udp_port"], port_range=(32768, 60999),
+        )
+        for name in "ab"
+    }  # fmt: skip
+    links: Any = {"a": Here("a", {"b": deaf}), "b": Here("b", {})}
+    pairs, silent = netpairs.measure(links, "netprobe", ends, left_s=lambda: 20.0)
+    assert not silent
+    assert links["a"].asked[-1:] == [["b"]]
+    assert pairs["b", "a"].is_open
+    assert pairs["a", "b"].is_alone
+    assert pairs["a", "b"].is_open == (deaf == 1)
+    found = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    assert [each.level for each in found] == ([] if deaf == 1 else ["failure"])
+    assert all("tried twice, the second time this pair alone" in each.found for each in found)
+
+
+def test_a_pair_that_could_not_be_tried_alone_is_no_failure(two_ends: Any) -> None:
+    ends = {
+        name: netpairs.End(
+            host=name,
+            address="127.0.0.1",
+            interface="lo",
+            mtu=1500,
+            ports=(40000,),
+            udp_port=1,
+            port_range=(1, 2),
+        )
+        for name in "ab"
+    }
+    links: Any = {"a": Here("a", {"b": 99}), "b": Here("b", {"a": 99})}
+    two_ends("127.0.0.1")
+    pairs, _ = netpairs.measure(links, "netprobe", ends, left_s=lambda: 3.0)
+    found = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    assert {each.level for each in found} == {"warning"}
+    assert all("there was no time to try it alone" in each.found for each in found)
+
+
+def test_the_kernel_tells_how_full_its_neighbour_tables_are() -> None:
+    tables = netprobe.neighbours()
+    assert set(tables) >= {"arp_cache"}
+    table = tables["arp_cache"]
+    limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
+    assert table["is_ours"] == limit.exists()
+    if limit.exists():
+        assert table["most"] == int(limit.read_text())
+        rows = Path("/proc/net/stat/arp_cache").read_text().splitlines()
+        place = rows[0].split().index("table_fulls")
+        assert table["overflows"] == sum(int(row.split()[place], 16) for row in rows[1:])
+
+
+def test_a_neighbour_table_that_is_too_small_is_named_and_no_firewall() -> None:
+    def table(entries: int, overflows: int, **more: Any) -> dict[str, dict[str, Any]]:
+        return {
+            "arp_cache": {"entries": entries, "most": 1024, "overflows": overflows, "is_ours": True, **more}
+        }
+
+    before = {"a": table(900, 7), "b": table(900, 0), "c": table(10, 3)}
+    after = {"a": table(1024, 12), "b": table(1000, 0), "c": table(10, 3)}
+    (found,) = nethost.neighbour_findings(
+        before, after, lost=[("a", "b"), ("c", "a"), ("b", "c")], num_hosts=3
+    )
+    assert (found.host, found.hosts, found.level) == ("a", ("a",), "failure")
+    assert found.found == (
+        "the kernel's neighbour table overflowed 5 times during this check (\"neighbour: arp_cache: neighbor table "
+        'overflow!" in its log): 1,024 entries on a, net.ipv4.neigh.default.gc_thresh3 is 1,024; '
+        "2 pairs of hosts got no answer"
+    )
+    assert found.cure == (
+        "on a: sudo sysctl -w net.ipv4.neigh.default.gc_thresh1=1024 net.ipv4.neigh.default.gc_thresh2=2048 "
+        "net.ipv4.neigh.default.gc_thresh3=4096; a file in /etc/sysctl.d keeps it"
+    )
+    (mild,) = nethost.neighbour_findings(before, after, lost=[("b", "c")], num_hosts=3)
+    assert mild.level == "warning"
+    assert not nethost.neighbour_findings(before, before, lost=[("a", "b")], num_hosts=3)
+    assert not nethost.neighbour_findings({}, after, lost=[("a", "b")], num_hosts=3)
+    inside = {name: table(1024, 12, is_ours=False) for name in "abc"}
+    (many,) = nethost.neighbour_findings(before, inside, lost=[], num_hosts=3)
+    assert (many.host, many.hosts) == ("3 hosts", ("a", "b", "c"))
+    assert many.cure.startswith("on the machine that a is a part of: sudo sysctl")
+    (small,) = nethost.neighbour_findings(after, {"a": after["a"]}, lost=[], num_hosts=1100)
+    assert small.found.startswith(
+        "the kernel's neighbour table is too small for 1100 hosts: 1,024 entries on a"
+    )
+    assert "gc_thresh3=8192" in small.cure
+
+
 def test_local_hosts_are_tried_over_loopback(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(
