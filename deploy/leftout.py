@@ -157,11 +157,10 @@ def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
         return  # a virtual environment
     for entry in entries:
         inside = path + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            if not _is_by_product(entry.name):
-                yield from _sizes(root, f"{inside}/", tree)
-        elif inside not in tree.stats:
-            yield from _sizes(root, inside, tree)
+        if _is_by_product(entry.name) or inside in tree.stats:
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        yield from _sizes(root, f"{inside}/" if is_folder else inside, tree)
 
 
 def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: Mapping[str, str]) -> Verdict:

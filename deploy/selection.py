@@ -77,7 +77,7 @@ def why_left_out(root: Path, path: str) -> Why | None:
         return None
     if _in_work_tree(root):
         repositories = [
-            f"{folder}/" for folder in above(path) if (root / folder / ".git").exists() and folder
+            f"{folder}/" for folder in above(path) if folder and (root / folder / ".git").exists()
         ]
         repository = next(iter(repositories), "")
         found = reasons(root, {path: repository}).get(path)

@@ -170,7 +170,7 @@ def test_whose_line_it_is_that_ignores_a_file_is_found_wherever_it_stands(
     if with_git:
         git(tmp_path, "rm", "-rq", "--cached", ".")
     (folder / "big/.gitignore").write_text("*\n")
-    assert look(take(tmp_path), TRAIN).num_files == 2  # the .gitignore ignores itself, too
+    assert look(take(tmp_path), TRAIN).num_files == 1
     (folder / ".gitignore").write_text("chars/*.bin\nall/\n*.pkl\n")
     assert why_left_out(tmp_path, "train.py") is None
     assert why_left_out(tmp_path, "data/chars/prepare.py") is None
