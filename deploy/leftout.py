@@ -5,6 +5,7 @@ Data is often ignored: git is not for it. A script that then finds some of it mi
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from nodekit.deploy.causes import Cause
 from nodekit.deploy.failures import message_of
 from nodekit.deploy.listing import Tree
-from nodekit.deploy.selection import IGNORE_FILE, Why, reasons
+from nodekit.deploy.selection import IGNORE_FILE, Why, above, reasons
 from nodekit.deploy.verdict import Verdict
 
 LARGE_BYTES = 10_000_000
@@ -72,26 +73,29 @@ def look(tree: Tree, argv: Sequence[str]) -> LeftOut:
         argv: what a rank runs: files and folders that it names are where it looks.
     """
     root = str(tree.root)
-    why = {path: each for path, each in reasons(tree.root, tree.ignored).items() if path not in tree.stats}
-    folders = {path for path in why if path.endswith("/")}
     named = _named(root, argv)
     near = [path if os.path.isdir(f"{root}/{path}") else os.path.dirname(path) for path in named]  # noqa: PTH112, PTH120
+    told = {
+        path: repository
+        for path, repository in tree.ignored.items()
+        if path not in tree.stats and (not _is_by_product(path) or _is_named(path, named))
+    }
+    is_all = len(told) <= MAX_ENTRIES
+    why = reasons(tree.root, dict(itertools.islice(told.items(), MAX_ENTRIES)))
     found: list[tuple[bool, bool, int, str]] = []
-    deadline, left, num_files, is_all = time.monotonic() + MAX_S, MAX_ENTRIES, 0, True
+    deadline, left, num_files = time.monotonic() + MAX_S, MAX_ENTRIES, 0
     for path in why:
-        if any(path.startswith(each) for each in folders if each != path):
-            continue
-        is_named = any(_touches(path, each) for each in named)
-        if not is_named and _is_by_product(root, path):
-            continue
-        size = 0
+        if any(f"{folder}/" in why for folder in above(path)):
+            continue  # its folder is told
+        before, size = num_files, 0
         for size_bytes in _sizes(root, path, tree):
             size, num_files, left = size + size_bytes, num_files + 1, left - 1
             if left < 0 or time.monotonic() > deadline:
                 is_all = False
                 break
-        found.append((is_named, any(_is_below(path, each) for each in near), size, path))
-    found = [each for each in found if num_files]
+        if num_files > before:
+            is_near = any(_is_below(path, each) for each in near)
+            found.append((_is_named(path, named), is_near, size, path))
     found.sort(key=lambda each: (not each[0], not each[1], -each[2], each[3]))
     size_bytes = sum(size for _, _, size, _ in found)
     return LeftOut(
@@ -120,6 +124,10 @@ def _named(root: str, argv: Sequence[str]) -> list[str]:
     ]
 
 
+def _is_named(path: str, named: Sequence[str]) -> bool:
+    return any(_touches(path, each) for each in named)
+
+
 def _touches(path: str, named: str) -> bool:
     """Whether an ignored path is what the command names, or lies in it, or around it."""
     return (named != "." and _is_below(path, named)) or f"{named}/".startswith(path)
@@ -129,9 +137,8 @@ def _is_below(path: str, folder: str) -> bool:
     return folder in ("", ".", path.rstrip("/")) or path.startswith(f"{folder}/")
 
 
-def _is_by_product(root: str, path: str) -> bool:
-    is_named_so = any(_BY_PRODUCT.fullmatch(name) for name in path.rstrip("/").split("/"))
-    return is_named_so or os.path.isfile(f"{root}/{path}/pyvenv.cfg")  # noqa: PTH113
+def _is_by_product(path: str) -> bool:
+    return any(_BY_PRODUCT.fullmatch(name) for name in path.rstrip("/").split("/"))
 
 
 def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
@@ -146,13 +153,14 @@ def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
         entries = list(os.scandir(f"{root}/{path}"))
     except OSError:
         return
+    if any(entry.name == "pyvenv.cfg" for entry in entries):
+        return  # a virtual environment
     for entry in entries:
         inside = path + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            if not _is_by_product(f"{root}/{path}", entry.name):
-                yield from _sizes(root, f"{inside}/", tree)
-        elif inside not in tree.stats:
-            yield from _sizes(root, inside, tree)
+        if _is_by_product(entry.name) or inside in tree.stats:
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        yield from _sizes(root, f"{inside}/" if is_folder else inside, tree)
 
 
 def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: Mapping[str, str]) -> Verdict:

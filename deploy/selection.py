@@ -76,9 +76,10 @@ def why_left_out(root: Path, path: str) -> Why | None:
     if kit.says(path) is False:
         return None
     if _in_work_tree(root):
-        above = path.split("/")[:-1]
-        repositories = [f"{'/'.join(above[:number])}/" for number in range(len(above), 0, -1)]
-        repository = next((each for each in repositories if (root / each / ".git").exists()), "")
+        repositories = [
+            f"{folder}/" for folder in above(path) if folder and (root / folder / ".git").exists()
+        ]
+        repository = next(iter(repositories), "")
         found = reasons(root, {path: repository}).get(path)
         if found is None or _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
             return found  # else git ignores all of the root, which is read without it
@@ -207,8 +208,8 @@ class _Rules:
     def folder(self, path: str) -> bool:
         """The same of a folder; what is in one that is left out cannot come back in."""
         if path not in self._folders:
-            above = path.rpartition("/")[0]
-            self._folders[path] = self.folder(above) or self.says(f"{path}/") is True
+            parent = path.rpartition("/")[0]
+            self._folders[path] = self.folder(parent) or self.says(f"{path}/") is True
         return self._folders[path]
 
     @property
@@ -218,7 +219,7 @@ class _Rules:
 
     def says(self, path: str) -> bool | None:
         """True: it is left out, False: a ``!`` line has the last word, None: nothing; a folder ends with a slash."""
-        for folder in _above(path):
+        for folder in above(path):
             spec = self._spec(folder)
             if spec is not None:
                 said: bool | None = spec.check_file(path[len(folder) + 1 :] if folder else path).include
@@ -228,8 +229,8 @@ class _Rules:
 
     def why(self, path: str) -> tuple[str, str] | None:
         """The folder of the file that leaves out this path, or a folder that it is in, and the file's line."""
-        for each in (*reversed([f"{above}/" for above in _above(path) if above]), path):
-            for folder in _above(each):
+        for each in (*reversed([f"{folder}/" for folder in above(path) if folder]), path):
+            for folder in above(each):
                 spec = self._spec(folder)
                 found = spec and spec.check_file(each[len(folder) + 1 :] if folder else each)
                 if found and found.include is not None:
@@ -240,7 +241,7 @@ class _Rules:
 
     def reaches(self, path: str) -> bool:
         """Whether a ``!`` line names something below this folder, by a path that leads into it."""
-        for folder in _above(path):
+        for folder in above(path):
             self._spec(folder)
             parts = (path[len(folder) + 1 :] if folder else path).split("/")
             for line in self._lines[folder]:
@@ -267,7 +268,7 @@ class _Rules:
         return self._specs[folder]
 
 
-def _above(path: str) -> Iterator[str]:
+def above(path: str) -> Iterator[str]:
     """The folders that a path is in, the innermost first; the root is ""."""
     folder = path.rstrip("/")
     while folder:

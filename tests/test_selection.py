@@ -150,6 +150,15 @@ def test_counting_what_is_left_out_ends(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(leftout, "MAX_ENTRIES", 20)
     (said,) = look(take(folder), TRAIN).said()
     assert said.startswith("left out: at least 2")
+    (folder / ".gitignore").write_text("[0-9]*\n")
+    (said,) = look(take(folder), TRAIN).said()
+    assert said.startswith("left out: at least 20 files")
+
+
+def test_virtual_environments_and_other_by_products_are_not_told(tmp_path: Path) -> None:
+    made = {"own/pyvenv.cfg": 1, "own/lib/x.py": 20_000_000, "a.pyc": 1, ".env": 1, "web/node_modules/x": 1}
+    folder = project(tmp_path, True, "own/\n.env\nnode_modules\n*.pyc\n.venv\n__pycache__\n", **made)
+    assert look(take(folder), TRAIN).said() == []
 
 
 @WITH_GIT
@@ -161,6 +170,7 @@ def test_whose_line_it_is_that_ignores_a_file_is_found_wherever_it_stands(
     if with_git:
         git(tmp_path, "rm", "-rq", "--cached", ".")
     (folder / "big/.gitignore").write_text("*\n")
+    assert look(take(tmp_path), TRAIN).num_files == 1
     (folder / ".gitignore").write_text("chars/*.bin\nall/\n*.pkl\n")
     assert why_left_out(tmp_path, "train.py") is None
     assert why_left_out(tmp_path, "data/chars/prepare.py") is None
