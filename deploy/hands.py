@@ -12,10 +12,10 @@ from nodekit.deploy import check, cluster, plan, remote, script, sync
 from nodekit.deploy.events import Gatherer
 from nodekit.deploy.judge import State
 from nodekit.deploy.link import Link, on_all
-from nodekit.deploy.placed import RANKS, secrets_file
 from nodekit.deploy.plan import NodePlan
 from nodekit.deploy.quorum import Electorate
 from nodekit.deploy.runs import Run
+from nodekit.deploy.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Inventory
 

@@ -23,9 +23,9 @@ from nodekit.deploy import arguments, events, helptext, runs
 from nodekit.deploy.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.events import Event
 from nodekit.deploy.message import Message, Story, with_goodput
-from nodekit.deploy.placed import NOTIFY, secrets_file
 from nodekit.deploy.redact import Redactor
 from nodekit.deploy.runs import Run
+from nodekit.deploy.secret_files import NOTIFY, secrets_file
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ from typing import Any
 from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.link import BOOT
-from nodekit.deploy.placed import RANKS, secrets_file
 from nodekit.deploy.remote import write_private
 from nodekit.deploy.runs import Run
+from nodekit.deploy.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore

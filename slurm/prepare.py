@@ -20,8 +20,8 @@ from nodekit.deploy import leftout, plan, script, sync
 from nodekit.deploy.check import all_or_raise
 from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.link import Link
-from nodekit.deploy.placed import NOTIFY, RANKS
 from nodekit.deploy.progress import build_lines
+from nodekit.deploy.secret_files import NOTIFY, RANKS
 from nodekit.deploy.start import Options, Phases, count
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump

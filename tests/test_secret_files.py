@@ -7,8 +7,8 @@ import pytest
 
 from nodekit.deploy import remote
 from nodekit.deploy.link import Link, open_local
-from nodekit.deploy.placed import RANKS, secrets_file
 from nodekit.deploy.runs import Run
+from nodekit.deploy.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm import submit
