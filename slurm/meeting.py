@@ -204,5 +204,8 @@ class Tasks:
             return [name for name in self.address if name not in self._free]
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Take no more calls, and let go of the tasks that no link is open to."""
         self._acceptor.close()
+        with self._came:
+            while self._free:
+                self._free.popitem()[1].close()

@@ -806,7 +806,8 @@ def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(inquiry, "LOOK_S", 0.0)
     told: list[str] = []
 
-    formed = SimpleNamespace(store=SimpleNamespace(check=lambda _: False), count=lambda _: 1)
+    store = SimpleNamespace(get=lambda _: None)
+    formed = SimpleNamespace(store=store, members=("n0", "n1"), without=lambda _: ["n0"])
     record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
     inquires = inquiry.Inquiry("auto", record)  # type: ignore[arg-type]  # all that is used of it
     inquires.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
