@@ -42,7 +42,7 @@ class Kit:
         """The lab's inventory, changed at its top level, written into the project folder."""
         assert self.lab is not None
         values = yaml.safe_load(self.lab.inventory.read_text())
-        del values["nodes"]  # a story says itself how few will do
+        values.pop("nodes", None)  # a story says itself how few will do
         values.update(changes)
         (self.folder / file).write_text(yaml.safe_dump(values, allow_unicode=True))
         return self.folder / file
