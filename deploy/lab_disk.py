@@ -146,7 +146,7 @@ def inventory_file(
         return json.dumps(str(path), ensure_ascii=False)  # a JSON string is a YAML string
 
     num = len(addresses)
-    nodes = f"nodes: {num - 1}:{num}  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
+    nodes = f"nodes: '{num - 1}:{num}'  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
     hosts = "".join(f"  {host}: {{address: {address}}}\n" for host, address in addresses.items())
     return f"""\
 # A lab: {len(addresses)} hosts on this machine, each with its own network, disk, processes and sshd.

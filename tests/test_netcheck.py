@@ -39,6 +39,7 @@ class Site:
 
     def inventory(self, **hosts: dict[str, Any]) -> Any:
         values = yaml.safe_load(self.lab.inventory.read_text())
+        del values["nodes"]
         for name, changes in hosts.items():
             values["hosts"][name] = {**(values["hosts"][name] or {}), **changes}
         path = self.folder / "lab.yaml"
