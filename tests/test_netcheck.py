@@ -85,8 +85,10 @@ class Site:
 
 
 @pytest.fixture
-def site(lab: Lab, tmp_path: Path) -> Iterator[Site]:
+def site(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """The lab's three hosts, whose names are not those of loopback, and afterwards as they were."""
+    monkeypatch.setattr(netpairs, "ALONE_S", 1.3)
+    monkeypatch.setattr(netpairs, "LEAST_ALONE_S", 1.3)
     made = Site(lab, tmp_path)
     kept = {name: on(lab, name, "cat", "/etc/hosts") for name in lab.hosts}
     for name in lab.hosts:
