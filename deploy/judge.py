@@ -740,12 +740,12 @@ def _wait(turn: _Turn) -> None:
             + (
                 f" ({_names(out)}: drained; kit drain --undo)"
                 if out
-                else without(len(turn.here), rules.max_nodes)
+                else _without(len(turn.here), rules.max_nodes)
             ),
         )
 
 
-def without(num_here: int, max_nodes: int) -> str:
+def _without(num_here: int, max_nodes: int) -> str:
     """How a job would go on with the nodes that are here, which are fewer than it needs; "" where none is."""
     if not num_here:
         return ""

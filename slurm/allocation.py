@@ -403,9 +403,6 @@ def _look_for_nodes(run_dir: Path, tasks: Tasks, names: list[str], least: int, e
         few_since = few_since or time.monotonic()
         given = NodeSet(listed) if (listed := job_now().get("NodeList", "")) else NodeSet(",".join(names))
         if len(given & NodeSet(",".join(names))) < least or time.monotonic() - few_since > LOST_S:
-            from nodekit.deploy.judge import (
-                without,  # late: most jobs lose no node, and other tasks do without it
-            )
-
-            cure = without(len(names) - len(absent), len(names))
+            here = len(names) - len(absent)
+            cure = f" (nodes: {here}:{len(names)} would go on without)" if here else ""
             ending.lacks_nodes(absent, f", and {least} nodes are needed{cure}")

@@ -359,7 +359,8 @@ def test_lost_hosts_and_what_each_job_does_without_them(
     before = elastic.wait_more()
     # The other one needs three: it goes back to the queue when Slurm knows that the host is lost.
     fixed.wait_for("Slurm queues it again")
-    assert "stopped by kit: node3 lost, and 3 nodes are needed; Slurm queues it again" in fixed.said()
+    why = "node3 lost, and 3 nodes are needed (nodes: 2:3 would go on without)"
+    assert f"stopped by kit: {why}; Slurm queues it again" in fixed.said()
     assert elastic.job()["Restarts"] == "0"
     status = site.kit("status", elastic.run_id).stdout
     assert re.search(r"node3 +lost", status), status
