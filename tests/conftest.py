@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_agents
 import warm_python
 
 # Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
@@ -71,6 +72,7 @@ def nothing_left_running() -> Iterator[None]:
     os.environ[name] = value
     yield
     warm_python.stop()
+    warm_agents.stop()
     left = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 
@@ -44,6 +45,7 @@ class Kit:
         values = yaml.safe_load(self.lab.inventory.read_text())
         values["hosts"] = dict(list(values["hosts"].items())[:num_hosts])
         values.pop("nodes", None)  # a story says itself how few will do
+        values["python"] = warm_agents.program(self.lab)
         values.update(changes)
         (self.folder / file).write_text(yaml.safe_dump(values, allow_unicode=True))
         return self.folder / file

@@ -19,9 +19,11 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,27 +102,48 @@ def stop() -> None:
 class _Maker(forkserver._Server):
     """Forks children for clients, and tells each how its child has ended."""
 
+    MAX_FILES = 3
+
     def __init__(self, listening: socket.socket) -> None:
         super().__init__(listening, set())
         del self._path[0]  # this file's folder
+        self._agents: dict[int, int] = {}
+        """Child → whom signals are for, if that is not the child."""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ, self._accept)
+        self._selector.register(listening, selectors.EVENT_READ, lambda: self._take(listening))
+
+    def load(self, preload: Iterable[str]) -> None:
+        """Import what children are not to import."""
+        for name in preload:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
+        gc.collect()
+        gc.freeze()
 
     def run(self) -> NoReturn:
         while True:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _accept(self) -> None:
-        connection, _ = self._socket.accept()
-        data, files, *_ = socket.recv_fds(connection, 1 << 16, 3)
+    def _take(self, listening: socket.socket) -> None:
+        self._accept(listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        of = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if of[1] != os.geteuid():
+            connection.close()
+            return
+        data, files, *_ = socket.recv_fds(connection, 1 << 16, self.MAX_FILES)
         while data and not data.endswith(b"\n"):
             more = connection.recv(1 << 20)
             data = data + more if more else b""
         if data:
             pid = self._fork(json.loads(data), files)
             ended = os.pidfd_open(pid)
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._heard(connection, pid))
+            whom = self._agents.pop(pid, pid)
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._heard(connection, whom))
             self._selector.register(ended, selectors.EVENT_READ, lambda: self._ended(connection, pid, ended))
         for each in files:
             os.close(each)
@@ -152,11 +175,12 @@ class _Maker(forkserver._Server):
         said = b""
         with contextlib.suppress(OSError):
             said = connection.recv(4096)
-        if not said:
-            self._selector.unregister(connection)
-            forkserver.signal_groups({0: pid}, signal.SIGKILL)
-        for line in said.splitlines():
-            os.kill(pid, int(line))
+        with contextlib.suppress(ProcessLookupError):
+            if not said:
+                self._selector.unregister(connection)
+                forkserver.signal_groups({0: pid}, signal.SIGKILL)
+            for line in said.splitlines():
+                os.kill(pid, int(line))
 
     def _ended(self, connection: socket.socket, pid: int, ended: int) -> None:
         _, status = os.waitpid(pid, 0)
@@ -175,12 +199,7 @@ def _main(address: str) -> NoReturn:
         listening.listen(100)
         maker = _Maker(listening)
         print("listens")
-        for name in PRELOAD:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
-        gc.collect()
-        gc.freeze()
+        maker.load(PRELOAD)
         maker.run()
 
 

@@ -1,0 +1,223 @@
+"""Agents without their imports: most of what a test on hosts costs is torch, imported by the agent of every node.
+
+`program` is a path for an inventory's ``python:``, on this machine and on lab hosts alike. What runs by it is the real
+python, but for ``-m nodekit.deploy.agent``: that becomes a fork (`warm_python`) of one process which has imported
+torch, in the namespaces of who asked for it, with its files, folder and environment. kit itself is imported anew,
+from where PYTHONPATH has it. The agent's pid is not the one that kit has started: that one passes signals on, and
+ends as the agent ends, and the agent with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import warm_python
+
+from nodekit.deploy import forkserver, worker
+from nodekit.deploy.lab_cluster import Lab
+
+SPACES = ("net", "uts", "ipc", "mnt", "pid")
+CLIENT = """\
+#!{python} -IS
+import os, sys
+if sys.argv[1:3] != ["-m", "nodekit.deploy.agent"]:
+    os.execv({python!r}, sys.argv)  # by our name: it is what the host's kit starts its agent by
+import json, signal, socket
+numbers = [int(each) for each in os.listdir("/proc/self/fd")]
+numbers = [each for each in numbers if os.path.exists("/proc/self/fd/%d" % each)]
+files = [*numbers, *(os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in {spaces!r})]
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("\\0{address}")
+asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers}}
+said = json.dumps(asked).encode() + b"\\n"
+socket.send_fds(connection, [said[:1]], files)
+connection.sendall(said[1:])
+for each in numbers:
+    if each > 2:
+        os.close(each)  # sockets that the agent is handed: nobody else is to keep them
+os.close(0)
+for number in {signals}:
+    signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
+status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
+if status < 0:
+    if -status not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@functools.cache
+def _started() -> tuple[subprocess.Popen[bytes], Path, socket.socket]:
+    # Beside the folder of the real python, so that this is its environment's, too.
+    folder = Path(tempfile.mkdtemp(prefix="warm-agents-", dir=sys.prefix))
+    client = folder / "python"
+    client.write_text(
+        CLIENT.format(
+            python=sys.executable, address=folder.name, signals=warm_python.FORWARDED, spaces=SPACES
+        )
+    )
+    client.chmod(0o700)
+    for beside in Path(sys.executable).parent.iterdir():
+        if not beside.name.startswith("python"):
+            (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-u", __file__, str(theirs.fileno())],
+        env={**env, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    return process, folder, ours
+
+
+@functools.cache
+def _listen_in(space: str) -> None:
+    """Have it answer in a network namespace: a socket without a path is reached from its own only."""
+    _, folder, maker = _started()
+    ours, theirs = socket.socketpair()
+    if not (child := os.fork()):
+        try:
+            with Path(space).open() as file:
+                _enter(file.fileno())
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(f"\0{folder.name}")
+            listening.listen(100)
+            socket.send_fds(theirs, [b"x"], [listening.fileno()])
+        finally:
+            os._exit(0)
+    with ours:
+        theirs.close()
+        _, files, *_ = socket.recv_fds(ours, 1, 1)
+    os.waitpid(child, 0)
+    socket.send_fds(maker, [b"x"], files)
+    os.close(files[0])
+
+
+def program(lab: Lab | None = None) -> str:
+    """The program's path, to be used here and on a lab's hosts; the process behind it is started by the first call."""
+    for space in (
+        "/proc/self/ns/net",
+        *(str(lab.folder / "hosts" / name / "net") for name in (lab.hosts if lab else ())),
+    ):
+        _listen_in(space)
+    return str(_started()[1] / "python")
+
+
+def stop() -> None:
+    """End that process, and with it all it has forked, if there is one."""
+    if _started.cache_info().currsize:
+        process, folder, ours = _started()
+        with process, ours:
+            process.kill()
+        shutil.rmtree(folder)
+        _started.cache_clear()
+        _listen_in.cache_clear()
+
+
+def _enter(space: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(space, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+class _Maker(warm_python._Maker):
+    MAX_FILES = 200
+
+    def _take(self, control: socket.socket) -> None:
+        """Another socket to listen on; without one, the tests have ended."""
+        _, files, *_ = socket.recv_fds(control, 1, 1)
+        if not files:
+            os._exit(0)
+        listening = socket.socket(fileno=files[0])
+        self._selector.register(listening, selectors.EVENT_READ, lambda: self._accept(listening))
+
+    def _fork(self, asked: dict[str, Any], files: list[int]) -> int:
+        told, tell = os.pipe()
+        server = os.getpid()
+        if middle := os.fork():
+            os.close(tell)
+            with os.fdopen(told, "rb") as file:
+                # Signals are for the agent, by its pid as it is seen from here; `middle` ends as it does.
+                self._agents[middle] = int(file.read() or middle)
+            return middle
+        try:
+            worker.die_with(server)
+            os.setsid()
+            for each in files[len(asked["numbers"]) :]:
+                _enter(each)
+            if pid := os.fork():
+                os.write(tell, b"%d" % pid)
+                os.close(tell)
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+                _end_as(pid)
+            _die_with_parent()
+            os.setsid()
+            self._hand_over(dict(zip(asked["numbers"], files, strict=False)))
+            self._path = [
+                "",
+                *filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep)),
+                *self._path,
+            ]
+            self._env = asked["env"]
+            argv = ["python", *asked["argv"]]
+            self._become({**asked, "argv": argv}, forkserver._Target.parse(argv))
+        finally:
+            os._exit(1)
+
+    @staticmethod
+    def _hand_over(files: dict[int, int]) -> None:
+        """Have each file under the number that it had there, and no others."""
+        free = 1 + max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        for offset, each in enumerate(files.values()):
+            os.dup2(each, free + offset)
+        os.closerange(0, free)
+        for offset, number in enumerate(files):
+            os.dup2(free + offset, number, inheritable=True)
+        os.closerange(free, free + len(files))
+
+
+def _end_as(pid: int) -> NoReturn:
+    """Wait for the agent, and end as it has ended."""
+    for number in warm_python.FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its pid stays its own
+    assert ended is not None
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """As `worker.die_with`, for a parent in another pid namespace, which is told of as 0."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _main(control: socket.socket) -> NoReturn:
+    worker.die_with(os.getppid())
+    maker = _Maker(control)
+    from nodekit.deploy.agent import PRELOAD  # with torch, which the tests' own process can do without
+
+    maker.load(PRELOAD)
+    maker.run()
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))
