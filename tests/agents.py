@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 
 import nodekit.deploy
 from nodekit.deploy.link import Link, open_local
@@ -54,8 +55,10 @@ class Agents:
     def node_dir(self, name: str) -> Path:
         return self.folder / name
 
-    def start(self, script: str, *args: str, num_nodes: int = 2, go: bool = True, **changes: Any) -> None:
-        """Start a node per name with `script` as its program."""
+    def start(
+        self, script: str, *args: str, num_nodes: int = 2, go: bool = True, python: str = "", **changes: Any
+    ) -> None:
+        """Start a node per name with `script` as its program; by `python` where the agent's own pid is needed."""
         (self.folder / "code" / "job.py").write_text(script)
         names = [f"n{number}" for number in range(num_nodes)]
         secrets = changes.pop("secrets", {})
@@ -67,7 +70,7 @@ class Agents:
                 "warm",
                 timeout_s=10,
                 node_dir=str(self.node_dir(name)),
-                python=sys.executable,
+                python=python or warm_agents.program(),
                 kit_dir=KIT_DIR,
                 env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **secrets},
             )

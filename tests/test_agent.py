@@ -285,7 +285,7 @@ sys.exit("as asked" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
 
 
 def test_an_agent_outlives_that_strangers_have_all_its_descriptors(agents: Agents, tmp_path: Path) -> None:
-    agents.start(RUNS_AGAIN, str(tmp_path / "go"), max_restarts=1)
+    agents.start(RUNS_AGAIN, str(tmp_path / "go"), python=sys.executable, max_restarts=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for name in ("n0", "n1"):
         agents.wait(name, "running")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -388,8 +389,8 @@ def test_two_of_four_hosts_are_lost_at_once_the_rendezvous_among_them(
     try:
         run = Story(kit, lab, nodes="2:4")
         run.wait_step("node4", 30)
-        lab.crash("node1")
-        lab.crash("node2")
+        with ThreadPoolExecutor() as both:
+            list(both.map(lab.crash, ("node1", "node2")))
         run.wait_world("node3", 2)
         log = run.end()
         assert "trained to the end without node1, node2" in log
@@ -404,8 +405,10 @@ def test_most_are_lost_at_once_and_the_user_says_that_they_are_off(
 ) -> None:
     run = story(nodes="1:3")
     run.wait_step("node3", 30)
-    run.lab.crash("node1")
-    run.lab.crash("node2")
+    with (
+        ThreadPoolExecutor() as both
+    ):  # one after the other, the second might train on with the third meanwhile
+        list(both.map(run.lab.crash, ("node1", "node2")))
     run.kit.wait_for("node1, node2 cannot be reached and may be training together", timeout_s=30)
     run.up.kill()  # one that still watches would take the `kit down` for the end of the run
     run.up.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from disks import full, small_disk
 from kit_runs import Kit, run_id
@@ -28,7 +29,8 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     """Kit in a project with two local nodes in its inventory."""
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     (kit.folder / "two nodes.yaml").write_text(
-        f"name: two\nconnection: local\nworkdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+        f"name: two\nconnection: local\npython: {warm_agents.program()}\n"
+        f"workdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
     )
     yield kit
     kit.close()

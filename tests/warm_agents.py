@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -33,13 +34,14 @@ CLIENT = """\
 import os, sys
 if sys.argv[1:3] != ["-m", "nodekit.deploy.agent"]:
     os.execv({python!r}, sys.argv)  # by our name: it is what the host's kit starts its agent by
-import json, signal, socket
+import json, resource, signal, socket
 numbers = [int(each) for each in os.listdir("/proc/self/fd")]
 numbers = [each for each in numbers if os.path.exists("/proc/self/fd/%d" % each)]
 files = [*numbers, *(os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in {spaces!r})]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect("\\0{address}")
-asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers}}
+limits = [(each, resource.getrlimit(each)) for each in range(16)]
+asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers, "limits": limits}}
 said = json.dumps(asked).encode() + b"\\n"
 socket.send_fds(connection, [said[:1]], files)
 connection.sendall(said[1:])
@@ -167,6 +169,8 @@ class _Maker(warm_python._Maker):
                 _end_as(pid)
             _die_with_parent()
             os.setsid()
+            for number, limit in asked["limits"]:
+                resource.setrlimit(number, tuple(limit))
             self._hand_over(dict(zip(asked["numbers"], files, strict=False)))
             self._path = [
                 "",
