@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 from kit_runs import Kit
@@ -88,7 +89,7 @@ def readme_lab(kit: Kit, lab: Lab) -> Kit:
     """The lab under the names that the README uses."""
     values = yaml.safe_load(lab.inventory.read_text())
     hosts = dict(zip(("gpu1", "gpu2", "gpu3"), values["hosts"].values(), strict=True))
-    values.update(name="lab", hosts=hosts, job={"command": ["train.py"]})
+    values.update(name="lab", hosts=hosts, job={"command": ["train.py"]}, python=warm_agents.program(lab))
     (kit.folder / "lab.yaml").write_text(yaml.safe_dump(values))
     (kit.folder / "train.py").write_text(TRAIN)
     return kit

@@ -191,8 +191,8 @@ def another_torch(kit: Kit) -> None:
 
 def own_script(kit: Kit) -> None:
     for host in ("node1", "node3"):
-        kit.on_host(host, "install", "-D", "/bin/true", "/root/own/train")
-    kit.inventory(job={"command": ["/root/own/train"]})
+        kit.on_host(host, "install", "-D", "/bin/true", "/root/.cache/own/train")
+    kit.inventory(job={"command": ["/root/.cache/own/train"]})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def own_script(kit: Kit) -> None:
         ),
         pytest.param(
             own_script,
-            r"node2: no /root/own/train there, which the command runs; lay it at the same place on each host",
+            r"node2: no /root/.cache/own/train there, which the command runs; lay it at the same place on each host",
             id="a script that it lacks",
         ),
     ],
