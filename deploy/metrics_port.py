@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from nodekit.deploy.accept import Acceptor
 from nodekit.deploy.events import Event
 from nodekit.deploy.history import History
 from nodekit.deploy.notes import parse_progress
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LOOPBACK = "127.0.0.1"
-SILENCE_S = 10.0
-"""Who asks for nothing for so long is not waited for."""
 _HISTORY_SHARE = 0.02
 """Of one core at most goes into going through the events again, however many there are."""
 
@@ -67,6 +67,19 @@ def check(place: Place) -> None:
             ) from error
 
 
+class _Server(WSGIServer):
+    request_queue_size = 128
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Question(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Print nothing: the screen is the run's."""
+
+
 class MetricsPort(Observer):
     """Serves the metrics of one run until it is over."""
 
@@ -76,7 +89,7 @@ class MetricsPort(Observer):
         Raises:
             OSError: it cannot, there.
         """
-        from prometheus_client import CollectorRegistry, start_http_server  # 0.1 s, for those who ask
+        from prometheus_client import CollectorRegistry, make_wsgi_app  # 0.1 s, for those who ask
 
         self._run = run
         self._lock = threading.Lock()
@@ -85,10 +98,13 @@ class MetricsPort(Observer):
         self._history = _Sparing(lambda: History.of(self._taken(), now=time.time()))
         registry = CollectorRegistry()
         registry.register(self)
-        self._server, self._thread = start_http_server(place.port, place.address, registry)
-        # Theirs waits for ever for the question of who only connects, each with a thread and a descriptor of ours.
-        asked: Any = self._server.RequestHandlerClass
-        self._server.RequestHandlerClass = type("Asked", (asked,), {"timeout": SILENCE_S})
+        server = _Server6 if ":" in place.address else _Server
+        self._server = make_server(place.address, place.port, make_wsgi_app(registry), server, _Question)
+        # prometheus_client's own would wait for ever for the question of whoever only connects.
+        self._acceptor = Acceptor(self._server.socket, self._answer, name="metrics")
+
+    def _answer(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002
+        self._server.finish_request(connection, (address, 0))
 
     def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
         """What each reachable node says of itself."""
@@ -102,9 +118,7 @@ class MetricsPort(Observer):
 
     def close(self) -> None:
         """Give the port back."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
+        self._acceptor.close()
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, when Prometheus asks."""

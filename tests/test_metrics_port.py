@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import strangers
 from prometheus_client.parser import text_string_to_metric_families
 
-from nodekit.deploy import metrics_port, runs
+from nodekit.deploy import accept, runs
 from nodekit.deploy.cli import main
 from nodekit.deploy.events import Event
 from nodekit.deploy.metrics_port import MetricsPort, Place, check, serve
@@ -122,13 +123,12 @@ def test_a_run_of_which_nothing_is_known_yet_is_served_too() -> None:
         observer.close()
 
 
-def test_who_asks_for_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_port, "SILENCE_S", 0.1)
+def test_strangers_who_ask_for_nothing_keep_nobody_from_an_answer() -> None:
     place = Place(free_port())
     observer = MetricsPort(RUN, place)
     try:
-        with socket.create_connection((place.address, place.port), timeout=30) as silent:
-            assert silent.recv(1) == b""
+        with strangers.silent(place.port, 2 * accept.MOST_UNPROVEN):
+            assert scrape(place)
     finally:
         observer.close()
 
