@@ -49,14 +49,6 @@ for each in numbers:
     if each > 2:
         os.close(each)  # sockets that the agent is handed: nobody else is to keep them
 os.close(0)
-for number in {signals}:
-    signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
-status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
-if status < 0:
-    if -status not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(-status, signal.SIG_DFL)
-    os.kill(os.getpid(), -status)
-os._exit(status)
 """
 
 
@@ -66,9 +58,7 @@ def _started() -> tuple[subprocess.Popen[bytes], Path, socket.socket]:
     folder = Path(tempfile.mkdtemp(prefix="warm-agents-", dir=sys.prefix))
     client = folder / "python"
     client.write_text(
-        CLIENT.format(
-            python=sys.executable, address=folder.name, signals=warm_python.FORWARDED, spaces=SPACES
-        )
+        CLIENT.format(python=sys.executable, address=folder.name, spaces=SPACES) + warm_python.IN_ITS_PLACE
     )
     client.chmod(0o700)
     for beside in Path(sys.executable).parent.iterdir():

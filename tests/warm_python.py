@@ -34,15 +34,13 @@ PRELOAD = (
     *("sklearn.datasets", "sklearn.metrics", "transformers", "accelerate", "lightning_fabric", "deepspeed"),
     *("nodekit.training.loop", "nodekit.training.tasks.text"),
 )
-CLIENT = """\
-#!{python} -IS
-import json, os, signal, socket, sys
-connection = socket.socket(socket.AF_UNIX)
-connection.connect({address!r})
-asked = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode() + b"\\n"
-socket.send_fds(connection, [asked[:1]], [0, 1, 2])
-connection.sendall(asked[1:])
-for number in {signals}:
+FORWARDED = tuple(
+    int(each)
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+)
+# How a client goes on once it has asked: signals are passed on, and it ends as its child does.
+IN_ITS_PLACE = f"""\
+for number in {FORWARDED}:
     signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
 status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
 if status < 0:
@@ -51,17 +49,22 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-FORWARDED = tuple(
-    int(each)
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-)
+CLIENT = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+asked = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode() + b"\\n"
+socket.send_fds(connection, [asked[:1]], [0, 1, 2])
+connection.sendall(asked[1:])
+"""
 
 
 @functools.cache
 def _started() -> tuple[subprocess.Popen[bytes], Path]:
     folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
     client, address = folder / "python", folder / "socket"
-    client.write_text(CLIENT.format(python=sys.executable, address=str(address), signals=FORWARDED))
+    client.write_text(CLIENT.format(python=sys.executable, address=str(address)) + IN_ITS_PLACE)
     client.chmod(0o700)
     process = subprocess.Popen(
         [sys.executable, "-u", __file__, str(address)],
