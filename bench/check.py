@@ -114,7 +114,7 @@ def kit_argv(inventory: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "nodekit.deploy.cli",
+        "nodekit.deploy.commands.cli",
         "check",
         str(inventory),
         "--timeout",
@@ -296,7 +296,14 @@ def soak(num_hosts: int, num_checks: int, load: int) -> tuple[str, int]:
     warnings: Counter[str] = Counter()
     num_false = 0
     with bench(num_hosts) as lab, busy(load):
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", "check", str(lab.lab.inventory), "--json"]
+        argv = [
+            sys.executable,
+            "-m",
+            "nodekit.deploy.commands.cli",
+            "check",
+            str(lab.lab.inventory),
+            "--json",
+        ]
         for number in range(1, num_checks + 1):
             start = time.monotonic()
             done = subprocess.run(

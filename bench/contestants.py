@@ -171,7 +171,14 @@ class Starts:
 
     def kit(self, _: int) -> Start:
         """A new run of unchanged code: start of python, checks and sync included."""
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", "up", str(self._bench.lab.inventory), "--new"]
+        argv = [
+            sys.executable,
+            "-m",
+            "nodekit.deploy.commands.cli",
+            "up",
+            str(self._bench.lab.inventory),
+            "--new",
+        ]
         env = self._bench.env()
         start, begin, _text = measure(self._bench, [[*argv, "--", "train.py"]], cwd=self._project, env=env)
         return replace(start, more=self._kit_moments(Path(env["XDG_STATE_HOME"]), begin))

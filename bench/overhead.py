@@ -24,8 +24,9 @@ from unittest import mock
 
 from rounds import BenchError, machine, note, table
 
-from nodekit.deploy import notes, present
-from nodekit.deploy.notes import Notes
+from nodekit.deploy.agent import notes
+from nodekit.deploy.agent.notes import Notes
+from nodekit.deploy.host import present
 
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
@@ -140,7 +141,7 @@ class Job:
 
     def _kit(self, *argv: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "nodekit.deploy.cli", *argv],
+            [sys.executable, "-m", "nodekit.deploy.commands.cli", *argv],
             env=self._env,
             cwd=self._code,
             capture_output=True,
@@ -325,7 +326,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
     """Microseconds of processor that the shared module takes at each step to note it, in all its threads."""
-    from nodekit.training.report import Report
+    from nodekit.training.reporting.report import Report
     from nodekit.training.world import World
 
     def took(report: Report | None) -> float:
@@ -435,7 +436,7 @@ def redraw_ms(num_nodes: int, *, rounds: int = 50) -> list[float]:
     """Milliseconds to draw a view of so many nodes, each time with other numbers."""
     from rich.console import Console
 
-    from nodekit.deploy import screen
+    from nodekit.deploy.screen import screen
 
     gpu = {"use": 0.97, "memory": 72 << 30, "memory_total": 140 << 30}
     took = []

@@ -140,7 +140,7 @@ def _step_s(runs: Runs, mode: Mode) -> float:
 
 def _forecast(lab: Bench, num_parameters: int, step_s: float) -> Mapping[str, object]:
     """What kit says of this model on the lab's network as it is now."""
-    argv = [sys.executable, "-m", "nodekit.deploy.cli", "bench", str(lab.lab.inventory), "--json"]
+    argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "bench", str(lab.lab.inventory), "--json"]
     argv += ["--max-size", "4MiB", "--time-limit", "60", "--plan", str(num_parameters)]
     argv += ["--step-time", str(step_s), "--accumulate", str(ACCUMULATE), "--apart", str(APART)]
     done = subprocess.run(argv, env=lab.env(), capture_output=True, text=True, timeout=KIT_TIMEOUT_S)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from nodekit.deploy import lab_network, lab_process
-from nodekit.deploy.lab_cluster import Lab
-from nodekit.deploy.lab_process import ProcessRecord
+from nodekit.deploy.lab import lab_network, lab_process
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.lab.lab_process import ProcessRecord
 
 T = TypeVar("T")
 

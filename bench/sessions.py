@@ -20,8 +20,8 @@ import yaml
 from contestants import FIRST_PORT, SSH
 from rounds import Bench, BenchError
 
-from nodekit.deploy import events
-from nodekit.deploy.lab_process import ProcessRecord, kill
+from nodekit.deploy.lab.lab_process import ProcessRecord, kill
+from nodekit.deploy.records import events
 
 MIN_NODES = 2
 JOB = "recovery_job.py"
@@ -182,7 +182,7 @@ class Kit(Session):
         values["nodes"] = f"{MIN_NODES}:{len(self.bench.lab.hosts)}"
         values["job"] = {"env": {"BENCH_FOLDER": self.folder}}
         inventory.write_text(yaml.safe_dump(values))
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", "up", str(inventory), "--new", "--", JOB]
+        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", str(inventory), "--new", "--", JOB]
         self._run("kit", argv, cwd=self.job, env=self.bench.env())
 
     @property

@@ -77,7 +77,16 @@ class Starts:
     def kit(self, _: int) -> Start:
         """A new run of unchanged code."""
         inventory = inventory_file(self._bench, "starts", nodes=str(NUM_HOSTS), env={})
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", "up", str(inventory), "--new", "--", "train.py"]
+        argv = [
+            sys.executable,
+            "-m",
+            "nodekit.deploy.commands.cli",
+            "up",
+            str(inventory),
+            "--new",
+            "--",
+            "train.py",
+        ]
         return measure(self._bench, [argv], cwd=self._project, env=self.env)[0]
 
     def by_hand(self, number: int) -> Start:
@@ -114,7 +123,7 @@ class KitOnSlurm(Session):
         argv = [
             sys.executable,
             "-m",
-            "nodekit.deploy.cli",
+            "nodekit.deploy.commands.cli",
             "up",
             str(inventory),
             "--new",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nodekit.deploy import cli
+from nodekit.deploy.commands import cli
 from nodekit.inventory.schema import json_schema
 
 WIDTH = "100"

@@ -1,7 +1,7 @@
 """`kit up` and `kit down` where the inventory says `slurm:`: submits, watches, stops.
 
 All is done through one link to the login node, or to this machine where it is one: files in the shared folder, and
-Slurm's commands. What runs on the nodes is in slurm/allocation.py.
+Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from nodekit.deploy import fetchlogs, notify, runs
-from nodekit.deploy.causes import recognise
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.hands import secrets_of
-from nodekit.deploy.link import Link
-from nodekit.deploy.runs import Run
-from nodekit.deploy.start import Options, Phases
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.logs import fetchlogs
+from nodekit.deploy.notify import notify
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.ssh_backend.start import Options, Phases
+from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.supervise.hands import secrets_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
@@ -111,7 +113,7 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
 
 
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
-    from nodekit.deploy.up import sigterm_interrupts
+    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
 
     with (
         login(restore(run.inventory), options.ssh) as link,

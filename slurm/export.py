@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import runs
-from nodekit.deploy.start import Options, Phases
+from nodekit.deploy.records import runs
+from nodekit.deploy.ssh_backend.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -91,7 +91,7 @@ def script(
 """
     srun = [
         "srun", "--unbuffered", "--output", f"{run_dir}/slurm/%j_%t_log.out",
-        *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.plain", run_dir,
+        *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.allocation.plain", run_dir,
     ]  # fmt: skip
     return f"""\
 #!/bin/bash

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nodekit.deploy.link import Link, RemoteError
+from nodekit.deploy.connect.link import Link, RemoteError
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.login import execute

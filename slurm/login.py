@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from nodekit.deploy import cluster
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.link import Link
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 

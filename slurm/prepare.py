@@ -16,13 +16,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy import leftout, plan, script, sync
-from nodekit.deploy.check import all_or_raise
-from nodekit.deploy.hands import SYNC_TIMEOUT_S, take
-from nodekit.deploy.link import Link
-from nodekit.deploy.progress import build_lines
-from nodekit.deploy.secret_files import NOTIFY, RANKS
-from nodekit.deploy.start import Options, Phases, count
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.plan import plan, script
+from nodekit.deploy.plan.check import all_or_raise
+from nodekit.deploy.records.secret_files import NOTIFY, RANKS
+from nodekit.deploy.ssh_backend.start import Options, Phases, count
+from nodekit.deploy.story import leftout
+from nodekit.deploy.supervise.hands import SYNC_TIMEOUT_S, take
+from nodekit.deploy.sync import sync
+from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory, SlurmSettings
@@ -83,7 +85,7 @@ def prepare(
         link = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
     if inventory.environment is not None:
-        from nodekit.deploy import environment  # most inventories have none
+        from nodekit.deploy.environment import environment  # most inventories have none
 
         with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
             # Once, in the folder that the nodes share.

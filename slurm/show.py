@@ -13,16 +13,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy import events, fetchlogs, runs, script, showlogs
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.fetchlogs import Copy, Fetched
-from nodekit.deploy.link import Link
-from nodekit.deploy.logfollow import Followed, Follower
-from nodekit.deploy.loglines import Source, Wanted, style_of
-from nodekit.deploy.remote import write_private
-from nodekit.deploy.runs import Run
-from nodekit.deploy.start import Options
-from nodekit.deploy.view import status_line
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.logs import fetchlogs, showlogs
+from nodekit.deploy.logs.fetchlogs import Copy, Fetched
+from nodekit.deploy.logs.logfollow import Followed, Follower
+from nodekit.deploy.logs.loglines import Source, Wanted, style_of
+from nodekit.deploy.plan import script
+from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen.view import status_line
+from nodekit.deploy.ssh_backend.start import Options
 from nodekit.inventory.errors import HostError, JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory

@@ -18,9 +18,9 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from nodekit.deploy.remote import write_private
-from nodekit.deploy.secret_files import NOTIFY, RANKS
-from nodekit.slurm.allocation import Allocated
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.records.secret_files import NOTIFY, RANKS
+from nodekit.slurm.allocation.allocation import Allocated
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
 """Parameters that are kit's, or that sbatch does not see."""

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy import notify, runs
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.hands import secrets_of
-from nodekit.deploy.link import Link
-from nodekit.deploy.plan import TRAINING_MODULE
-from nodekit.deploy.runs import Run
-from nodekit.deploy.start import Options, Phases, count
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.notify import notify
+from nodekit.deploy.plan.plan import TRAINING_MODULE
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.ssh_backend.start import Options, Phases, count
+from nodekit.deploy.supervise.hands import secrets_of
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
@@ -197,7 +198,7 @@ def _settle(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
 
 def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
-    from nodekit.deploy.up import sigterm_interrupts
+    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
 
     with login(restore(members[0].inventory), options.ssh) as link, sigterm_interrupts():
         told: dict[str, str] = {}

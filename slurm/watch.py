@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.link import Link
-from nodekit.deploy.metrics_port import Place
-from nodekit.deploy.runs import Run
-from nodekit.deploy.start import Options
-from nodekit.deploy.up import ATTACH_TAIL_BYTES, sigterm_interrupts
-from nodekit.deploy.view import Doing, FullScreen, Left, StopAsked, fits_screen
-from nodekit.deploy.watched import Watched
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.metrics.metrics_port import Place
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen.view import Doing, FullScreen, Left, StopAsked, fits_screen
+from nodekit.deploy.screen.watched import Watched
+from nodekit.deploy.ssh_backend.start import Options
+from nodekit.deploy.ssh_backend.up import ATTACH_TAIL_BYTES, sigterm_interrupts
 from nodekit.inventory.load import restore
 from nodekit.slurm import backend, metrics
 from nodekit.slurm.jobs import Job, Slurm

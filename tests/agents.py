@@ -14,8 +14,8 @@ import pytest
 import warm_agents
 
 import nodekit.deploy
-from nodekit.deploy.link import Link, open_local
-from nodekit.deploy.spec import AgentSpec
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.connect.link import Link, open_local
 
 KIT_DIR = str(Path(nodekit.deploy.__file__).parent.parent.parent)
 

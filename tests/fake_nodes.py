@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import check, plan
-from nodekit.deploy.check import Facts, Interface
-from nodekit.deploy.hands import Hands
-from nodekit.deploy.runs import Run
+from nodekit.deploy.plan import check, plan
+from nodekit.deploy.plan.check import Facts, Interface
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.supervise.hands import Hands
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import dump, load_inventory
 

@@ -18,8 +18,8 @@ import warm_agents
 import yaml
 from agents import until
 
-from nodekit.deploy import runs
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records import runs
 
 RUN_ID = re.compile(r"^(?:run|resuming) (\S+?);?(?: |$)", re.MULTILINE)
 
@@ -51,7 +51,7 @@ class Kit:
         return self.folder / file
 
     def argv(self, *args: str) -> list[str]:
-        return [sys.executable, "-m", "nodekit.deploy.cli", *args]
+        return [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
 
     def run(
         self, *args: str, timeout_s: float = 120, env: dict[str, str] | None = None

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.lab_cluster import Lab, down
-from nodekit.deploy.lab_process import ProcessRecord, kill
+from nodekit.deploy.lab.lab_cluster import Lab, down
+from nodekit.deploy.lab.lab_process import ProcessRecord, kill
 from nodekit.inventory.errors import KitError
 
 BUSY_S = 5.0

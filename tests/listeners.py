@@ -7,8 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from nodekit.deploy import present
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.host import present
+from nodekit.deploy.lab.lab_cluster import Lab
 
 DOCS = Path(__file__).parent.parent / "docs" / "security.md"
 STORE, KEEPALIVES = "rendezvous host: store", "rendezvous host: keepalives"

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from nodekit.deploy.events import Event
-from nodekit.deploy.runs import Run
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import Run
 
 NODES = ["gpu1", "gpu2", "gpu3", "gpu4"]
 T0 = 1_795_327_000.0

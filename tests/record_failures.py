@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from nodekit.deploy import present
+from nodekit.deploy.host import present
 
 FOLDER = Path(__file__).parent / "recorded" / "failures"
 NODES = ("gpu1", "gpu2")
@@ -401,7 +401,7 @@ def record(name: str, folder: Path, small: Path, cgroup: Path) -> None:
     (project / "lab.yaml").write_text(json.dumps(inventory))
     ours = {**os.environ, "XDG_STATE_HOME": str(project / "state")}
     done = subprocess.run(
-        [sys.executable, "-m", "nodekit.deploy.cli", "up", "lab.yaml", "-q", "--", "job.py"],
+        [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", "lab.yaml", "-q", "--", "job.py"],
         cwd=project,
         env=ours,
         capture_output=True,

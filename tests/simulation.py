@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy import judge
-from nodekit.deploy.judge import (
+from nodekit.deploy.agent.quorum import Electorate, newest
+from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise.judge import (
     Drain,
     Fence,
     Finish,
@@ -37,7 +38,6 @@ from nodekit.deploy.judge import (
     begin,
     decide,
 )
-from nodekit.deploy.quorum import Electorate, newest
 
 TICK_S = 0.2
 SILENCE_S = 3.0  # after which a connection that was cut is given up

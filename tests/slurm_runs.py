@@ -19,7 +19,7 @@ from agents import until
 from kit_runs import RUN_ID, slow_training
 from lab_hosts import make_whole
 
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
 
 # The shared module's own task. It goes slowly while a file is there, so that a fault can be aimed at a step.
@@ -96,14 +96,14 @@ class Site:
         return self.lab.slurm.shared / f"hold-{name}"
 
     def kit(self, *args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", *args]
+        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
         return subprocess.run(
             argv, cwd=self.folder, text=True, capture_output=True, stdin=subprocess.DEVNULL,
             timeout=timeout_s, check=False,
         )  # fmt: skip
 
     def start(self, log: Path, *args: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "nodekit.deploy.cli", *args]
+        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
         with log.open("a") as out:
             process = subprocess.Popen(
                 argv, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,

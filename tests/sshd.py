@@ -165,7 +165,7 @@ def identity(own_home: Path, key_pool: Path) -> Path:
 @pytest.fixture
 def target(identity: Path) -> Callable[..., Any]:
     """A function that makes the SshTarget of an sshd; keyword arguments go to it."""
-    from nodekit.deploy.ssh import SshTarget
+    from nodekit.deploy.connect.ssh import SshTarget
 
     def make(server: Sshd, **fields: Any) -> SshTarget:
         given = {

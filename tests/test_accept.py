@@ -14,12 +14,15 @@ import pytest
 import strangers
 from agents import until
 
-from nodekit.deploy import accept, descriptors, linkspeed, remote, replica_wire
-from nodekit.deploy.accept import Acceptor
-from nodekit.deploy.lifeline import Hub, Lifeline
-from nodekit.deploy.replica_wire import Wire
-from nodekit.deploy.replicas import Replicas
-from nodekit.slurm import meeting
+from nodekit.deploy.agent import descriptors
+from nodekit.deploy.agent.lifeline import Hub, Lifeline
+from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.agent.replicas.replicas import Replicas
+from nodekit.deploy.host import accept, remote
+from nodekit.deploy.host.accept import Acceptor
+from nodekit.deploy.host.probes import linkspeed
+from nodekit.slurm.allocation import meeting
 
 TOKEN = "token-of-the-run"
 
@@ -241,7 +244,7 @@ def test_who_finds_no_descriptor_waits_for_one() -> None:
 
 
 def test_lost_connections_are_cut_though_there_is_no_descriptor_to_look_with() -> None:
-    from nodekit.deploy.lifeline import cut_connections
+    from nodekit.deploy.agent.lifeline import cut_connections
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -17,8 +17,8 @@ import strangers
 from agents import Agents, processes_of, until
 from record_failures import memory_cgroup
 
-from nodekit.deploy import descriptors
-from nodekit.deploy.view import status_line
+from nodekit.deploy.agent import descriptors
+from nodekit.deploy.screen.view import status_line
 
 pytestmark = pytest.mark.slow
 
@@ -308,7 +308,7 @@ def test_agents_outlive_the_link_that_started_them(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1)
     agents.wait("n0", "running")
     agents.links["n0"].close()
-    from nodekit.deploy.link import open_local
+    from nodekit.deploy.connect.link import open_local
 
     agents.links["n0"] = open_local("n0", sys.executable)
     assert agents.status("n0")["alive"]

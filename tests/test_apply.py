@@ -20,14 +20,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from sklearn.metrics import classification_report, confusion_matrix
 
-from nodekit.deploy import apply as kit_apply
-from nodekit.deploy import cli
-from nodekit.deploy.link import LinkLost, open_local
+from nodekit.deploy.commands import cli
+from nodekit.deploy.connect.link import LinkLost, open_local
+from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
 from nodekit.training import apply
-from nodekit.training.export import write_weights
 from nodekit.training.tasks import Task, load_task
 from nodekit.training.tasks.text import Text
+from nodekit.training.weights.export import write_weights
 
 OWN = """
 import torch

@@ -21,11 +21,12 @@ import pytest
 import yaml
 from test_curves import Node, evaluation, values
 
-from nodekit.deploy import board_serve, ssh
-from nodekit.deploy.board_sync import Held, Mirror, choose, held
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.runs import Run
-from nodekit.deploy.tunnel import Tunnel
+from nodekit.deploy.board import board_serve
+from nodekit.deploy.board.board_sync import Held, Mirror, choose, held
+from nodekit.deploy.connect import ssh
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.tunnel import Tunnel
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump, load_inventory
 
@@ -69,7 +70,7 @@ def kit_board(
 ) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "nodekit.deploy.cli", "board", *args],
+            [sys.executable, "-m", "nodekit.deploy.commands.cli", "board", *args],
             stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})},
         )  # fmt: skip
     try:

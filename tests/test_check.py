@@ -19,24 +19,17 @@ from agents import until
 from kit_runs import Kit, run_id
 from test_plan import facts, inventory
 
-from nodekit.deploy import (
-    check_report,
-    checkup,
-    hostfacts,
-    leftovers,
-    nvidia_smi,
-    script,
-    software,
-    start,
-    up,
-)
-from nodekit.deploy.check import clocks
-from nodekit.deploy.checkup import Report, Seen
-from nodekit.deploy.findings import Finding
-from nodekit.deploy.nvidia_smi import SmiError
-from nodekit.deploy.runs import Run
-from nodekit.deploy.script import Script
-from nodekit.deploy.start import Options
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.plan import script
+from nodekit.deploy.plan.check import clocks
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.script import Script
+from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_smi, software
+from nodekit.deploy.preflight.checkup import Report, Seen
+from nodekit.deploy.preflight.nvidia_smi import SmiError
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.ssh_backend import start, up
+from nodekit.deploy.ssh_backend.start import Options
 from nodekit.inventory.errors import KitError
 from nodekit.slurm import show
 
@@ -165,7 +158,9 @@ def test_xids_are_read_with_the_bus_they_are_of() -> None:
 def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    program = "from nodekit.deploy import hostfacts; print(hostfacts.output(['nvidia-smi', '-q'], 0.4))"
+    program = (
+        "from nodekit.deploy.host.probes import hostfacts; print(hostfacts.output(['nvidia-smi', '-q'], 0.4))"
+    )
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-c", program],

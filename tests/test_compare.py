@@ -13,11 +13,11 @@ import pytest
 from agents import processes_of, until
 from kit_runs import Kit
 
-from nodekit.deploy import compare_plan, compare_report
-from nodekit.deploy.cli import main
-from nodekit.deploy.compare import conclude, last_error
-from nodekit.deploy.compare_plan import Machine, NotPossible, Run, Way
-from nodekit.deploy.compare_report import Row
+from nodekit.deploy.commands.cli import main
+from nodekit.deploy.compare import compare_plan, compare_report
+from nodekit.deploy.compare.compare import conclude, last_error
+from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run, Way
+from nodekit.deploy.compare.compare_report import Row
 from nodekit.training.engines import ENGINES
 
 CPU = Machine(torch="2.13.0+cpu", gpus=(), cpu="Some CPU", num_cores=6)

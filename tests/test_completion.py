@@ -16,8 +16,8 @@ import argcomplete
 import pytest
 from agents import until
 
-from nodekit.deploy import cli, completion
-from nodekit.deploy.runs import Run
+from nodekit.deploy.commands import cli, completion
+from nodekit.deploy.records.runs import Run
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell")
 
@@ -121,7 +121,7 @@ def leave(status):
     os.write(1, repr([name for name in {HEAVY!r} if name in sys.modules]).encode())
     os.abort() if status else os.kill(os.getpid(), 9)
 os._exit = leave
-from nodekit.deploy.cli import main
+from nodekit.deploy.commands.cli import main
 main([])
 """
     line = "kit logs lab-11"
@@ -189,7 +189,7 @@ def shell(
     programs = folder / "bin"
     programs.mkdir()
     (programs / "kit").write_text(
-        f"#!{sys.executable}\nimport sys\nfrom nodekit.deploy.cli import main\nsys.exit(main())\n"
+        f"#!{sys.executable}\nimport sys\nfrom nodekit.deploy.commands.cli import main\nsys.exit(main())\n"
     )
     (programs / "kit").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")

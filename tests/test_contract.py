@@ -13,7 +13,7 @@ from kit_runs import Kit
 from lab_hosts import make_whole
 from slurm_runs import Site
 
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab.lab_cluster import Lab
 
 pytestmark = pytest.mark.slow
 

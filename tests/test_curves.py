@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import ranks
 
-from nodekit.training import event_files, metrics
-from nodekit.training.curves import Curves
+from nodekit.training.reporting import event_files, metrics
+from nodekit.training.reporting.curves import Curves
 
 
 def values(step: int, loss: float, attempt: str = "0.0") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from agents import processes_of, until
 from kit_runs import Kit, run_id
 from test_readme import BLOCKS, commands
 
-from nodekit.deploy import cli
+from nodekit.deploy.commands import cli
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import json_schema
 from nodekit.inventory.source import parse
@@ -269,7 +269,7 @@ def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_h
 def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
     said = []
     for folder in ("deploy", "inventory", "slurm"):
-        for file in (ROOT / folder).glob("*.py"):
+        for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     said.append(node.value)
@@ -288,7 +288,7 @@ def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
 
 
 def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
-    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent", "plan"))
+    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent/agent", "plan/plan"))
     given = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"(?:: |\] = )', code))
     assert {"RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NODEKIT_SNAPSHOT_SHARED"} <= given
     assert not given - set(re.findall(r"`([A-Z_]+)`", PAGES["docs/from-torchrun.md"].read_text()))

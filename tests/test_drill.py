@@ -19,10 +19,9 @@ from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
-from nodekit.deploy import hostfacts, present, remote
-from nodekit.deploy.drill import NotPossible, chosen, conclude, table
-from nodekit.deploy.drill_job import copied
-from nodekit.deploy.drill_report import (
+from nodekit.deploy.drill.drill import NotPossible, chosen, conclude, table
+from nodekit.deploy.drill.drill_job import copied
+from nodekit.deploy.drill.drill_report import (
     Curve,
     Result,
     Step,
@@ -36,7 +35,9 @@ from nodekit.deploy.drill_report import (
     verdict,
     world_sizes,
 )
-from nodekit.deploy.faults import FAULTS
+from nodekit.deploy.drill.faults import FAULTS
+from nodekit.deploy.host import present, remote
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -410,7 +411,7 @@ def test_ctrl_c_ends_the_run_that_is_under_way(project: Kit, number: signal.Sign
 def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
     kit.inventory()
     started = time.monotonic()
-    training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill_task:Paced", "--epochs", "4"]
+    training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "4"]
     done = kit.run(
         *("drill", "lab.yaml", "power", "worker", "--json", "--", *training, "--snapshot-every", "10"),
         timeout_s=280,

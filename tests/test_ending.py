@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import made, tree
-from nodekit.deploy.ending import rows
+from nodekit.deploy.host import made, tree
+from nodekit.deploy.ssh_backend.ending import rows
 from nodekit.inventory.errors import HostError
 
 

@@ -14,7 +14,7 @@ from agents import until
 from engine_runs import SAME, killed_once, losses, train
 from kit_runs import Kit, run_id
 
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.training.engines import ALONE, ENGINES, NO_FP16_ON_CPU, EngineError, check_engine
 from nodekit.training.options import parse
 

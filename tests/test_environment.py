@@ -18,8 +18,9 @@ from agents import until
 from kit_runs import Kit
 from packages import PASSWORD, USER, Index, make_wheel
 
-from nodekit.deploy import cluster, environment, requirements, wheels
-from nodekit.deploy.cluster import SshOptions
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.environment import environment, requirements, wheels
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Environment, Inventory

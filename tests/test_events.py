@@ -13,11 +13,14 @@ import pytest
 from agents import Agents, until
 from disks import full, small_disk
 
-from nodekit.deploy import events, hostfollow, notes, present
-from nodekit.deploy.notes import Notes, parse_progress, pause_s
-from nodekit.deploy.record import Record
-from nodekit.deploy.usage import Usage
-from nodekit.deploy.view import status_line
+from nodekit.deploy.agent import notes
+from nodekit.deploy.agent.notes import Notes, parse_progress, pause_s
+from nodekit.deploy.agent.record import Record
+from nodekit.deploy.agent.usage import Usage
+from nodekit.deploy.host import present
+from nodekit.deploy.host.logs import hostfollow
+from nodekit.deploy.records import events
+from nodekit.deploy.screen.view import status_line
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -172,7 +175,7 @@ def test_every_kind_is_documented():
     """Those that the code names, and those of the table of what the supervisor does, which it names by class."""
     root = Path(__file__).parents[1]
     said = set()
-    for path in [*(root / "deploy").glob("*.py"), *(root / "slurm").glob("*.py")]:
+    for path in [*(root / "deploy").rglob("*.py"), *(root / "slurm").rglob("*.py")]:
         names = r"\.event|\._note"
         if path.stem in (
             "notes",
@@ -250,7 +253,9 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
 
 
 def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nodekit.deploy.record.MAX_STATUS_INTERVAL_S", 600.0)  # longer than a test may take
+    monkeypatch.setattr(
+        "nodekit.deploy.agent.record.MAX_STATUS_INTERVAL_S", 600.0
+    )  # longer than a test may take
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()
@@ -265,7 +270,7 @@ def test_every_field_of_a_status_is_documented():
     root = Path(__file__).parents[1]
     writers, said = ("self", "record", "self._record", "self._status"), set()
     for name in ("agent", "record"):
-        for node in ast.walk(ast.parse((root / f"deploy/{name}.py").read_text())):
+        for node in ast.walk(ast.parse((root / f"deploy/agent/{name}.py").read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(value=of, attr="update" | "end"), keywords=given) if (
                     ast.unparse(of) in writers

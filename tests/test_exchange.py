@@ -19,7 +19,7 @@ PROGRAM = """
 import json, logging, sys
 from dataclasses import replace
 from pathlib import Path
-from nodekit.training import Fenced, Snapshots, World, commit, exchange
+from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange
 exchange._CHUNK_BYTES = 1000
 commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
 def listed(folder):

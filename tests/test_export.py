@@ -16,9 +16,9 @@ import torch
 from agents import until
 from torch import nn
 
-from nodekit.training import export
-from nodekit.training.export import load_weights, read_facts, read_weights, write_weights
 from nodekit.training.tasks.digits import Digits
+from nodekit.training.weights import export
+from nodekit.training.weights.export import load_weights, read_facts, read_weights, write_weights
 
 DIGITS = Digits()
 

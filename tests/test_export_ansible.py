@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import export_formats
-from nodekit.deploy.export_script import Source
+from nodekit.deploy.export import export_formats
+from nodekit.deploy.export.export_script import Source
 from nodekit.inventory import hostlists
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

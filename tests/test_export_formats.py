@@ -18,12 +18,12 @@ import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import export, export_compose, export_formats, export_script
-from nodekit.deploy.check import Facts, Interface
-from nodekit.deploy.cli import main
-from nodekit.deploy.export_formats import File
-from nodekit.deploy.export_script import Source
-from nodekit.deploy.plan import Plan, argv_of, build
+from nodekit.deploy.commands.cli import main
+from nodekit.deploy.export import export, export_compose, export_formats, export_script
+from nodekit.deploy.export.export_formats import File
+from nodekit.deploy.export.export_script import Source
+from nodekit.deploy.plan.check import Facts, Interface
+from nodekit.deploy.plan.plan import Plan, argv_of, build
 from nodekit.inventory import ansible, importers
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

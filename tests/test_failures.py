@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nodekit.deploy.failures import (
+from nodekit.deploy.agent.ranks.failures import (
     Failure,
     awaited,
     first_cause,

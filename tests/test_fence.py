@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nodekit.training import Fenced, Snapshots, snapshot
-from nodekit.training.commit import place
-from nodekit.training.fence import Fence
+from nodekit.training import Fenced, Snapshots
+from nodekit.training.snapshots import snapshot
+from nodekit.training.snapshots.commit import place
+from nodekit.training.snapshots.fence import Fence
 
 
 def saved(folder: Path, *, generation: int | None, step: int) -> Snapshots:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import bench, model_size
-from nodekit.deploy.forecast import (
+from nodekit.deploy.bench import bench, model_size
+from nodekit.deploy.bench.forecast import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     Curve,

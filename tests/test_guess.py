@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import guess
+from nodekit.deploy.agent import guess
 
 
 def found(

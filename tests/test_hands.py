@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from fake_nodes import NAMES, FakeLink, Nodes
 
-from nodekit.deploy import judge
-from nodekit.deploy.events import Gatherer
-from nodekit.deploy.plan import NodePlan
-from nodekit.deploy.start import rules_of
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.records.events import Gatherer
+from nodekit.deploy.ssh_backend.start import rules_of
+from nodekit.deploy.supervise import judge
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 

@@ -18,11 +18,11 @@ from agents import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import inquiry
-from nodekit.deploy import stacks as stacks_module
-from nodekit.deploy.blame import explain, waiting
-from nodekit.deploy.hang import Learnt, Progress, Watch, read_progress
-from nodekit.deploy.stacks import Frame, Stack, parse_faulthandler, stacks
+from nodekit.deploy.agent.hang import inquiry
+from nodekit.deploy.agent.hang import stacks as stacks_module
+from nodekit.deploy.agent.hang.blame import explain, waiting
+from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
+from nodekit.deploy.agent.hang.stacks import Frame, Stack, parse_faulthandler, stacks
 
 POLL_S = 1.0
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy.events import Event
-from nodekit.deploy.history import CAUSES, Goodput, History, Point, standing
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.story.history import CAUSES, Goodput, History, Point, standing
 
 NODES = ["gpu1", "gpu2", "gpu3"]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import draft, draft_slurm
-from nodekit.deploy.draft import Looked
+from nodekit.deploy.init import draft, draft_slurm
+from nodekit.deploy.init.draft import Looked
 from nodekit.inventory import ansible, hostlists, importers, scontrol
 from nodekit.inventory.errors import InventoryError, KitError
 from nodekit.inventory.importers import FoundHost, Imported

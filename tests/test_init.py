@@ -15,8 +15,8 @@ import yaml
 from kit_runs import Kit
 from lab_hosts import on
 
-from nodekit.deploy import choices, draft, draft_text, init
-from nodekit.deploy.draft import Looked
+from nodekit.deploy.init import choices, draft, draft_text, init
+from nodekit.deploy.init.draft import Looked
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.importers import FoundHost
 from nodekit.inventory.load import load_inventory

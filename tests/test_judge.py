@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import judge
-from nodekit.deploy.judge import (
+from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise.judge import (
     Action,
     Drain,
     Fence,
@@ -25,7 +26,6 @@ from nodekit.deploy.judge import (
     begin,
     decide,
 )
-from nodekit.deploy.quorum import Electorate
 
 NODES = ("a", "b", "c", "d", "e")
 RULES = Rules(nodes=NODES, min_nodes=2, max_nodes=4)  # e is a spare

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from record_failures import memory_cgroup
 
-from nodekit.deploy import kernel
-from nodekit.deploy.causes import recognise
+from nodekit.deploy.host.probes import kernel
+from nodekit.deploy.story.causes import recognise
 
 GREEDY = "import sys; open(sys.argv[1], 'w').write('0'); kept = [bytearray(16 << 20) for _ in range(99)]"
 # As /dev/kmsg had them.

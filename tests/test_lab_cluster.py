@@ -14,9 +14,9 @@ import pytest
 import yaml
 from lab_hosts import connect_s, on, processes
 
-from nodekit.deploy import lab_cluster, lab_disk, lab_network, lab_process
-from nodekit.deploy.lab import Lab, add_commands
-from nodekit.deploy.lab_process import ProcessRecord
+from nodekit.deploy.commands.lab import Lab, add_commands
+from nodekit.deploy.lab import lab_cluster, lab_disk, lab_network, lab_process
+from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.inventory.errors import KitError
 
 in_a_lab = pytest.mark.lab
@@ -271,7 +271,7 @@ def run_python(code: str, *argv: str, prefix: tuple[str, ...] = ()) -> str:
     code = f"""
 import os, sys
 from pathlib import Path
-from nodekit.deploy.lab_cluster import Lab, down
+from nodekit.deploy.lab.lab_cluster import Lab, down
 from nodekit.inventory.errors import KitError
 try:
     {code}
@@ -304,7 +304,7 @@ def test_missing_programs_are_named_with_their_packages(
 ) -> None:
     for program in ("nsenter", "unshare", "mount", "umount", "ssh-keygen"):
         (tmp_path / program).symlink_to("/bin/true")
-    monkeypatch.setattr("nodekit.deploy.lab_needs.search_path", lambda: str(tmp_path))
+    monkeypatch.setattr("nodekit.deploy.lab.lab_needs.search_path", lambda: str(tmp_path))
     with pytest.raises(
         KitError, match="needs ip, sshd: on Debian, `apt-get install iproute2 openssh-server`"
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import lab_cluster, lab_record
+from nodekit.deploy.lab import lab_cluster, lab_record
 from nodekit.inventory.errors import KitError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -92,7 +92,7 @@ def test_what_is_left_is_told(tmp_path: Path) -> None:
     folder = made(tmp_path / "lab")
     (folder / "notes.txt").touch()
     (folder / "hosts/mine").mkdir()
-    argv = [sys.executable, "-m", "nodekit.deploy.cli", "lab", "down", "--folder", str(folder)]
+    argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "lab", "down", "--folder", str(folder)]
     said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert said == (
         f"removed the lab in {folder}\nleft there, for kit lab up did not make it: hosts/mine, notes.txt\n"

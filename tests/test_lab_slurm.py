@@ -13,11 +13,11 @@ import pytest
 import submitit
 from lab_hosts import make_whole, on, wait_until
 
-from nodekit.deploy import lab_cluster
-from nodekit.deploy.lab import Lab, add_commands, run_status
-from nodekit.deploy.lab_network import LabHost
-from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.deploy.lab_slurm import STATE_FOLDERS, LabSlurm, slurm_conf
+from nodekit.deploy.commands.lab import Lab, add_commands, run_status
+from nodekit.deploy.lab import lab_cluster
+from nodekit.deploy.lab.lab_network import LabHost
+from nodekit.deploy.lab.lab_process import ProcessRecord
+from nodekit.deploy.lab.lab_slurm import STATE_FOLDERS, LabSlurm, slurm_conf
 from nodekit.inventory.errors import KitError
 
 in_a_lab = pytest.mark.lab
@@ -188,7 +188,7 @@ def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> 
 @needs_root
 def test_down_removes_what_an_up_that_was_killed_had_made(labs: Path) -> None:
     folder = labs / "lab"
-    up = "import sys; from pathlib import Path; from nodekit.deploy.lab import Lab; "
+    up = "import sys; from pathlib import Path; from nodekit.deploy.commands.lab import Lab; "
     command = [sys.executable, "-c", f"{up}Lab.up(2, folder=Path(sys.argv[1]), slurm=True)", str(folder)]
     with subprocess.Popen(command) as process:
         wait_until(lambda: list(folder.glob("hosts/node*/init.json")), what="a host")

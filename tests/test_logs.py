@@ -17,12 +17,13 @@ import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
-from nodekit.deploy import fetchlogs, hostfollow, logbook, loglines, logread, showlogs
-from nodekit.deploy.link import Link, open_local
-from nodekit.deploy.logbook import Logbook, Marks
-from nodekit.deploy.loglines import Line, Source, Style, Wanted, Window
-from nodekit.deploy.runs import Run
-from nodekit.deploy.showlogs import Reader
+from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.host.logs import hostfollow, logbook, logread
+from nodekit.deploy.host.logs.logbook import Logbook, Marks
+from nodekit.deploy.logs import fetchlogs, loglines, showlogs
+from nodekit.deploy.logs.loglines import Line, Source, Style, Wanted, Window
+from nodekit.deploy.logs.showlogs import Reader
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes
 

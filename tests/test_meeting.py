@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from agents import until
 
-from nodekit.deploy.link import LinkLost
-from nodekit.deploy.replica_wire import Wire
+from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.connect.link import LinkLost
 from nodekit.inventory.schema import Host
-from nodekit.slurm import allocation
-from nodekit.slurm.meeting import Tasks
+from nodekit.slurm.allocation import allocation
+from nodekit.slurm.allocation.meeting import Tasks
 
 TOKEN = "0123456789abcdef" * 4
 NODE = "n2"

@@ -13,11 +13,12 @@ import pytest
 import strangers
 from prometheus_client.parser import text_string_to_metric_families
 
-from nodekit.deploy import accept, runs
-from nodekit.deploy.cli import main
-from nodekit.deploy.events import Event
-from nodekit.deploy.metrics_port import MetricsPort, Place, check, serve
-from nodekit.deploy.runs import Run
+from nodekit.deploy.commands.cli import main
+from nodekit.deploy.host import accept
+from nodekit.deploy.metrics.metrics_port import MetricsPort, Place, check, serve
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 
 RUN = Run(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.events import Event
-from nodekit.deploy.narrate import Narrator, count, duration
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.story.narrate import Narrator, count, duration
 
 
 def told(*events: tuple[float, str | None, str, dict[str, Any]]) -> list[str]:

@@ -14,10 +14,19 @@ from kit_runs import Kit
 from lab_hosts import on, processes, wait_until
 from rich.console import Console
 
-from nodekit.deploy.lab_cluster import Lab
-from nodekit.deploy.netbench import Measured, Pair, Reduced, rate_text, rounds, size_text, sizes, slow_links
-from nodekit.deploy.netbench_report import heat_map, reduced_table, to_json, write_csv, write_png
-from nodekit.deploy.plan import NodePlan
+from nodekit.deploy.bench.netbench import (
+    Measured,
+    Pair,
+    Reduced,
+    rate_text,
+    rounds,
+    size_text,
+    sizes,
+    slow_links,
+)
+from nodekit.deploy.bench.netbench_report import heat_map, reduced_table, to_json, write_csv, write_png
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.plan.plan import NodePlan
 
 GBIT = 1e9 / 8
 NAMES = ("gpu1", "gpu2", "gpu3", "gpu4")
@@ -244,7 +253,7 @@ def test_a_picture_is_drawn(measured: Measured, tmp_path: Path) -> None:
 def test_what_is_asked_wrongly_is_told_in_a_line(
     args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nodekit.deploy import cli
+    from nodekit.deploy.commands import cli
 
     assert cli.main(["bench", *args]) == 1
     told = capsys.readouterr().err
@@ -253,7 +262,7 @@ def test_what_is_asked_wrongly_is_told_in_a_line(
 
 
 def test_a_forecast_needs_no_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    from nodekit.deploy import cli
+    from nodekit.deploy.commands import cli
 
     asked = ["bench", "--plan", "110e6", "--step-time", "0.4", "--link", "1Gb", "--nodes", "2"]
     assert cli.main([*asked, "--batch", "32"]) == 0
@@ -392,7 +401,7 @@ def test_the_jobs_own_model_is_counted_and_its_step_timed(kit: Kit, lab: Lab) ->
 
 @pytest.mark.slow
 def test_without_hosts_the_step_is_timed_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from nodekit.deploy import cli
+    from nodekit.deploy.commands import cli
 
     (tmp_path / "own.py").write_text(OWN_TASK)
     command = ["-m", "nodekit.training", "--task", "own.py:Task", "--accumulate", "4"]
@@ -416,7 +425,7 @@ def test_without_hosts_the_step_is_timed_here(tmp_path: Path, capsys: pytest.Cap
 def test_a_job_that_only_its_script_knows_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nodekit.deploy import cli
+    from nodekit.deploy.commands import cli
 
     inventory = {
         "name": "x",

@@ -18,10 +18,13 @@ import yaml
 from agents import until
 from lab_hosts import BUSY_S, on
 
-from nodekit.deploy import check, cluster, firewall, netcheck, nethost, netpairs, netprobe
-from nodekit.deploy.findings import Finding
-from nodekit.deploy.lab_cluster import Lab
-from nodekit.deploy.link import Link
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.probes import netprobe
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.plan import check
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.preflight.network import firewall, netcheck, nethost, netpairs
 from nodekit.inventory.load import load_inventory
 
 DEADLINE_S = 20.0  # also where this machine is busy; no healthy host takes a part of it

@@ -17,12 +17,14 @@ import pytest
 from agents import until
 from lab_hosts import BUSY_S, on, processes
 
-from nodekit.deploy import check, cluster, netdeep
-from nodekit.deploy.check import Facts
-from nodekit.deploy.findings import Finding
-from nodekit.deploy.lab_cluster import Lab
-from nodekit.deploy.lab_process import ProcessRecord
-from nodekit.deploy.link import Link
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.lab.lab_process import ProcessRecord
+from nodekit.deploy.plan import check
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.preflight.network import netdeep
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -154,7 +156,7 @@ def test_a_rendezvous_port_that_is_taken_is_named(site: Site) -> None:
 
 DRIVER = """
 import sys
-from nodekit.deploy import check, cluster, netdeep
+from nodekit.deploy.plan import check; from nodekit.deploy.connect import cluster; from nodekit.deploy.preflight.network import netdeep
 from nodekit.inventory.load import load_inventory
 inventory = load_inventory(sys.argv[1])
 with cluster.links(inventory.hosts, cluster.SshOptions()) as links:

@@ -19,14 +19,15 @@ import pytest
 from agents import until
 from disks import full, small_disk
 
-from nodekit.deploy import cli, deliver, notify
-from nodekit.deploy.deliver import NotDelivered
-from nodekit.deploy.drill_job import copied
-from nodekit.deploy.events import Event, Follower, read
-from nodekit.deploy.message import Message, Story
-from nodekit.deploy.notify import Notifier
-from nodekit.deploy.remote import append_private
-from nodekit.deploy.runs import Run
+from nodekit.deploy.commands import cli
+from nodekit.deploy.drill.drill_job import copied
+from nodekit.deploy.host.remote import append_private
+from nodekit.deploy.notify import deliver, notify
+from nodekit.deploy.notify.deliver import NotDelivered
+from nodekit.deploy.notify.message import Message, Story
+from nodekit.deploy.notify.notify import Notifier
+from nodekit.deploy.records.events import Event, Follower, read
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Notify

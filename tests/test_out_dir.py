@@ -14,7 +14,7 @@ from agents import processes_of, until
 from kit_runs import Kit
 from test_docs import command_lines, titled
 
-from nodekit.deploy import events, runs
+from nodekit.deploy.records import events, runs
 
 pytestmark = pytest.mark.slow
 

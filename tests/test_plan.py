@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodekit.deploy import plan
-from nodekit.deploy.check import Facts, Interface, choose_interface, clocks, examine
+from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.check import Facts, Interface, choose_interface, clocks, examine
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -434,7 +434,7 @@ def test_without_kit_too_a_batch_must_have_a_sample_for_each_rank(
 def test_kit_looks_at_text_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from nodekit.deploy import apply, plan\n"
+        "from nodekit.deploy.results import apply; from nodekit.deploy.plan import plan\n"
         "from nodekit.training.tasks import rows\n"
         "from pathlib import Path\n"
         "print(len(rows.read_splits(Path(rows.__file__).parent / 'emotions')['dev']))"

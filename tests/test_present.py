@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from agents import until
 
-from nodekit.deploy import events, hostfollow, present
-from nodekit.deploy.present import Present
+from nodekit.deploy.host import present
+from nodekit.deploy.host.logs import hostfollow
+from nodekit.deploy.host.present import Present
+from nodekit.deploy.records import events
 
 FIRST = {"run": "r", "time": 1.5, "node": None, "kind": "run-started"}
 
@@ -134,7 +136,7 @@ def test_it_is_never_the_first_event_by_which_a_file_is_known(tmp_path: Path) ->
 
 def test_what_is_read_while_it_is_written_is_whole(path: Path) -> None:
     program = f"""
-from nodekit.deploy.present import Present
+from nodekit.deploy.host.present import Present
 writer, number = Present({str(path)!r}), 0
 while True:
     number += 1

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from test_plan import TWO_FACTS, build, facts, inventory
 
-from nodekit.deploy import check, hostfacts, plan, programs, script
+from nodekit.deploy.host import programs
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.plan import check, plan, script
 from nodekit.inventory.errors import KitError
 
 ONE = "hosts: {gpu1: }\n"

@@ -15,7 +15,7 @@ import yaml
 from agents import until
 from kit_runs import Kit
 
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.load import load_inventory
 
 pytestmark = pytest.mark.lab
@@ -64,6 +64,7 @@ def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     for name in (
         "pyproject.toml",
+        "setup.py",
         "constraints.txt",
         "Makefile",
         ".ci",
@@ -163,7 +164,7 @@ def look_at_the_run(folder: Path) -> None:
         assert "trained to the end" in done.stdout or command == report, done.stdout
     assert "trained to the end" in (folder / "report.html").read_text()
     with subprocess.Popen(
-        [sys.executable, "-m", "nodekit.deploy.cli", *board.split()[1:]],
+        [sys.executable, "-m", "nodekit.deploy.commands.cli", *board.split()[1:]],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

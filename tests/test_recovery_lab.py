@@ -26,8 +26,8 @@ from agents import until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
-from nodekit.deploy import present
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.host import present
+from nodekit.deploy.lab.lab_cluster import Lab
 
 pytestmark = pytest.mark.lab
 

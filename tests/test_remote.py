@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import hostfacts, present, remote
+from nodekit.deploy.host import present, remote
+from nodekit.deploy.host.probes import hostfacts
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
-from nodekit.deploy import rendezvous
-from nodekit.deploy.lifeline import Hub, Lifeline
-from nodekit.deploy.rendezvous import Formed, Rendezvous, StoreLost
-from nodekit.deploy.signed_store import Forged, SignedStore
-from nodekit.deploy.spec import AgentSpec
+from nodekit.deploy.agent import rendezvous
+from nodekit.deploy.agent.lifeline import Hub, Lifeline
+from nodekit.deploy.agent.rendezvous import Formed, Rendezvous, StoreLost
+from nodekit.deploy.agent.signed_store import Forged, SignedStore
+from nodekit.deploy.agent.spec import AgentSpec
 
 TOKEN = "the run's token"
 

@@ -21,11 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy import remote, replica_wire, replicas
-from nodekit.deploy.replica_files import Listing, UserFiles, Version, is_allowed
-from nodekit.deploy.replica_gather import Gathered, agree
-from nodekit.deploy.replicas import Replicas, keepers
-from nodekit.training import commit
+from nodekit.deploy.agent.replicas import replica_wire, replicas
+from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
+from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
+from nodekit.deploy.agent.replicas.replicas import Replicas, keepers
+from nodekit.deploy.host import remote
+from nodekit.training.snapshots import commit
 
 TOKEN = "the run's token"
 
@@ -749,7 +750,7 @@ def test_after_a_reboot_a_torn_file_is_taken_for_damaged_not_for_new(
     before = path.stat()
     path.write_text("")  # what a power failure leaves of a file whose content was not on the disk yet
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    monkeypatch.setattr("nodekit.deploy.hostfacts.boot_id", lambda: "another boot")
+    monkeypatch.setattr("nodekit.deploy.host.probes.hostfacts.boot_id", lambda: "another boot")
     nodes[0].start()
     nodes.gather()
     assert [node.files() for node in nodes.nodes] == [{"last.pt": "whole"}] * 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training.report import Report
+from nodekit.training.reporting.report import Report
 from nodekit.training.world import World
 
 
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nodekit.training.report.time", clock)
+    monkeypatch.setattr("nodekit.training.reporting.report.time", clock)
     return clock
 
 
@@ -83,7 +83,7 @@ def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_ar
 ) -> None:
     drawn: list[int] = []
     curves = SimpleNamespace(add=lambda values: drawn.append(values["step"]), close=lambda: None)
-    monkeypatch.setattr("nodekit.training.report.Curves", lambda *_, **__: curves)
+    monkeypatch.setattr("nodekit.training.reporting.report.Curves", lambda *_, **__: curves)
     ends = [*(each / 50 for each in range(1, 11)), *(float(each) for each in range(1, 6)), 5.01, 5.02]
     with Report(World.from_env({}), tmp_path, step=0, total_steps=17, is_evaluated=True) as report:
         for step, ended in enumerate(ends, start=1):
@@ -96,7 +96,7 @@ def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_ar
 
 def test_what_is_said_is_in_the_log_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "nodekit.training.report.Curves", lambda *_, **__: SimpleNamespace(close=lambda: None)
+        "nodekit.training.reporting.report.Curves", lambda *_, **__: SimpleNamespace(close=lambda: None)
     )
     path = tmp_path / "log"
     report = Report(World.from_env({}), tmp_path, step=0, total_steps=1, is_evaluated=True)

@@ -19,10 +19,11 @@ from kit_runs import Kit
 from made_up_run import SECRET
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from nodekit.deploy import charts, points, report, report_page
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.history import History
-from nodekit.deploy.redact import LEFT_OUT, Redactor
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.host.logs import points
+from nodekit.deploy.output.redact import LEFT_OUT, Redactor
+from nodekit.deploy.report import charts, report, report_page
+from nodekit.deploy.story.history import History
 
 CHROMIUM = "/usr/bin/chromium"
 PARTS = [name for _, name in report_page.PARTS]
@@ -447,7 +448,7 @@ def test_a_secret_in_any_text_of_any_event_is_nowhere_in_what_is_written(
     assert PRINTED in run.verdict
     assert PRINTED in run.inventory["hosts"][0]["workdir"]
     spoilt_events = [spoilt(event) for event in events]
-    monkeypatch.setattr("nodekit.deploy.past.past", lambda *_: (run, spoilt_events))
+    monkeypatch.setattr("nodekit.deploy.records.past.past", lambda *_: (run, spoilt_events))
     answers = {"gpu1": spoilt({"hostname": "x", "python": "3.11", "torch": "2.13"})}
     monkeypatch.setattr(report, "_ask", lambda *_: ([], answers, spoilt("asked")))
     options = SshOptions(notice=lambda _: None)
@@ -536,7 +537,7 @@ def test_the_finer_curve_is_of_whoever_took_part() -> None:
 
 
 def kit(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nodekit.deploy.cli", "report", *argv]
+    command = [sys.executable, "-m", "nodekit.deploy.commands.cli", "report", *argv]
     return subprocess.run(command, cwd=cwd, text=True, capture_output=True, timeout=120, check=False)
 
 

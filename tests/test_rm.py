@@ -16,8 +16,10 @@ import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
-from nodekit.deploy import cli, rm, runs
-from nodekit.deploy.runs import Run, SupervisorLock
+from nodekit.deploy.commands import cli
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run, SupervisorLock
+from nodekit.deploy.results import rm
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 
@@ -119,7 +121,7 @@ def test_a_dry_run_and_no_terminal_remove_nothing(site: Site, capsys: pytest.Cap
 def test_in_a_terminal_it_asks(site: Site, typed: str, is_removed: bool) -> None:
     mine, its = os.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "nodekit.deploy.cli", "rm", ID],
+        [sys.executable, "-m", "nodekit.deploy.commands.cli", "rm", ID],
         stdin=its,
         stdout=its,
         stderr=its,

@@ -15,10 +15,15 @@ from typing import Any
 import pytest
 from disks import full, small_disk
 
-from nodekit.deploy import cli, plot, present, runs, runs_compare, runs_table, summary
-from nodekit.deploy.plot import Curve
-from nodekit.deploy.runs import Run, SupervisorLock, starting
-from nodekit.deploy.summary import Summary
+from nodekit.deploy.commands import cli
+from nodekit.deploy.host import present
+from nodekit.deploy.output import plot
+from nodekit.deploy.output.plot import Curve
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run, SupervisorLock, starting
+from nodekit.deploy.runs import runs_compare, runs_table
+from nodekit.deploy.story import summary
+from nodekit.deploy.story.summary import Summary
 from nodekit.inventory.errors import NotWritten
 
 START = time.mktime((2026, 11, 22, 6, 1, 0, 0, 0, -1))
@@ -368,10 +373,10 @@ def test_runs_that_have_ended_are_listed_without_their_events() -> None:
         run = record(f"lab-1122-{number:06d}-aaaa")
         summary.summary(run)
     code = (
-        "import sys, nodekit.deploy.events as events\n"
+        "import sys, nodekit.deploy.records.events as events\n"
         "def read(folder): raise AssertionError(folder)\n"
         "events.read = read\n"
-        "from nodekit.deploy.cli import main\n"
+        "from nodekit.deploy.commands.cli import main\n"
         "sys.exit(main(['runs']))\n"
     )
     done = subprocess.run(
@@ -415,7 +420,7 @@ def test_an_end_is_not_written_over_a_success_nor_over_another_start() -> None:
 def test_what_many_change_at_once_is_all_there() -> None:
     record("lab-1122-060100-aaaa", state="running", nodes={})
     code = (
-        "import sys; from nodekit.deploy import runs\n"
+        "import sys; from nodekit.deploy.records import runs\n"
         "for each in range(20):\n"
         "    run = runs.find(None)\n"
         "    with run.changing(): run.nodes = {**run.nodes, f'{sys.argv[1]}-{each}': {}}\n"

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training import Fenced, Snapshots, World, saver, snapshot
-from nodekit.training.commit import written_beside
-from nodekit.training.hostcopy import HostCopy
-from nodekit.training.interval import interval_s
-from nodekit.training.saver import Saver
+from nodekit.training import Fenced, Snapshots, World
+from nodekit.training.snapshots import saver, snapshot
+from nodekit.training.snapshots.commit import written_beside
+from nodekit.training.snapshots.hostcopy import HostCopy
+from nodekit.training.snapshots.interval import interval_s
+from nodekit.training.snapshots.saver import Saver
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nodekit.deploy.events import Event
-from nodekit.deploy.keys import decode
-from nodekit.deploy.screen import Model, Node, lines, render, spark
-from nodekit.deploy.view import Doing, FullScreen
-from nodekit.deploy.watched import Watched
+from nodekit.deploy.output.keys import decode
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.screen.screen import Model, Node, lines, render, spark
+from nodekit.deploy.screen.view import Doing, FullScreen
+from nodekit.deploy.screen.watched import Watched
 
 GIB = 2**30
 NOW = 1_795_327_283.0

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import remote
-from nodekit.deploy.link import Link, open_local
-from nodekit.deploy.runs import Run
-from nodekit.deploy.secret_files import RANKS, secrets_file
+from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.host import remote
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm import submit

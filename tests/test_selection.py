@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import leftout
-from nodekit.deploy.leftout import look
-from nodekit.deploy.listing import take
-from nodekit.deploy.selection import why_left_out
+from nodekit.deploy.story import leftout
+from nodekit.deploy.story.leftout import look
+from nodekit.deploy.sync.listing import take
+from nodekit.deploy.sync.selection import why_left_out
 
 WITH_GIT = pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
 # As in many public repositories: data is prepared beside a script, and git is not for it.

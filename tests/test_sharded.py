@@ -17,17 +17,17 @@ from test_training import environ, ranks, torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from nodekit.deploy.replica_files import is_allowed, look
+from nodekit.deploy.agent.replicas.replica_files import is_allowed, look
 from nodekit.training import Fenced, Snapshots, World, writes_snapshots
 from nodekit.training.loop import weights_sha256
-from nodekit.training.sharded import ShardedSnapshots
+from nodekit.training.snapshots.sharded import ShardedSnapshots
 
 pytestmark = pytest.mark.slow
 
 TASK = '''
 import os, resource, signal, threading
 from torch import nn
-from nodekit.training import sharded, snapshot
+from nodekit.training.snapshots import sharded, snapshot
 from nodekit.training.tasks.digits import Digits, Pixels
 
 RANK, FAULT = os.environ.get("RANK", "0"), os.environ.get("FAULT")

@@ -15,12 +15,12 @@ import yaml
 from agents import until
 from kit_runs import Kit
 
-from nodekit.deploy import shell
-from nodekit.deploy.cli import main
-from nodekit.deploy.cluster import SshOptions
-from nodekit.deploy.link import Link, open_local
-from nodekit.deploy.shell import Ended, Lines
-from nodekit.deploy.shell_view import Prefixes, summary
+from nodekit.deploy.commands.cli import main
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.shell import shell
+from nodekit.deploy.shell.shell import Ended, Lines
+from nodekit.deploy.shell.shell_view import Prefixes, summary
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Host

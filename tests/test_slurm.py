@@ -29,9 +29,9 @@ from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 from test_curves import points
 
-from nodekit.deploy import runs
-from nodekit.deploy.link import on_all
-from nodekit.slurm import allocation, meeting, own_job
+from nodekit.deploy.connect.link import on_all
+from nodekit.deploy.records import runs
+from nodekit.slurm.allocation import allocation, meeting, own_job
 
 pytestmark = pytest.mark.lab
 

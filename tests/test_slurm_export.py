@@ -12,7 +12,7 @@ import yaml
 from agents import until
 from slurm_runs import TASK, Site
 
-from nodekit.deploy.cli import main
+from nodekit.deploy.commands.cli import main
 
 TELLS = """
 print(f"the secret has {len(os.environ['KIT_SECRET'])} letters", flush=True)

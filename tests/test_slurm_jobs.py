@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 from slurm_runs import Site
 
-from nodekit.deploy import runs
-from nodekit.deploy.lab_cluster import Lab
-from nodekit.deploy.start import Options, Phases
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records import runs
+from nodekit.deploy.ssh_backend.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
-from nodekit.slurm import own_job, submit
+from nodekit.slurm import submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
-from nodekit.slurm.allocation import Ending
+from nodekit.slurm.allocation import own_job
+from nodekit.slurm.allocation.allocation import Ending
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import (
     Job,
@@ -226,7 +227,7 @@ ALWAYS = {
     "stderr_to_stdout": True,
     "setup": [
         "export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}",
-        "trap '/v/python -m nodekit.slurm.broken_off /s' EXIT",
+        "trap '/v/python -m nodekit.slurm.allocation.broken_off /s' EXIT",
     ],
     "srun_args": ["--no-kill", "--kill-on-bad-exit=0"],
     "additional_parameters": {"requeue": True, "no_kill": True, "chdir": "/s/r"},

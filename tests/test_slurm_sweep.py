@@ -12,9 +12,9 @@ import yaml
 from agents import until
 from slurm_runs import Site
 
-from nodekit.deploy import runs
-from nodekit.deploy.cli import main
-from nodekit.deploy.runs import Run
+from nodekit.deploy.commands.cli import main
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.slurm.sweep import Variant, variants
 

@@ -16,10 +16,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nodekit.training import Manifest, Snapshots, commit, rng
-from nodekit.training.commit import HashingFile
-from nodekit.training.manifest import NewerKit
-from nodekit.training.snapshot import NoneLoads
+from nodekit.training import Manifest, Snapshots, rng
+from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.commit import HashingFile
+from nodekit.training.snapshots.manifest import NewerKit
+from nodekit.training.snapshots.snapshot import NoneLoads
 
 
 def state(step: int) -> dict[str, object]:
@@ -245,7 +246,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
 KILLER = """
 import os, random, signal, sys, time
 import torch
-from nodekit.training.snapshot import Snapshots
+from nodekit.training.snapshots.snapshot import Snapshots
 
 folder, rounds = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

@@ -34,9 +34,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nodekit.deploy.replica_files import Copies, Listing, Version
-from nodekit.training import Fenced, Snapshots, commit, exchange, snapshot
-from nodekit.training.manifest import Manifest, NewerKit
+from nodekit.deploy.agent.replicas.replica_files import Copies, Listing, Version
+from nodekit.training import Fenced, Snapshots
+from nodekit.training.snapshots import commit, exchange, snapshot
+from nodekit.training.snapshots.manifest import Manifest, NewerKit
 
 NODES = 3
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # nothing is synced in truth

@@ -14,7 +14,7 @@ import pytest
 from test_engines import SAME, losses, train
 from test_plan import TWO, TWO_FACTS, build, inventory
 
-from nodekit.deploy import plan
+from nodekit.deploy.plan import plan
 from nodekit.inventory.errors import KitError
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.options import parse

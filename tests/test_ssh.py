@@ -17,8 +17,8 @@ import pytest
 from lab_hosts import BUSY_S
 from sshd import Sshd, free_port, keygen, learn
 
-from nodekit.deploy import hostkeys, ssh
-from nodekit.deploy.link import on_all
+from nodekit.deploy.connect import hostkeys, ssh
+from nodekit.deploy.connect.link import on_all
 from nodekit.inventory.errors import HostError
 
 Start = Callable[..., Sshd]
@@ -478,7 +478,7 @@ def test_port_of_something_else(target: Make, start_sshd: Start, silent: socket.
 def test_failures_print_nothing(target: Make, start_sshd: Start, silent: socket.socket) -> None:
     where = target(start_sshd(), port=silent.getsockname()[1])
     script = (
-        "import sys\nfrom nodekit.deploy import ssh\nfrom nodekit.inventory.errors import HostError\n"
+        "import sys\nfrom nodekit.deploy.connect import ssh\nfrom nodekit.inventory.errors import HostError\n"
         f"try: ssh.connect({where!r}, timeout_s=0.3)\nexcept HostError: print('told')"
     ).replace("SshTarget(", "ssh.SshTarget(", 1)
     import sys

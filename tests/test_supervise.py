@@ -16,15 +16,16 @@ from agents import until
 from disks import full, small_disk
 from fake_nodes import NAMES, Nodes
 
-from nodekit.deploy import events, judge, runs, supervise
-from nodekit.deploy.failures import Failure
-from nodekit.deploy.judge import Action, Fence, Finish, Join, Rules, Seen, Start, State, Stop
-from nodekit.deploy.quorum import Electorate
-from nodekit.deploy.runs import SupervisorLock
-from nodekit.deploy.start import rules_of
-from nodekit.deploy.supervise import Supervisor, seen_of
-from nodekit.deploy.verdict import Told, verdict
-from nodekit.deploy.view import View
+from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.ranks.failures import Failure
+from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.runs import SupervisorLock
+from nodekit.deploy.screen.view import View
+from nodekit.deploy.ssh_backend.start import rules_of
+from nodekit.deploy.story.verdict import Told, verdict
+from nodekit.deploy.supervise import judge, supervise
+from nodekit.deploy.supervise.judge import Action, Fence, Finish, Join, Rules, Seen, Start, State, Stop
+from nodekit.deploy.supervise.supervise import Supervisor, seen_of
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")

@@ -1,4 +1,4 @@
-"""The interpreters that `deploy/survey.py` finds in a home, good ones and others."""
+"""The interpreters that `deploy/host/probes/survey.py` finds in a home, good ones and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy import hostfacts, survey
+from nodekit.deploy.host.probes import hostfacts, survey
 
 
 def program(path: Path, text: str) -> None:

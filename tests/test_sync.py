@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import listing, progress, ssh, sync, transfer
-from nodekit.deploy.link import Link, open_local, open_ssh
-from nodekit.deploy.sync import Progress, SyncResult, Target, take
+from nodekit.deploy.connect import ssh
+from nodekit.deploy.connect.link import Link, open_local, open_ssh
+from nodekit.deploy.sync import listing, progress, sync, transfer
+from nodekit.deploy.sync.sync import Progress, SyncResult, Target, take
 from nodekit.inventory.errors import HostError, KitError
 
 WAYS = ("rsync", "sftp", "local")
@@ -667,7 +668,7 @@ def test_silent_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Opener) -> None:
     package = sync.package()
-    assert "nodekit/deploy/sync.py" in package.files
+    assert "nodekit/deploy/sync/sync.py" in package.files
     assert "nodekit/training/__init__.py" in package.files
     assert "nodekit/training/tasks/emotions/train.tsv" in package.files
     assert not any("__pycache__" in path or path.endswith(".pyc") for path in package.files)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodekit.deploy import cli, terminal
-from nodekit.deploy.terminal import harmless
+from nodekit.deploy.commands import cli
+from nodekit.deploy.output import terminal
+from nodekit.deploy.output.terminal import harmless
 from nodekit.inventory.errors import KitError
 
 

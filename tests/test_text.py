@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nodekit.training import Task
-from nodekit.training.export import write_weights
 from nodekit.training.tasks import TaskError, load_task, rows
 from nodekit.training.tasks.rows import Row, find_rows, read_rows
 from nodekit.training.tasks.text import EMOTIONS, SPECIAL_TOKENS, Text
+from nodekit.training.weights.export import write_weights
 
 SHIPPED = Path(rows.__file__).parent / "emotions"
 SPLITS = ("train", "dev", "test")

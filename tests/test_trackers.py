@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from test_curves import evaluation, values
 
-from nodekit.deploy import plan
+from nodekit.deploy.plan import plan
 from nodekit.inventory.errors import KitError
-from nodekit.training import track
 from nodekit.training.options import OptionsError, read
-from nodekit.training.trackers import Tracker, lacking
+from nodekit.training.reporting import track
+from nodekit.training.reporting.trackers import Tracker, lacking
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_one_run_over_a_restart(
     service: str, steps: Callable[[Path], list[tuple[int, dict[str, float]]]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("nodekit.training.trackers.CLOSE_S", 100.0)
+    monkeypatch.setattr("nodekit.training.reporting.trackers.CLOSE_S", 100.0)
     points = [{**values(step, float(step)), "samples_per_s": 10.0} for step in range(1, 6)]
     first = attempt(service, tmp_path, [*points, evaluation(5, 0.5)])
     assert first._process.returncode == 0
@@ -137,7 +137,7 @@ def test_a_service_that_says_nothing_is_given_up(
     tmp_path: Path, mute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mute)
-    monkeypatch.setattr("nodekit.training.trackers.CLOSE_S", 1.0)
+    monkeypatch.setattr("nodekit.training.reporting.trackers.CLOSE_S", 1.0)
     tracker = attempt("mlflow", tmp_path, [values(1, 1.0)] * 20_000)
     assert tracker._process.returncode == -signal.SIGKILL
 

@@ -34,7 +34,7 @@ PLAIN = "PLAIN" in os.environ
 
 if "SLOW_DISK" in os.environ:
     import time
-    from nodekit.training import snapshot
+    from nodekit.training.snapshots import snapshot
     def slowly(*arguments, place=snapshot.place, **more):
         time.sleep(float(os.environ["SLOW_DISK"]))
         place(*arguments, **more)
@@ -417,7 +417,7 @@ def test_a_node_whose_disk_fails_trains_on_and_rank_0_says_so(tmp_path: Path) ->
 EXCHANGE = """
 import json, sys
 from pathlib import Path
-from nodekit.training import Snapshots, World, exchange, newest_of_all
+from nodekit.training import Snapshots, World, newest_of_all; from nodekit.training.snapshots import exchange
 exchange._CHUNK_BYTES = 1000
 with World.from_env() as world:
     for scenario in sorted(Path(sys.argv[1]).iterdir()):

@@ -1,4 +1,4 @@
-"""The host's side of sync, called directly: what `deploy/link.py` sends to a host."""
+"""The host's side of sync, called directly: what `deploy/connect/link.py` sends to a host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy import tree
-from nodekit.deploy.listing import take
+from nodekit.deploy.host import tree
+from nodekit.deploy.sync.listing import take
 
 NAMES = [
     "a b.py",

@@ -17,7 +17,7 @@ from agents import processes_of, until
 from disks import full, small_disk
 from kit_runs import Kit, run_id
 
-from nodekit.deploy import events, runs
+from nodekit.deploy.records import events, runs
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,18 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.causes import recognise
-from nodekit.deploy.events import Event, parse_all
-from nodekit.deploy.failures import Failure, first_cause, is_bystander, last_words, message_of, never_starts
-from nodekit.deploy.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
-from nodekit.deploy.verdict_screen import screen, trace
+from nodekit.deploy.agent.ranks.failures import (
+    Failure,
+    first_cause,
+    is_bystander,
+    last_words,
+    message_of,
+    never_starts,
+)
+from nodekit.deploy.records.events import Event, parse_all
+from nodekit.deploy.screen.verdict_screen import screen, trace
+from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 RECORDED = Path(__file__).parent / "recorded"
 CASES = sorted((RECORDED / "failures").glob("*.json"))
@@ -427,7 +434,7 @@ def test_of_a_run_that_goes_on_the_last_failure_is_told_and_none_of_a_good_one()
 
 
 def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:
-    from nodekit.deploy.events import Gatherer, read
+    from nodekit.deploy.records.events import Gatherer, read
 
     line = json.dumps({"run": "r", "time": 105.5, "node": "gpu1", "kind": "worker-failed", "when": 105.0})
     Gatherer(tmp_path).take("gpu1", [("1", 10, line)], clock_offset=100.0)

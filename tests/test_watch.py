@@ -51,7 +51,7 @@ class Terminal:
             str(folder),
             *shell,
         )
-        self.run(f'kit() {{ {shlex.quote(sys.executable)} -m nodekit.deploy.cli "$@"; }}; clear')
+        self.run(f'kit() {{ {shlex.quote(sys.executable)} -m nodekit.deploy.commands.cli "$@"; }}; clear')
 
     def __call__(self, *args: str) -> str:
         done = subprocess.run(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from agents import processes_of, until
 
-from nodekit.deploy.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
 
 # The stand-in: one JSON call per line on stdin, its result on stdout.
 DRIVER = """
@@ -27,11 +27,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RL
 preload = json.loads(sys.argv[1])
 if "torch" in (preload or []):
     import torch
-from nodekit.deploy.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
 server = ForkServer.start(preload) if preload is not None else None
-from nodekit.deploy.workers import Workers, WorkerStart
+from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 workers = Workers(server)
-from nodekit.deploy import descriptors
+from nodekit.deploy.agent import descriptors
 assert descriptors.raise_limit() == 1000  # as an agent does; its workers keep what they would have had
 print(json.dumps(server and server.pid), flush=True)
 for line in sys.stdin:

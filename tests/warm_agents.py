@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import warm_python
 
-from nodekit.deploy import forkserver, worker
-from nodekit.deploy.lab_cluster import Lab
+from nodekit.deploy.agent.ranks import forkserver, worker
+from nodekit.deploy.lab.lab_cluster import Lab
 
 SPACES = ("net", "uts", "ipc", "mnt", "pid")
 CLIENT = """\
@@ -207,7 +207,7 @@ def _die_with_parent() -> None:
 def _main(control: socket.socket) -> NoReturn:
     worker.die_with(os.getppid())
     maker = _Maker(control)
-    from nodekit.deploy.agent import PRELOAD  # with torch, which the tests' own process can do without
+    from nodekit.deploy.agent.agent import PRELOAD  # with torch, which the tests' own process can do without
 
     maker.load(PRELOAD)
     maker.run()

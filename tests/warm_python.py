@@ -2,8 +2,8 @@
 
 A test that starts the shared module spends most of its time in imports, in every rank anew. `program` is the path of a
 program to be used as ``python`` is. It has that one process fork a child, which becomes what was asked for as kit's own
-ranks do (deploy/forkserver.py), with the caller's files, folder and environment; it passes signals on and ends as
-the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real python.
+ranks do (deploy/agent/ranks/forkserver.py), with the caller's files, folder and environment; it passes signals on and
+ends as the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real python.
 
 Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for the real one, ``sys.executable``.
 """
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nodekit.deploy import forkserver, worker
+from nodekit.deploy.agent.ranks import forkserver, worker
 
 PRELOAD = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),

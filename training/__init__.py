@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nodekit.training.exchange import newest_of_all, writes_snapshots
-    from nodekit.training.fence import Fenced
-    from nodekit.training.manifest import Loaded, Manifest
     from nodekit.training.sampler import ElasticSampler, Micro
-    from nodekit.training.snapshot import Snapshots
+    from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
+    from nodekit.training.snapshots.fence import Fenced
+    from nodekit.training.snapshots.manifest import Loaded, Manifest
+    from nodekit.training.snapshots.snapshot import Snapshots
     from nodekit.training.stop import Stop
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
@@ -33,16 +33,16 @@ __all__ = [
 
 _HOMES = {
     "ElasticSampler": "sampler",
-    "Fenced": "fence",
-    "Loaded": "manifest",
-    "Manifest": "manifest",
+    "Fenced": "snapshots.fence",
+    "Loaded": "snapshots.manifest",
+    "Manifest": "snapshots.manifest",
     "Micro": "sampler",
-    "Snapshots": "snapshot",
+    "Snapshots": "snapshots.snapshot",
     "Stop": "stop",
     "Task": "tasks",
     "World": "world",
-    "newest_of_all": "exchange",
-    "writes_snapshots": "exchange",
+    "newest_of_all": "snapshots.exchange",
+    "writes_snapshots": "snapshots.exchange",
 }
 
 

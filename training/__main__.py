@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from nodekit.training.options import Options, parse
 from nodekit.training.refusals import ONE_FOLDER
+from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import Stop, leave
-from nodekit.training.trackers import TRACKERS, lacking
 
 if TYPE_CHECKING:
     from nodekit.training.spawn import Parent
@@ -95,8 +95,8 @@ def train(options: Options, parent: "Parent | None" = None) -> int:
     # Nothing of what is imported is garbage, and looking for some takes a fifth of the imports' time.
     gc.disable()
     # Torch is the slow one: not for --help, nor for a mistyped option.
-    from nodekit.training.fence import EXIT_FENCED, Fenced
     from nodekit.training.loop import Loop
+    from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
 
     logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
     try:

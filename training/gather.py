@@ -5,10 +5,10 @@ import logging
 import sys
 from pathlib import Path
 
-from nodekit.training import shards
-from nodekit.training.commit import place, written_beside
-from nodekit.training.manifest import save_payload
-from nodekit.training.snapshot import Snapshots
+from nodekit.training.snapshots import shards
+from nodekit.training.snapshots.commit import place, written_beside
+from nodekit.training.snapshots.manifest import save_payload
+from nodekit.training.snapshots.snapshot import Snapshots
 
 _NAME = "python -m nodekit.training.gather"
 

@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nodekit.training import rng
-from nodekit.training.best import Best
 from nodekit.training.engines import ShardedEngine, State, load_engine
-from nodekit.training.evaluate import Evaluation, to_device
-from nodekit.training.exchange import newest_of_all, writes_snapshots
-from nodekit.training.export import load_weights, read_weights
 from nodekit.training.local_sgd import LocalSgd
-from nodekit.training.manifest import Loaded
 from nodekit.training.options import Options
-from nodekit.training.report import Report
+from nodekit.training.reporting.evaluate import Evaluation, to_device
+from nodekit.training.reporting.report import Report
 from nodekit.training.sampler import ElasticSampler
-from nodekit.training.saver import Saver
-from nodekit.training.snapshot import Snapshots
+from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
+from nodekit.training.snapshots.manifest import Loaded
+from nodekit.training.snapshots.saver import Saver
+from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task
+from nodekit.training.weights.best import Best
+from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
 
 
@@ -80,7 +80,7 @@ class Loop:
         writes = writes_snapshots(snapshots, world)
         self.is_sharded = options.snapshot_format == "sharded"
         if self.is_sharded:
-            from nodekit.training.sharded import ShardedSnapshots  # half a second, for them alone
+            from nodekit.training.snapshots.sharded import ShardedSnapshots  # half a second, for them alone
 
             snapshots = ShardedSnapshots(snapshots, world, commits=writes)
         self.trained_s = 0.0

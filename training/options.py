@@ -13,7 +13,7 @@ from typing import NoReturn
 from nodekit.training.engines import ENGINES
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.refusals import refusals
-from nodekit.training.trackers import TRACKERS
+from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""

@@ -26,8 +26,8 @@ def main() -> int:
     from torch.utils.data import DataLoader, RandomSampler
 
     from nodekit.training.engines import check_engine, load_engine
-    from nodekit.training.evaluate import to_device
     from nodekit.training.options import parse
+    from nodekit.training.reporting.evaluate import to_device
     from nodekit.training.tasks import load_task
     from nodekit.training.world import World
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # --help needs the names, and no torch
     import torch
 
-    from nodekit.training.manifest import Loaded
     from nodekit.training.options import Options
+    from nodekit.training.snapshots.manifest import Loaded
     from nodekit.training.world import World
 
 ENGINES = {

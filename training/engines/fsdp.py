@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nodekit.training.engines import State, single
-from nodekit.training.manifest import Loaded
-from nodekit.training.shards import assemble, read_into, shapes
+from nodekit.training.snapshots.manifest import Loaded
+from nodekit.training.snapshots.shards import assemble, read_into, shapes
 
 
 class Engine(single.Engine):

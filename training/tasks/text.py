@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from nodekit.training.export import difference
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
+from nodekit.training.weights.export import difference
 
 EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
 """The labels of the sentences that are shipped: other, liking, sadness, disgust, anger, joy."""

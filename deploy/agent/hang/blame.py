@@ -1,0 +1,216 @@
+"""Says which rank holds up the others in a hang, from the stacks and steps of all. Pure; standard library only."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
+
+from nodekit.deploy.agent.hang.hang import Progress
+from nodekit.deploy.agent.hang.stacks import Frame, Stack
+
+# Not the user's. Ours is: without a script it is what the user runs.
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/(?!nodekit/)|/lib(?:64)?/python3[.\d]*/(?!(?:site|dist)-packages/)|^<frozen"
+)
+_INSTALLED_IN = re.compile(r".*(?:(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
+_TORCH_DISTRIBUTED = re.compile(r"(?:^|/)torch/distributed/(?!checkpoint/)")
+_OPERATION = re.compile(
+    r"all_reduce\w*|all_gather\w*|_?all_to_all\w*|reduce_scatter\w*|broadcast\w*|reduce|gather(?:_object)?"
+    r"|scatter\w*|i?send(?:_object_list)?|i?recv(?:_object_list)?|batch_isend_irecv|(?:monitored_)?barrier"
+    r"|wait\w*|init_process_group|new_group|destroy_process_group|_sync_\w+|_verify_param_shape_across_processes"
+)
+# C functions leave no frame: the line that calls them tells.
+_C_CALL = re.compile(r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait))\(")
+_STATES = (
+    ("Tt", "is stopped (by SIGSTOP or a debugger)", "are stopped (by SIGSTOP or a debugger)"),
+    ("ZX", "is gone", "are gone"),
+    (
+        "D",
+        "is stuck in the kernel (state D: a disk or NFS?)",
+        "are stuck in the kernel (state D: a disk or NFS?)",
+    ),
+)
+_HANGS = ("hangs", "hang")
+_WAITS = ("waits", "wait")
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Who is behind, and what it does there."""
+
+    ranks: tuple[int, ...]
+    """Empty where none can be told from the others."""
+    line: str
+    """One line for people."""
+    stack: tuple[str, ...] = ()
+    """Of the first of `ranks`, or of the first there is: innermost first, what is not the user's folded."""
+
+
+class Wait(NamedTuple):
+    """What a rank waits in for others."""
+
+    operation: str
+    is_sure: bool
+    """Not for what may also compute: backward, .item()."""
+
+
+def explain(
+    stacks: Mapping[int, Stack],
+    progress: Mapping[int, Progress],
+    *,
+    nodes: Mapping[int, str] | None = None,
+    world_size: int | None = None,
+) -> Blame:
+    """Who holds up the others, by the stacks of all ranks or of those that can be had.
+
+    What a rank does says more than its step: steps are written now and then, and the one with the lowest may wait
+    for another. They decide where all wait or none does.
+    """
+    if not stacks:
+        return Blame((), "there is no rank to look at")
+    waits = {rank: wait for rank, stack in stacks.items() if (wait := waiting(stack.frames))}
+    busy = {rank for rank, wait in waits.items() if not wait.is_sure and stacks[rank].state == "R"}
+    if len(busy) < len(waits):  # a rank that waits for a GPU may spin, but then they all do
+        waits = {rank: wait for rank, wait in waits.items() if rank not in busy}
+    if len(stacks) == 1 == (world_size or 1):
+        waits = {}
+    is_partial = world_size is not None and len(stacks) < world_size
+
+    def say(ranks: Iterable[int], verbs: tuple[str, str]) -> str:
+        return _say(ranks, verbs, stacks, waits, nodes or {})
+
+    blamed, verbs = _odd_ones(stacks, waits, is_partial=is_partial)
+    behind, steps = _behind(stacks, progress)
+    operations = _by_operation(waits)
+    if not blamed and behind:
+        blamed, verbs = behind, (f"is behind ({steps}),", f"are behind ({steps}),")
+    if blamed:
+        line = say(blamed, verbs)
+        if others := {rank: wait for rank, wait in waits.items() if rank not in blamed}:
+            what = " or ".join(sorted(_by_operation(others)))
+            it = "it" if len(blamed) == 1 else "them"
+            line += (
+                f"; {len(others)} {'other waits' if len(others) == 1 else 'others wait'} for {it} in {what}"
+            )
+    elif is_partial:
+        line = f"{say(stacks, _WAITS)} for ranks elsewhere"
+    elif not waits:
+        line = f"none waits for another: {say(stacks, _HANGS)}"
+    elif len(operations) > 1:
+        fewest, *more = sorted(operations.values(), key=len)
+        blamed = fewest if len(fewest) < len(more[0]) else []
+        line = f"the ranks wait for each other in different operations: {say(stacks, _WAITS)}"
+    else:
+        line = f"all wait, is it the network between them? {say(stacks, _WAITS)}"
+    shown = stacks[blamed[0] if blamed else min(stacks)]
+    return Blame(tuple(blamed), line, tuple(_fold(shown.frames)))
+
+
+def _odd_ones(
+    stacks: Mapping[int, Stack], waits: Mapping[int, Wait], *, is_partial: bool
+) -> tuple[list[int], tuple[str, str]]:
+    """The ranks that differ from those that wait, and what is to be said of them."""
+    for states, *verbs in _STATES:
+        if found := [rank for rank in sorted(stacks) if (stacks[rank].state or "Z") in states]:
+            return found, (verbs[0], verbs[1])
+    if not waits and not is_partial:
+        return list(stacks) if len(stacks) == 1 else [], _HANGS
+    known = [rank for rank in sorted(stacks) if rank not in waits and stacks[rank].frames]
+    return known or [rank for rank in sorted(stacks) if rank not in waits], _HANGS
+
+
+def _behind(stacks: Mapping[int, Stack], progress: Mapping[int, Progress]) -> tuple[list[int], str]:
+    steps = {rank: each.step for rank, each in progress.items() if rank in stacks and each.step is not None}
+    lowest, highest = min(steps.values(), default=0), max(steps.values(), default=0)
+    if lowest == highest:
+        return [], ""
+    return [
+        rank for rank, step in sorted(steps.items()) if step == lowest
+    ], f"step {lowest}, others {highest}"
+
+
+def _by_operation(waits: Mapping[int, Wait]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in sorted(waits):
+        found.setdefault(waits[rank].operation, []).append(rank)
+    return found
+
+
+def waiting(frames: Sequence[Frame]) -> Wait | None:
+    """What a rank with this stack waits in for others; None if it does something of its own."""
+    inner = list(itertools.takewhile(_is_library, frames))
+    names = [_short(each.function).rpartition(".")[2] for each in inner]
+    distributed = [bool(_TORCH_DISTRIBUTED.search(each.file)) for each in inner]
+    calls = [
+        name for name, ours in zip(names, distributed, strict=True) if ours and _OPERATION.fullmatch(name)
+    ]
+    if calls:
+        return Wait(calls[-1], is_sure=True)  # as the user called it
+    if any(name in ("_engine_run_backward", "run_backward") for name in names):
+        return Wait("backward", is_sure=False)
+    if any(
+        name == "synchronize" and "torch/cuda/" in each.file for name, each in zip(names, inner, strict=True)
+    ):
+        return Wait("synchronize", is_sure=False)
+    if inner and distributed[0]:
+        return Wait(names[0], is_sure=True)
+    if frames and not inner and (call := _C_CALL.search(frames[0].code)):
+        return Wait(next(filter(None, call.groups())), is_sure=False)
+    return None
+
+
+def _is_library(frame: Frame) -> bool:
+    return bool(_LIBRARY.search(frame.file))
+
+
+def _short(function: str) -> str:
+    return function.rpartition("<locals>.")[2]
+
+
+def _say(
+    ranks: Iterable[int],
+    verbs: tuple[str, str],
+    stacks: Mapping[int, Stack],
+    waits: Mapping[int, Wait],
+    nodes: Mapping[int, str],
+) -> str:
+    """``rank 1 on node2 hangs in load (a.py:3) and ranks 2 and 3 hang in step (a.py:9)``."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        places.setdefault(_place(stacks[rank], waits.get(rank)), []).append(rank)
+    said = []
+    for place, group in places.items():
+        names = [f"{rank} on {nodes[rank]}" if rank in nodes else str(rank) for rank in group]
+        if len(names) > 4:
+            names = [*names[:3], f"{len(names) - 3} more"]
+        who = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        said.append(f"{'ranks' if len(group) > 1 else 'rank'} {who} {verbs[len(group) > 1]}{place}")
+    return " and ".join(said)
+
+
+def _place(stack: Stack, wait: Wait | None) -> str:
+    if not stack.frames:
+        return "" if stack.state in ("", "Z", "X") else ", its stack could not be read"
+    users = next((number for number, each in enumerate(stack.frames) if not _is_library(each)), 0)
+    frame = stack.frames[users]
+    where = f"{PurePath(frame.file).name}:{frame.line}"
+    if wait:
+        return f" in {wait.operation} ({where})"
+    inside = f", inside {_short(stack.frames[users - 1].function)}" if users else ""
+    return f" in {_short(frame.function)} ({where}){inside}"
+
+
+def _fold(frames: Sequence[Frame]) -> Iterable[str]:
+    for is_library, group in itertools.groupby(frames, key=_is_library):
+        each = list(group)
+        if is_library and len(each) > 1:
+            named = f"{_short(each[-1].function)} ({_INSTALLED_IN.sub('', each[-1].file)}:{each[-1].line})"
+            yield f"{named} and {len(each) - 1} more below it"
+        else:
+            for frame in each:
+                at = f"{_short(frame.function)} ({_INSTALLED_IN.sub('', frame.file)}:{frame.line})"
+                yield f"{at}  {frame.code}".rstrip()

@@ -1,0 +1,185 @@
+"""Tells at once when a node is gone: an idle TCP connection from every agent to the rendezvous host's.
+
+A process that dies closes it, and where a cable is cut the kernel's keep-alive probes go unanswered; both ends
+know within ``keep_alive_s * lost_after`` seconds. The kernel does the probing, so a node that is only busy is not
+taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this
+run before anything is said (`replica_wire.Wire`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterable
+
+from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.host import remote
+from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
+
+_MAX_WIDENING = 8
+
+
+def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # The kernel takes whole seconds for the probes, and milliseconds for the whole.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(keep_alive_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(keep_alive_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, lost_after))
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(keep_alive_s * lost_after * 1000))
+    )
+
+
+class Hub:
+    """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
+
+    def __init__(
+        self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Callable[..., None]
+    ) -> None:
+        """Listen at `address`, for who knows the token; `say(kind, **fields)` is told of false alarms."""
+        self._token = token
+        self._keep_alive_s = keep_alive_s
+        self._lost_after = lost_after
+        self._widest = lost_after * _MAX_WIDENING
+        self._say = say
+        self._lock = threading.Lock()
+        self._connected: dict[str, socket.socket] = {}
+        self._lost: set[str] = set()
+        listener = remote.listen(address)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, self._serve, name="lifeline-hub")
+
+    @property
+    def connected(self) -> set[str]:
+        """Who is connected, by the identity they gave."""
+        with self._lock:
+            return set(self._connected)
+
+    @property
+    def lost(self) -> set[str]:
+        """Who was connected and is gone."""
+        with self._lock:
+            return set(self._lost)
+
+    def close(self) -> None:
+        """Let go of everyone."""
+        self._acceptor.close()
+        with self._lock, contextlib.suppress(OSError):
+            for connection in self._connected.values():
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # whoever proves it is one of us
+        identity = ""
+        with connection:
+            try:
+                wire = Wire(connection)
+                wire.prove(self._token, is_client=False, timeout_s=HANDSHAKE_S)
+                proven()
+                _keep_alive(connection, self._keep_alive_s, self._lost_after)
+                identity = str(wire.receive()["identity"])
+                with self._lock:
+                    if identity in self._lost:  # the same process: it was never dead
+                        self._widen()
+                    self._connected[identity] = connection
+                    self._lost.discard(identity)
+                wire.send({"lost_after": self._lost_after})  # as wide as it was found it must be
+                connection.settimeout(None)
+                while connection.recv(64):
+                    pass
+            finally:
+                with self._lock:
+                    if identity and self._connected.get(identity) is connection:
+                        del self._connected[identity]
+                        self._lost.add(identity)
+
+    def _widen(self) -> None:
+        """After a false alarm, be slower to raise the next one."""
+        wider = min(self._lost_after * 2, self._widest)
+        if wider > self._lost_after:
+            self._lost_after = wider
+            for connection in self._connected.values():
+                _keep_alive(connection, self._keep_alive_s, wider)
+            self._say("false-alarm", lost_after_s=self._keep_alive_s * wider)
+
+
+class Lifeline:
+    """A node's end: `lost` is set once the rendezvous host is gone, after `on_lost` was called."""
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        identity: str,
+        *,
+        keep_alive_s: float,
+        lost_after: int,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.lost = threading.Event()
+        self._on_lost = on_lost
+        self._closed = False
+        self._connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
+        try:
+            wire = Wire(self._connection)
+            wire.prove(token, is_client=True, timeout_s=HANDSHAKE_S)
+            _keep_alive(self._connection, keep_alive_s, lost_after)
+            answer = wire.ask({"identity": identity})
+            _keep_alive(self._connection, keep_alive_s, int(answer["lost_after"]))
+            self._connection.settimeout(None)
+        except (OSError, ValueError, KeyError) as error:
+            self._connection.close()
+            raise ConnectionError(
+                f"{address}:{port} does not take this node's lifeline ({error}): it is of another rendezvous by now, "
+                "or strangers keep it busy"
+            ) from error
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def close(self) -> None:
+        """Hang up; `on_lost` is not called."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._connection.recv(64):
+                pass
+        self._connection.close()
+        try:
+            if not self._closed:
+                self._on_lost()
+        finally:
+            self.lost.set()
+
+
+def cut_connections(address: str, port: int) -> None:
+    """Break this process's TCP connections to a place: who waits there for a host that is gone gets an error.
+
+    torch's store waits without a limit for the answer of a host whose cable was cut.
+    """
+    for number in _descriptors():
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            each = socket.socket(fileno=number)  # not of a duplicate: there may be no descriptor left for one
+            try:
+                if each.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer = each.getpeername()
+                if peer[1] == port and str(peer[0]).removeprefix("::ffff:") == address:
+                    each.shutdown(socket.SHUT_RDWR)
+            finally:
+                each.detach()
+
+
+def _descriptors() -> Iterable[int]:
+    """Those of this process that are open, or may be."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  # fewer steps, with few left
+    except OSError:  # none is left to look with
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -1,0 +1,201 @@
+"""What an agent notes of its node while its ranks train: samples, first steps, snapshots, what the ranks tell.
+
+Standard library only. What goes on for a week is noted ever less often (see `pause_s`), and what lies between two
+notes is added up, so that a run's events stay small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent.hang import hang
+
+SAMPLE_S = 2.0
+SAMPLES_A_WEEK = 20_000
+"""Of all nodes together, about: each is half a kilobyte."""
+SLOWER = 0.03
+MAX_TOLD_BYTES = 4096
+MAX_TOLD_AGE_S = 60.0
+_LOSS = re.compile(r"\bloss[ =:]+([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
+_TOTAL = re.compile(r"\s*\d+\s*/\s*(\d+)")
+_MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
+
+
+def pause_s(elapsed_s: float, num_nodes: int) -> float:
+    """From one sample of a node to its next, when that much time has passed since its agent began."""
+    return min(max(SAMPLE_S, elapsed_s * SLOWER), 7 * 86_400 / SAMPLES_A_WEEK * max(1, num_nodes))
+
+
+def parse_progress(text: str) -> dict[str, Any]:
+    """``step``, ``total_steps`` and ``loss`` of what a rank says of its progress; None for what it does not say."""
+    total, loss = _TOTAL.match(text), _LOSS.search(text)
+    value = float(loss[1]) if loss else None
+    return {
+        "step": hang.Progress.parse(text, 0.0).step,
+        "total_steps": int(total[1]) if total else None,
+        "loss": value if value is not None and math.isfinite(value) else None,
+    }
+
+
+class Notes:
+    """Looks when it is asked to, every second or so, and says what is worth it."""
+
+    def __init__(
+        self,
+        *,
+        say: Callable[..., None],
+        told: Path,
+        snapshots: Path,
+        usage: Callable[[], Mapping[str, Any]],
+        num_nodes: int,
+    ) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            say: called as ``say(kind, **fields)``.
+            told: the folder where ranks tell (``$NODEKIT_EVENTS_FILE``).
+            snapshots: the folder where they are committed.
+            usage: gives a sample of what the node uses.
+            num_nodes: of the run.
+        """
+        self._say = say
+        self._told = told
+        self._snapshots = snapshots
+        self._usage = usage
+        self._num_nodes = num_nodes
+        self._began = self._measured = time.monotonic()
+        self._due = {"sample": 0.0, "snapshot": 0.0, "evaluation": 0.0}
+        self._attempt = ""
+        self._has_stepped, self._sees_snapshots = True, False
+        self._offsets: dict[str, int] = {}
+        self._known: set[str] = set()
+        self._known = self._manifests()
+        self._num_saved, self._paused_s, self._newest = 0, 0.0, ""
+        self._best: dict[str, tuple[float, float]] = {}
+
+    def begin(self, attempt: str, *, sees_snapshots: bool) -> None:
+        """An attempt begins; what ranks of an earlier one told is gone. One node sees to a shared snapshot folder."""
+        self._attempt, self._has_stepped, self._sees_snapshots = attempt, False, sees_snapshots
+        self._known = self._manifests()
+        self._offsets = {}
+        with contextlib.suppress(OSError):
+            for stale in self._told.iterdir():
+                stale.unlink(missing_ok=True)
+
+    def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Mapping[str, Any] | None:
+        """Note what is new; a sample of what the node uses, when it is time for another."""
+        said = parse_progress(progress)
+        if not self._has_stepped and not hang.Progress.parse(progress, 0.0).is_start:
+            self._has_stepped = True
+            self._say("first-step", attempt=self._attempt, step=said["step"], total_steps=said["total_steps"])
+        for fields in self._new_lines():
+            self._take(fields)
+        if self._sees_snapshots:
+            self._look_for_snapshots(is_last=is_last)
+        now = time.monotonic()
+        is_only = is_last and not self._due["sample"]  # a run that ends before its first sample has this one
+        if now - self._measured < SAMPLE_S and not is_only:
+            return None
+        self._measured = now
+        sample = self._usage()
+        if is_training and self._is_due("sample"):
+            self._say("sample", attempt=self._attempt, **said, **sample)
+        return sample
+
+    def _is_due(self, kind: str) -> bool:
+        """Whether this kind may be noted again."""
+        now = time.monotonic()
+        if now < self._due[kind]:
+            return False
+        self._due[kind] = now + pause_s(now - self._began, self._num_nodes) * 0.95
+        return True
+
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(OSError):
+            for path in sorted(self._told.iterdir()):
+                data = b""
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    file.seek(self._offsets.get(path.name, 0))
+                    data = file.read(1 << 20)
+                whole = data.rfind(b"\n") + 1
+                self._offsets[path.name] = self._offsets.get(path.name, 0) + whole
+                for line in data[:whole].splitlines():
+                    with contextlib.suppress(ValueError):
+                        fields = json.loads(line) if len(line) <= MAX_TOLD_BYTES else None
+                        if isinstance(fields, dict):
+                            yield fields
+
+    def _take(self, told: Mapping[str, Any]) -> None:
+        """One thing that a rank tells; what is not known is left alone."""
+        kind, step = told.get("kind"), told.get("step")
+        if not isinstance(step, int):
+            return
+        when, now = told.get("time"), time.time()
+        # By this host's clock, as ours: a time that cannot be is not taken over.
+        at = {"time": when} if isinstance(when, float) and now - MAX_TOLD_AGE_S < when <= now else {}
+        if kind == "resumed":
+            self._say("resumed", attempt=self._attempt, step=step, **at)
+        elif kind == "pause" and isinstance(told.get("seconds"), int | float):
+            self._paused_s += told["seconds"]
+        elif kind == "evaluation" and isinstance(told.get("metrics"), dict):
+            metrics = {
+                str(name): value
+                for name, value in told["metrics"].items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
+            # The best ones are what is asked for later; of the others some will do.
+            if metrics and (self._is_best(metrics) or self._is_due("evaluation")):
+                self._say(
+                    "evaluation",
+                    attempt=self._attempt,
+                    step=step,
+                    epoch=told.get("epoch"),
+                    metrics=metrics,
+                    **at,
+                )
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        is_best = False
+        for name, value in metrics.items():
+            least, most = self._best.get(name, (math.inf, -math.inf))
+            is_best |= value < least if "loss" in name else value > most
+            self._best[name] = (min(least, value), max(most, value))
+        return is_best
+
+    def _manifests(self) -> set[str]:
+        try:
+            return {path.name for path in self._snapshots.iterdir() if _MANIFEST.fullmatch(path.name)}
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        except OSError:  # else those known would be told of as new at the next look
+            return self._known
+
+    def _look_for_snapshots(self, *, is_last: bool) -> None:
+        there = self._manifests()
+        self._num_saved += len(there - self._known)
+        self._newest = max([self._newest, *(there - self._known)])
+        self._known = there
+        if not self._num_saved or not (is_last or self._is_due("snapshot")):
+            return
+        found = _MANIFEST.fullmatch(self._newest)
+        assert found is not None
+        size = None
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+            manifest = json.loads((self._snapshots / self._newest).read_text(encoding="utf-8"))
+            size = sum(manifest["size_bytes"].values())
+        self._say(
+            "snapshot",
+            generation=int(found[1]),
+            step=int(found[2]),
+            bytes=size,
+            pause_s=round(self._paused_s, 4),
+            count=self._num_saved,
+        )
+        self._num_saved, self._paused_s, self._newest = 0, 0.0, ""

@@ -1,0 +1,155 @@
+"""The worker processes of one node, one round of them at a time: started, watched, stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent.ranks import forkserver
+from nodekit.deploy.agent.ranks.forkserver import ForkServer, ServerLost
+
+_POLL_S = 0.01
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStart:
+    """One worker, and everything it needs."""
+
+    local_rank: int
+    argv: tuple[str, ...]
+    """The user's command; ``python`` is this interpreter."""
+    env: Mapping[str, str]
+    """Its whole environment."""
+    cwd: str
+    log: str
+    """The file for stdout and stderr: appended to, 0600."""
+
+
+class Workers:
+    """Starts workers as forks of `server`, or, without one or where it cannot, as fresh processes.
+
+    For one thread, and one that lives as long as the workers: they die with it. Each round ends with `stop`, also
+    where all workers have ended, and it ends every child of this process that is in another session.
+    """
+
+    def __init__(self, server: ForkServer | None) -> None:
+        self._server = server
+        self._max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[
+            0
+        ]  # of a worker, whatever ours is by then
+        self._pids: dict[int, int] = {}
+        self._served = False
+        self._ended: dict[int, int] = {}
+        self._ends = select.poll()
+        self._handles: dict[int, int] = {}
+        self.fresh: dict[int, str] = {}
+        """Local rank → why this worker of the round is not a fork."""
+        forkserver.adopt_orphans()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Local rank → pid, of all that were started and not stopped yet."""
+        return dict(self._pids)
+
+    def start(self, starts: Sequence[WorkerStart]) -> dict[int, int]:
+        """Start a round of workers: local rank → pid."""
+        assert not self._pids, "stop comes before the next start"
+        self.fresh, self._ended = {}, {}
+        requests = [
+            {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)}
+            for start in starts
+        ]
+        self._served = (
+            self._server is not None
+        )  # said first: `stop` must ask the server also if we are interrupted
+        answer = self._ask("start", starts=requests)
+        if answer is not None:
+            self.fresh = {int(local_rank): why for local_rank, why in answer["fresh"].items()}
+        else:
+            for start in starts:
+                self.fresh[start.local_rank] = "there is no fork server"
+                self._pids[start.local_rank] = self._spawn(start)
+        return self.pids
+
+    def warm_up(self) -> None:
+        """Wait until the fork server has its imports, so that a start takes no time."""
+        self._ask("poll")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing.
+
+        Returns False if none has ended; True if one may have, which `poll` then tells.
+        """
+        is_sure = True
+        there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
+        for pid in self._handles.keys() - there:
+            self._forget(pid)
+        for pid in there - self._handles.keys():
+            try:
+                self._handles[pid] = os.pidfd_open(pid)
+                self._ends.register(self._handles[pid], select.POLLIN)
+            except OSError:  # it is gone, or the kernel is older than 5.3
+                timeout_s, is_sure = min(timeout_s, _POLL_S), False
+        return bool(self._ends.poll(timeout_s * 1000)) or not is_sure
+
+    def _forget(self, pid: int) -> None:
+        handle = self._handles.pop(pid)
+        self._ends.unregister(handle)
+        os.close(handle)
+
+    def poll(self) -> dict[int, int]:
+        """Local rank → exit code, negative for a signal, of those that have ended so far."""
+        if self._served and (answer := self._ask("poll")) is not None:
+            self._ended = {int(local_rank): code for local_rank, code in answer["ended"].items()}
+        else:
+            self._ended = forkserver.exit_codes(self._pids)
+        return dict(self._ended)
+
+    def stop(self, grace_s: float) -> bool:
+        """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that."""
+        deadline = time.monotonic() + grace_s
+        ended = self.poll()
+        if grace_s > 0 and len(ended) < len(self._pids):
+            forkserver.signal_groups(self._pids, signal.SIGTERM)
+            forkserver.signal_groups(self._pids, signal.SIGCONT)  # a stopped one hears only this
+            while len(ended := self.poll()) < len(self._pids) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        killed = len(ended) < len(self._pids)
+        if not self._served or self._ask("clear") is None:
+            forkserver.clear_up(self._pids)
+        for pid in list(self._handles):
+            self._forget(pid)
+        self._pids = {}
+        self._served = False
+        return killed
+
+    def _ask(self, op: str, **args: Any) -> dict[str, Any] | None:
+        """The server's answer; None without a server, whose children are then ours."""
+        if self._server is None:
+            return None
+        try:
+            answer = self._server.ask(op, **args)
+        except ServerLost as error:
+            _LOGGER.warning("the fork server is lost (%r): workers start afresh", error.__cause__)
+            self._server = None
+            self._served = False
+            return None
+        self._pids = {int(local_rank): pid for local_rank, pid in answer["pids"].items()}
+        return answer
+
+    def _spawn(self, start: WorkerStart) -> int:
+        program = str(Path(__file__).with_name("worker.py"))
+        ours = [str(os.getpid()), start.log, str(self._max_files), start.cwd]
+        argv = [sys.executable, "-I", "-S", program, *ours, *start.argv]
+        return os.posix_spawn(sys.executable, argv, start.env)

@@ -1,0 +1,217 @@
+"""What an agent writes down: its node's events, in ``events.jsonl``, and there what the node does at present.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent import descriptors, guess
+from nodekit.deploy.agent.hang import hang
+from nodekit.deploy.agent.notes import Notes
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.usage import Usage
+from nodekit.deploy.host import present, remote
+
+STATUS_INTERVAL_S = 1.0
+MAX_STATUS_INTERVAL_S = 1.5  # where nobody asks for a look
+RESERVE_BYTES = 256 * 1024
+MAX_RESULT_BYTES = 4096
+
+
+class Record:
+    """The node's status and events on disk."""
+
+    def __init__(self, spec: AgentSpec) -> None:
+        self._folder = Path(spec.node_dir)
+        self.progress_dir = self._folder / "progress"
+        self.told_dir = self._folder / "told"
+        self._lock = threading.Lock()  # of the status
+        self._looking = threading.Lock()  # at what the ranks tell
+        self._ended = threading.Event()
+        self._is_asked = threading.Event()  # for a look
+        self._looked = 0.0
+        self._guessed_from = ""
+        """Rank 0's log, where that is a rank of this node."""
+        self._spec = spec
+        self._status: dict[str, Any] = {
+            "state": "starting",
+            "generation": spec.generation,
+            "attempt": None,
+            "rank": None,
+            "world_size": None,
+            "workers": [],
+            "failures": [],
+            "progress": None,
+            "progress_time": None,
+            "guess": None,
+            "usage": None,
+            "address": spec.local_addr,
+        }
+        self._reserve = self._folder / "reserve"
+        with contextlib.suppress(OSError):
+            remote.write_private(str(self._reserve), bytes(RESERVE_BYTES))
+        for name in ("logs", "progress", "told", "snapshots", "output"):
+            (self._folder / name).mkdir(mode=0o700, exist_ok=True)
+        self._forget_progress()
+        self._events = str(self._folder / "events.jsonl")
+        self._present = present.Present(self._events)
+        remote.end_torn_line(self._events)
+        self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
+        gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        usage = Usage(
+            spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
+        )
+        self._notes = Notes(
+            say=self._noted,
+            told=self.told_dir,
+            snapshots=self.snapshot_dir,
+            usage=usage.now,
+            num_nodes=len(spec.nodes),
+        )
+        threading.Thread(target=self._watch_progress, name="status", daemon=True).start()
+
+    @property
+    def snapshot_dir(self) -> Path:
+        """Where this node's ranks save."""
+        return Path(self._spec.env.get("NODEKIT_SNAPSHOT_DIR") or self._folder / "snapshots")
+
+    def make_snapshot_dir(self) -> None:
+        """Make the folder that ranks may count on: every script finds it, wherever the run runs.
+
+        Raises:
+            OSError: it cannot be made, or what it lies in, which all hosts share, is not there.
+        """
+        remote.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
+
+    @property
+    def expected_snapshot(self) -> str:
+        """What was committed in this run, as far as this node or the supervisor has seen it, in words; "" for nothing.
+
+        Raises:
+            OSError: that cannot be read.
+        """
+        told = self._spec.env.get("NODEKIT_SNAPSHOT_EXPECTED", "")
+        return str((remote.load(str(self._folder / "saved.json")) or {}).get("words", told))
+
+    def _noted(self, kind: str, **fields: Any) -> None:
+        self.event(kind, **fields)
+        if kind == "snapshot":
+            words = f"step {fields['step']} of generation {fields['generation']} was committed in {self.snapshot_dir}"
+            with contextlib.suppress(OSError):  # the supervisor has the event
+                remote.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+
+    def begin(self, attempt: str, *, group_rank: int, log_of_rank_0: str) -> None:
+        """An attempt begins: forget what ranks of an earlier one have told."""
+        with self._looking:
+            self._forget_progress()
+            self._guessed_from = log_of_rank_0 if group_rank == 0 else ""
+            self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
+
+    def _forget_progress(self) -> None:
+        """Remove what ranks of an earlier attempt said of theirs."""
+        for stale in self.progress_dir.iterdir():
+            stale.unlink(missing_ok=True)
+        self._status.update(progress=None, progress_time=None)
+
+    def update(self, **changes: Any) -> None:
+        """Change the status, and rewrite its line in the events; not if nothing has changed."""
+        with self._lock:
+            new = {**self._status, **changes}
+            if new != self._status or "state" in changes:
+                self._status = new
+                self._write(lambda: self._present.write({**self._which(), **new}))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event."""
+        line = json.dumps({**self._which(), "kind": kind, **fields}).encode() + b"\n"
+        self._write(lambda: remote.append_private(self._events, line))
+
+    def _which(self) -> dict[str, Any]:
+        return {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name}
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write; a full disk must not end the job."""
+        try:
+            write()
+        except OSError as error:
+            # What was set aside for this is given up, so that the end can still be told.
+            if not descriptors.are_used_up(error):
+                self._reserve.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                write()
+
+    def failed(self, failures: list[dict[str, Any]]) -> None:
+        """Record failures of workers."""
+        for failure in failures:
+            self.event("worker-failed", **failure)
+        self.update(failures=[*self._status["failures"], *failures][-50:])
+
+    def end(self, state: str, **changes: Any) -> None:
+        """The last status."""
+        self._ended.set()
+        self.look(is_last=True)
+        result = self._result() if state == "succeeded" else None
+        told = {name: changes[name] for name in ("message", "no_progress") if changes.get(name)}
+        self.event("agent-ended", state=state, **told, **({"result": result} if result else {}))
+        self.update(state=state, **changes)
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Take over what the ranks tell; note it, and what the node uses, if it is time to. The status changes once."""
+        with self._looking:
+            self._looked = time.monotonic()
+            changes = self._progress()
+            usage = self._notes.look(
+                str({**self._status, **changes}["progress"] or ""),
+                is_training=self._status["state"] == "running",
+                is_last=is_last,
+            )
+            if usage is not None:
+                changes["usage"] = usage
+            self.update(**changes)
+
+    def look_soon(self) -> None:
+        """Have the thread that looks do so if a second has passed: who asks is awake, so the core is woken once."""
+        if time.monotonic() - self._looked > STATUS_INTERVAL_S * 0.9:
+            self._is_asked.set()
+
+    def _progress(self) -> dict[str, Any]:
+        """What the ranks say of their progress: the least advanced one speaks for the node."""
+        said = hang.read_progress(self.progress_dir).values()
+        if not said:  # for people alone: what is guessed at is no sign of progress
+            return {"guess": guess.of_file(self._guessed_from) if self._guessed_from else None}
+        changed, text = min((each.mtime, each.text.strip()) for each in said)
+        return {"progress": text, "progress_time": changed, "guess": None}
+
+    def _result(self) -> dict[str, Any]:
+        """The numbers and words of ``output/result.json``, which the training module writes at its end."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
+            found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
+            return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+        return {}
+
+    @property
+    def step(self) -> int | None:
+        """The step the node's least advanced rank has told of; None: it tells no number."""
+        return hang.Progress.parse(str(self._status["progress"] or ""), 0.0).step
+
+    def _watch_progress(self) -> None:
+        while not self._ended.is_set():
+            self._is_asked.wait(MAX_STATUS_INTERVAL_S)
+            self._is_asked.clear()
+            if not self._ended.is_set():
+                with contextlib.suppress(OSError):  # there may be no descriptor left, for a while
+                    self.look()

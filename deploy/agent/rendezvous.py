@@ -1,0 +1,410 @@
+"""torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
+
+It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
+tests/test_rendezvous_releases.py fails when upstream moves them. What differs from stock c10d:
+
+- ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
+- the store takes over a socket that already listens, so the port found free cannot be lost in between;
+- every round has a new store for the workers, kept by the agent of rank 0: upstream keeps the first round's, with
+  a stale MASTER_ADDR and old keys in it, or (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) leaves it to the worker of
+  rank 0, for which the others then wait in growing pauses (0.4 s of a start);
+- a participant that is gone counts as a reason to re-form (upstream looks at waiting nodes only), and is known to
+  be gone by its lifeline (deploy/agent/lifeline.py), seconds before its heartbeat expires;
+- a round is complete as soon as all who are connected are in it, not after the last call;
+- the loss of the store's host ends every call that waits for it;
+- what is in the store is signed (deploy/agent/signed_store.py), and refused, before it is unpickled, if it is not;
+- a state that has to be asked for again is asked for after 0.05 s, not 1 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+
+from nodekit.deploy.agent import descriptors
+from nodekit.deploy.agent.lifeline import Hub, Lifeline, cut_connections
+from nodekit.deploy.agent.signed_store import SignedBackend, SignedStore
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.host import remote
+
+CONNECT_TIMEOUT_S = 60.0
+FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
+FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
+# Heartbeats are the second line behind the lifelines; they compare clocks, so they have a wide margin.
+HEARTBEAT_S, HEARTBEATS = 5.0, 3
+LAST_LOOK_S = 3.0
+_POLL_S = 0.05
+_HUB, _OUTCOME = "hub", "outcome"
+
+
+class StoreLost(Exception):
+    """The rendezvous host is gone, or its agent, or somebody else writes to the store."""
+
+
+class FormAgain(Exception):
+    """The round fell apart while its members were telling each other of themselves."""
+
+
+@dataclass(eq=True, frozen=True, repr=False)
+class RankedNode(upstream._NodeDesc):
+    """A node that sorts by its planned rank; upstream gives out ranks in sorted order."""
+
+    node_rank: int = 0
+
+    def __lt__(self, other: RankedNode) -> bool:
+        return (self.node_rank, self.pid) < (other.node_rank, other.pid)
+
+    @property
+    def identity(self) -> str:
+        """What its lifeline calls it."""
+        return f"{self.node_rank}.{self.pid}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed:
+    """A round that all its members know."""
+
+    round: int
+    group_rank: int
+    members: tuple[dict[str, Any], ...]
+    """What each of them told of itself, in the order of ranks."""
+    store: SignedStore
+    """For what the agents of this round have to say to each other."""
+    master_addr: str
+    master_port: int
+    _told: dict[str, set[int]] = field(default_factory=dict)
+    """What → the ranks that are known to have told so: they need not be asked for again."""
+
+    @property
+    def names(self) -> list[str]:
+        """The members' names, in the order of ranks."""
+        return [str(each["name"]) for each in self.members]
+
+    @property
+    def world_size(self) -> int:
+        """How many workers they have together."""
+        return sum(int(each["nproc"]) for each in self.members)
+
+    def tell(self, what: str) -> None:
+        """Let the other members know that this node has come to `what`."""
+        self.store.set(f"{what}/{self.group_rank}", "")
+
+    def have_all(self, what: str) -> bool:
+        """Whether all members have told so."""
+        return next(self._without(what), None) is None
+
+    def without(self, what: str) -> list[str]:
+        """The names of the members that have not told so."""
+        return [self.names[rank] for rank in self._without(what)]
+
+    def _without(self, what: str) -> Iterator[int]:
+        told = self._told.setdefault(what, set())
+        for rank in range(len(self.members)):
+            if rank not in told:
+                if self.store.get(f"{what}/{rank}") is None:
+                    yield rank
+                else:
+                    told.add(rank)
+
+
+class Rendezvous:
+    """One generation's rendezvous, as one node sees it.
+
+    `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
+    """
+
+    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Callable[..., None]) -> None:
+        """Reach the store on the rendezvous host, or be it.
+
+        Raises:
+            StoreLost: there is no rendezvous at the place the spec names.
+        """
+        self._spec = spec
+        self._pause = pause
+        self._say = say
+        self._hub: Hub | None = None
+        self._lifeline: Lifeline | None = None
+        self._formed_size = 0
+        run_id = f"{spec.run_id}.{spec.generation}"
+        if spec.listen_fd is None:
+            self._wait_for_host()  # torch would wait too, but deaf to signals
+        with self.lost_store_is_told():
+            self._store = TCPStore(
+                spec.master_addr,
+                spec.master_port,
+                is_master=spec.listen_fd is not None,
+                multi_tenant=True,
+                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+                master_listen_fd=spec.listen_fd,
+            )
+            where = f"{spec.master_addr}:{spec.master_port}"
+            self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
+            node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
+            backend = SignedBackend(self._signed)
+            self._connect_lifeline(node.identity)
+        settings = upstream.RendezvousSettings(
+            run_id,
+            spec.min_nodes,
+            spec.max_nodes,
+            _Timeouts(
+                join=timedelta(seconds=spec.wait_s),
+                last_call=timedelta(seconds=max(spec.last_call_s, FIRST_CALL_S)),
+                heartbeat=timedelta(seconds=60),
+            ),
+            keep_alive_interval=timedelta(seconds=HEARTBEAT_S),
+            keep_alive_max_attempt=HEARTBEATS + int(spec.skew_s / HEARTBEAT_S + 0.99),
+        )
+        self._settings = settings
+        self._state = _State(backend, settings, self)
+        self._handler = upstream.DynamicRendezvousHandler(
+            node, settings, backend.name, self._store, self._state
+        )
+        upstream._delay = self._delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
+
+    def _wait_for_host(self) -> None:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not answers(self._spec.master_addr, self._spec.master_port):
+            self._pause()
+            if time.monotonic() > deadline:
+                where = f"{self._spec.master_addr}:{self._spec.master_port}"
+                raise StoreLost(f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _connect_lifeline(self, identity: str) -> None:
+        spec = self._spec
+        # Of this generation alone: the agents of an earlier one may not have heard yet that it is over.
+        token = hmac.new(
+            spec.token.encode(), f"lifeline\0{spec.run_id}.{spec.generation}".encode(), "sha256"
+        ).hexdigest()
+        if spec.listen_fd is not None:
+            # The port is the store's by now, so this cannot be begun again.
+            self._hub = descriptors.when_there(
+                lambda: Hub(spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say),
+                self._pause,
+            )
+            self._signed.set(_HUB, str(self._hub.port))
+            return
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while (port := self._signed.get(_HUB)) is None:
+            self._pause()
+            if time.monotonic() > deadline:
+                raise StoreLost(f"{spec.master_addr}:{spec.master_port} has no rendezvous of this generation")
+            time.sleep(_POLL_S)
+        try:
+            self._lifeline = Lifeline(
+                spec.master_addr,
+                int(port),
+                token,
+                identity,
+                keep_alive_s=spec.keep_alive_s,
+                lost_after=spec.lost_after,
+                on_lost=lambda: cut_connections(spec.master_addr, spec.master_port),
+            )
+        except OSError as error:
+            raise StoreLost(str(error)) from error
+
+    def form(self, own: dict[str, Any]) -> Formed:
+        """Meet the other nodes, and learn what each tells of itself; `own` is what this one tells.
+
+        Raises:
+            StoreLost: the rendezvous host is gone.
+            FormAgain: a member was lost meanwhile.
+            RendezvousClosedError: the job has ended elsewhere.
+            RendezvousTimeoutError: too few nodes came.
+        """
+        # Upstream's own store for workers is left alone: it is built for the first round only.
+        handler: Any = self._handler
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = ...
+        with self.lost_store_is_told():
+            info = handler.next_rendezvous()
+            self._formed_size = info.world_size
+            workers_store = None
+            if info.rank == 0:
+                # It is to live as long as the round; the next one takes its place.
+                workers_store = _new_store(self._spec.local_addr)
+                own = {**own, "master": [self._spec.local_addr, workers_store.port]}
+            handler._workers_store = workers_store
+            number = int(self._state.state.round)
+            store = self._signed.part(str(number))
+            keys = [f"member/{rank}" for rank in range(info.world_size)]
+            store.set(keys[info.rank], json.dumps(own))
+            deadline = time.monotonic() + FORM_TIMEOUT_S
+            while (told := store.get_all(keys)) is None:
+                self._pause()
+                if self.num_nodes_waiting() or time.monotonic() > deadline:
+                    raise FormAgain
+                time.sleep(_POLL_S)
+            members = tuple(json.loads(text) for text in told)
+        self._settings.timeout.to_last_call(self._spec.last_call_s)  # type: ignore[attr-defined]  # ours
+        master_addr, master_port = members[0]["master"]
+        return Formed(
+            round=number,
+            group_rank=info.rank,
+            members=members,
+            store=store,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that wait to come in, plus those this round was formed with that are gone since.
+
+        Raises:
+            StoreLost: the rendezvous host is gone.
+        """
+        with self.lost_store_is_told():
+            waiting: int = self._handler.num_nodes_waiting()
+        return waiting + self.num_lost
+
+    @property
+    def num_lost(self) -> int:
+        """How many of the round's members are gone, as of the last look."""
+        return max(0, self._formed_size - len(self._state.state.participants))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether some node has ended the job, as of the last look."""
+        return bool(self._state.state.closed)
+
+    @property
+    def here(self) -> set[str]:
+        """Those of the round's members that are not gone, as of the last look."""
+        state: Any = self._state.state
+        return {self._spec.name_of(node.node_rank) for node in state.participants}
+
+    @property
+    def present(self) -> list[int]:
+        """The node_rank of each node that takes part or waits to, as of the last look."""
+        state: Any = self._state.state
+        return sorted({node.node_rank for node in (*state.participants, *state.wait_list)})
+
+    @property
+    def outcome(self) -> str:
+        """How the job ended, once the rendezvous is closed."""
+        with contextlib.suppress(StoreLost), self.lost_store_is_told():
+            return self._signed.get(_OUTCOME) or "failed"
+        return "failed"
+
+    def close(self, outcome: str = "") -> None:
+        """Leave; with an outcome the rendezvous ends for every node."""
+        with contextlib.suppress(StoreLost, RendezvousError):
+            if outcome and not self.is_lost:
+                with self.lost_store_is_told():
+                    self._signed.set(_OUTCOME, outcome)
+                    self._handler.set_closed()
+        if self._hub is not None:
+            deadline = time.monotonic() + (LAST_LOOK_S if outcome else 0)
+            while self._hub.connected and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # the store is here: the others still have to read it
+            self._hub.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
+            cut_connections(self._spec.master_addr, self._spec.master_port)
+        self._handler._stop_heartbeats()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rendezvous host is known to be gone."""
+        return self._lifeline is not None and self._lifeline.lost.is_set()
+
+    @contextlib.contextmanager
+    def lost_store_is_told(self) -> Iterator[None]:
+        """Around calls of a store: StoreLost is raised for whatever torch raises where its host is gone."""
+        try:
+            yield
+            if self.is_lost:
+                raise StoreLost("its connection ended")
+        except (RendezvousConnectionError, RendezvousStateError, DistError) as error:
+            raise StoreLost(str(error).splitlines()[0]) from error
+
+    def _delay(self, seconds: float | tuple[float, float]) -> None:
+        """In place of upstream's, which lets a state wait for a second before it is asked for again."""
+        self._pause()
+        if self.is_lost:
+            raise RendezvousConnectionError("the rendezvous host is gone")
+        time.sleep(_POLL_S * random.random() if isinstance(seconds, tuple) else min(seconds, _POLL_S))  # noqa: S311
+
+    # --- what only the rendezvous host knows ---
+
+    def is_gone(self, node: RankedNode) -> bool:
+        """Whether a node's lifeline has ended."""
+        return self._hub is not None and node.identity in self._hub.lost
+
+    def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
+        """Whether a round need not wait for anyone: all who are connected (at first: all of the electorate) are in."""
+        if self._hub is None or len(participants) < self._spec.min_nodes:
+            return False
+        if is_first_round:
+            names = {self._spec.name_of(node.node_rank) for node in participants}
+            return set(self._spec.electorate) <= names
+        return self._hub.connected <= {node.identity for node in participants}
+
+
+class _Timeouts(upstream.RendezvousTimeout):
+    def to_last_call(self, seconds: float) -> None:
+        """From the first round's last call to the later ones'."""
+        self._last_call = timedelta(seconds=seconds)
+
+
+class _State(upstream._BackendRendezvousStateHolder):
+    """Upstream's holder of the state, which knows from the lifelines who is gone and who is still to come."""
+
+    def __init__(self, backend: Any, settings: Any, rendezvous: Rendezvous) -> None:
+        super().__init__(backend, settings, cache_duration=_POLL_S)  # type: ignore[arg-type]  # it is only ever subtracted from a time
+        self._rendezvous = rendezvous
+
+    def _sanitize(self) -> None:
+        state: Any = self._state
+        for node in state.last_heartbeats:
+            if self._rendezvous.is_gone(node):
+                state.last_heartbeats[node] = datetime.min.replace(tzinfo=timezone.utc)
+        super()._sanitize()
+        if (
+            not state.complete
+            and state.deadline is not None
+            and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
+        ):
+            state.deadline = datetime.min.replace(tzinfo=timezone.utc)
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((address, port), timeout=1.0).close()
+        return True
+    return False
+
+
+def _new_store(address: str) -> Any:
+    held = remote.listen(address)
+    port = held.getsockname()[1]
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=False,
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            master_listen_fd=held.detach(),
+        )
+    except DistError:
+        descriptors.check()  # torch does not say that there were too few; that is no loss of the rendezvous
+        raise

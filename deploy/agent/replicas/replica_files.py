@@ -1,0 +1,558 @@
+"""What is on one node's disk: the user's files in their folder, and the copies that this node keeps for others.
+
+Every version of a file carries the attempt (generation, round) it was written in, a deletion likewise. Names, versions
+and listings come over the network and from disks, so each is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import posixpath
+import re
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import quote
+
+from nodekit.deploy.agent.replicas.replica_wire import CHUNK_BYTES, Wire
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.training.snapshots import commit
+
+Attempt = tuple[int, int]
+NEVER: Attempt = (-1, -1)
+_NUM_SET_ASIDE = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# nodekit.training's own snapshots, which it exchanges itself.
+_OURS = re.compile(r"g\d{4,}-s\d{9,}.*|fence", re.ASCII | re.DOTALL)
+_OUR_FOLDERS = re.compile(r"g\d{4,}-s\d{9,}-[0-9a-f]{16}\.dcp", re.ASCII)
+_UNFINISHED = (".tmp", ".part", ".partial", "~")
+# torch.distributed.checkpoint renames it into place last, and nothing of a checkpoint can be read without it.
+_DOTTED_BUT_FINISHED = ".metadata"
+SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_ours(name: str) -> bool:
+    """Whether nodekit.training looks after this file itself."""
+    first, slash, _ = name.partition("/")
+    return (_OUR_FOLDERS if slash else _OURS).fullmatch(first) is not None
+
+
+def is_unfinished(part: str) -> bool:
+    """Whether this part of a path looks like a file or folder that is still being written."""
+    return (part.startswith(".") and part != _DOTTED_BUT_FINISHED) or part.endswith(_UNFINISHED)
+
+
+def is_allowed(name: str) -> bool:
+    """Whether a user's finished file may be called so: a plain path that stays in the folder."""
+    parts = name.split("/")
+    is_plain = not any(part in ("", ".", "..") or is_unfinished(part) for part in parts)
+    return is_plain and b"\0" not in os.fsencode(name) and not is_ours(name)
+
+
+def leads_inside(name: str, target: str) -> bool:
+    """Whether a symlink `name` that points to `target` stays in the folder."""
+    end = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+    return "\0" not in target and not target.startswith("/") and end.split("/")[0] != ".."
+
+
+class Version(NamedTuple):
+    """One version of one user file, symlink or deletion; the greater is the newer."""
+
+    written: Attempt
+    """The attempt it appeared in; which one that was counts more than any clock."""
+    mtime_ns: int
+    """For a deletion: when it was noticed."""
+    sha256: str = ""
+    """Of the content; empty for a symlink and for a deletion."""
+    link: str = ""
+    """Where a symlink points, relative to its own folder."""
+    size_bytes: int = 0
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Equal for equal content."""
+        return self.sha256, self.link
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is a deletion."""
+        return not self.sha256 and not self.link
+
+    @classmethod
+    def of(cls, name: str, values: Any) -> Version:
+        """From JSON.
+
+        Raises:
+            ValueError, TypeError: it is not the version of a file that may be called `name`.
+        """
+        written, mtime_ns, sha256, link, size_bytes = values
+        for number in (mtime_ns, size_bytes):
+            if type(number) is not int or abs(number) >= 1 << 62 or size_bytes < 0:
+                raise ValueError(f"{name!r}: not a number, or out of range")
+        if not isinstance(sha256, str) or (sha256 and not SHA256.fullmatch(sha256)):
+            raise ValueError(f"{name!r}: not a SHA-256: {sha256!r}")
+        if not isinstance(link, str) or (link and (sha256 or not leads_inside(name, link))):
+            raise ValueError(f"{name!r}: a link out of the folder: {link!r}")
+        return cls(attempt_of(written), mtime_ns, sha256, link, size_bytes)
+
+
+def attempt_of(values: Any) -> Attempt:
+    """From JSON."""
+    generation, round_ = values
+    if type(generation) is not int or type(round_) is not int:
+        raise ValueError(f"not an attempt: {values!r}")
+    return generation, round_
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one node's folder holds: told by itself, or by another that keeps copies for it."""
+
+    node: str
+    attempt: Attempt
+    """The last one at whose start the node agreed with most of the others on what there is."""
+    files: Mapping[str, Version]
+    """Name → version, deletions among them."""
+    told_ns: int = field(default_factory=time.time_ns)
+    """Tells which of several that others keep of this node is the last."""
+
+    @property
+    def content(self) -> set[str]:
+        """The SHA-256 of all its files."""
+        return {version.sha256 for version in self.files.values()} - {""}
+
+    @classmethod
+    def of(cls, fields: Any) -> Listing:
+        """From JSON.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is damaged, or names what may not be written.
+        """
+        node, told_ns, files = fields["node"], fields["told_ns"], fields["files"]
+        if type(told_ns) is not int or not isinstance(node, str) or not 0 < len(node) <= 64:
+            raise ValueError("not a listing")
+        if refused := [name for name in files if not is_allowed(name)]:
+            raise ValueError(f"not a user's finished file: {refused[0]!r}")
+        versions = {name: Version.of(name, values) for name, values in files.items()}
+        return cls(node, attempt_of(fields["attempt"]), versions, told_ns)
+
+
+BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What talking with another agent, or reading what is on the disk, may raise."""
+
+
+class Mark(NamedTuple):
+    """Tells whether a file is still the one that was hashed."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+def mark_of(found: os.stat_result) -> Mark:
+    """From a stat."""
+    return Mark(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+class Seen(NamedTuple):
+    """A user's file as a look at the folder finds it."""
+
+    mark: Mark
+    is_renamed: bool
+    """Whether it was renamed (or touched otherwise) after its last byte was written, so that it is finished."""
+    link: str = ""
+
+
+@dataclass(slots=True)
+class Look:
+    """What is in the folder now."""
+
+    files: dict[str, Seen] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Name → why it is not copied."""
+    is_whole: bool = True
+    """Whether all could be read; if not, what is not in it need not be gone."""
+    unread: str = ""
+    """Why not, if that may pass: no right of the user's that this look lacks."""
+
+
+def look(folder: Path) -> Look:
+    """All of the user's files in `folder`, without reading them."""
+    found, pending = Look(), [""]
+    while pending:
+        below = pending.pop()
+        try:
+            for entry in list(os.scandir(folder / below)):
+                name = f"{below}/{entry.name}" if below else entry.name
+                if is_unfinished(entry.name):
+                    found.unfinished.add(name)
+                elif entry.is_dir(follow_symlinks=False):
+                    if below or not _OUR_FOLDERS.fullmatch(name):
+                        pending.append(name)
+                elif not is_ours(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        _see(found, folder, name, entry.stat(follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # it was renamed or removed just now
+        except OSError as error:
+            found.refused[below or "."] = error.strerror or str(error)
+            found.is_whole = False
+            if not isinstance(error, PermissionError):
+                found.unread = f"{folder / below}: {error.strerror or error}"
+    return found
+
+
+def _see(found: Look, folder: Path, name: str, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        found.files[name] = Seen(mark_of(status), status.st_ctime_ns > status.st_mtime_ns)
+    elif not stat.S_ISLNK(status.st_mode):
+        found.refused[name] = "not a file, folder or symlink"
+    else:
+        target = str((folder / name).readlink())
+        if target.startswith(f"{folder}/"):  # relative, since the folder is elsewhere on other nodes
+            target = posixpath.relpath(target, (folder / name).parent)
+        if leads_inside(name, target):
+            found.files[name] = Seen(mark_of(status), True, target)
+        else:
+            found.refused[name] = "a symlink out of the folder"
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file for reading, unbuffered; never follows a symlink or waits for a pipe's other end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        yield file
+
+
+def sha256_of(path: Path, is_called_off: Callable[[], bool] = lambda: False) -> tuple[str, Mark]:
+    """Read and hash a file.
+
+    Raises:
+        InterruptedError: it became another meanwhile, or the reading was called off.
+    """
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        mark = mark_of(os.fstat(file.fileno()))
+        chunk = memoryview(bytearray(CHUNK_BYTES))
+        while size := file.readinto(chunk):  # type: ignore[attr-defined]
+            digest.update(chunk[:size])
+            if is_called_off():
+                raise InterruptedError(f"{path}: called off")
+        if mark != mark_of(os.fstat(file.fileno())):
+            raise InterruptedError(f"{path}: changed")
+    return digest.hexdigest(), mark
+
+
+def write_synced(path: Path, fields: object) -> None:
+    """Write a 0600 JSON file in one step, and onto the disk."""
+    with commit.written_beside(path.parent) as (draft, file):
+        file.write(json.dumps(fields).encode())
+        commit.place(draft, file, path.name)
+
+
+class Known(NamedTuple):
+    """What is known of one name."""
+
+    version: Version
+    mark: Mark | None
+    """Of the file that holds it; None if it is not here: deleted, damaged, or it could not be written."""
+
+
+class UserFiles:
+    """The user's files in one folder: which versions they are, remembered in a state file across restarts."""
+
+    def __init__(self, folder: Path, state: Path) -> None:
+        self.folder = folder
+        self._state = state
+        self.attempt = self.entered = NEVER
+        """The last one at whose start this node agreed with the others; the last one it was in."""
+        self.known: Mapping[str, Known] = {}
+        """By name; replaced, never changed, so that other threads may read it at any time."""
+        self.unread = ""
+        """Why the last `update` could not read a file that is new."""
+        try:
+            data = commit.retried(state.read_bytes)
+        except commit.NOT_FOUND:
+            return  # none yet
+        boot_id = commit.retried(hostfacts.boot_id)
+        try:
+            fields = json.loads(data)
+            is_same_boot = fields["boot_id"] == boot_id
+            # After a power failure the content of a file may not have reached the disk: all are hashed again.
+            known = {
+                name: Known(Version.of(name, values), Mark(*mark) if mark and is_same_boot else None)
+                for name, (values, mark) in fields["files"].items()
+            }
+            self.attempt, self.entered = attempt_of(fields["attempt"]), attempt_of(fields["entered"])
+            self.known = known
+        except BROKEN:
+            pass  # damaged: then this node is one that comes new
+
+    def save(self, *, is_changing: bool = False) -> None:
+        """Write the state file; `is_changing` before the folder is, so that nothing missing later looks deleted."""
+        known = {name: each._replace(mark=None) if is_changing else each for name, each in self.known.items()}
+        fields = {"attempt": self.attempt, "entered": self.entered, "files": known}
+        write_synced(self._state, {"boot_id": hostfacts.boot_id(), **fields})
+
+    def update(
+        self,
+        found: Look,
+        names: Iterable[str] | None = None,
+        is_called_off: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Take over what a look found (or did not), of these names alone if given; True if anything is new.
+
+        A file that keeps changing while it is read stays what it was, as does one that cannot be read.
+        """
+        now = dict(self.known)
+        self.unread = ""
+        for name in found.files.keys() | now.keys() if names is None else names:
+            seen, old = found.files.get(name), now.get(name)
+            if seen is None:
+                if old is not None and old.mark is not None and found.is_whole:
+                    now[name] = Known(Version(self.entered, time.time_ns()), None)
+                continue
+            if old is not None and old.mark == seen.mark:
+                continue
+            try:
+                path = self.folder / name
+                sha256, mark = ("", seen.mark) if seen.link else sha256_of(path, is_called_off)
+            except (*commit.NOT_FOUND, PermissionError, InterruptedError):
+                continue
+            except OSError as error:
+                self.unread = f"{path}: {error.strerror or error}"
+                continue
+            if mark != seen.mark:
+                continue
+            version = Version(self.entered, seen.mark.mtime_ns, sha256, seen.link, seen.mark.size_bytes)
+            if old is not None and old.version.content == version.content:
+                version = version._replace(written=old.version.written)
+            elif old is not None and old.mark is None and old.version.mtime_ns == version.mtime_ns:
+                continue  # not written anew, and yet not what it was: damaged
+            now[name] = Known(version, seen.mark)
+        is_new = now != self.known
+        self.known = now
+        return is_new
+
+    def listing(self, node: str) -> Listing:
+        """What there is (and what is deleted), for others."""
+        return Listing(node, self.attempt, {name: known.version for name, known in self.known.items()})
+
+    def path_of(self, sha256: str) -> Path | None:
+        """An unchanged file with this content."""
+        for name, known in self.known.items():
+            if known.version.sha256 == sha256 and known.mark is not None:
+                with contextlib.suppress(OSError):
+                    if mark_of((self.folder / name).lstat()) == known.mark:
+                        return self.folder / name
+        return None
+
+    def draft(self) -> Path:
+        """A new name for a file on its way into the folder."""
+        return self.folder / f".tmp-{secrets.token_hex(8)}"
+
+    def remove_drafts(self) -> None:
+        """Remove what a kill left; only while no worker runs."""
+        for path in self.folder.iterdir():
+            if commit.TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+    def place(self, name: str, version: Version, draft: Path | None) -> None:
+        """Put a finished draft, or a symlink, under its name."""
+        path = above = self.folder / name
+        for folder in reversed(path.relative_to(self.folder).parents[:-1]):
+            above = self.folder / folder
+            if above.is_symlink() or not above.is_dir():  # what is in the way lost against this one
+                above.unlink(missing_ok=True)
+                above.mkdir(mode=0o700)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)  # only what is not wanted any more, or is not copied, is left in it
+        if draft is None:
+            draft = self.draft()
+            draft.symlink_to(version.link)
+        os.utime(draft, ns=(version.mtime_ns, version.mtime_ns), follow_symlinks=False)
+        draft.replace(path)
+
+    def remove(self, name: str, into: Path | None) -> None:
+        """Take a file away: moved to the same name below `into`, or for good; then folders that are empty."""
+        path = self.folder / name
+        if into is not None:
+            (into / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.move(path, into / name)
+        else:
+            with contextlib.suppress(NotADirectoryError, IsADirectoryError):  # something took its place
+                path.unlink(missing_ok=True)
+        for above in Path(name).parents[:-1]:
+            with contextlib.suppress(OSError):  # not empty
+                (self.folder / above).rmdir()
+
+
+class Copies:
+    """The copies that this node keeps for others, by content, and the listings that say of what they are copies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._blobs, self._listings, self._set_aside = (
+            folder / name for name in ("blobs", "listings", "set-aside")
+        )
+        for each in (folder, self._blobs, self._listings):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self.listings: Mapping[str, Listing] = {}
+        """Node → the newest listing it gave us."""
+        self._read: set[Path] = set()
+        self._is_whole = False  # until all have been read, nobody knows of what the blobs are copies
+        with contextlib.suppress(OSError):  # `read` is called again before anything hangs on it
+            self.read()
+
+    def read(self) -> None:
+        """Read the listings that have not been read yet.
+
+        Raises:
+            OSError: one cannot be read, or is none that this version knows: nothing is removed until it can.
+        """
+        self._is_whole = False
+        for path in self._listings.iterdir():
+            if path in self._read or path.suffix != ".json":
+                continue
+            data = path.read_bytes()
+            try:
+                fields = json.loads(data)
+            except ValueError:  # torn, on a disk that lost power: it is one copy less
+                continue
+            try:
+                listing = Listing.of(fields)
+            except BROKEN as error:
+                raise OSError(
+                    f"{path} is no listing of copies that this version of kit knows ({error}): go on with the one that "
+                    "wrote it, or move it to another folder"
+                ) from error
+            self.listings = {**self.listings, listing.node: listing}
+            self._read.add(path)
+        self._is_whole = True
+
+    def path_of(self, sha256: str) -> Path | None:
+        """Where this content lies."""
+        path = self._blobs / sha256
+        return path if path.exists() else None
+
+    def discard(self, sha256: str) -> None:
+        """Remove one copy."""
+        (self._blobs / sha256).unlink(missing_ok=True)
+
+    def lacking(self, listing: Listing, here: Mapping[str, Known]) -> dict[str, Version]:
+        """What has to come before `keep`, by content; what has the same name in our own folder needs no copy."""
+        return {
+            version.sha256: version
+            for name, version in listing.files.items()
+            if version.sha256 and not self.path_of(version.sha256)
+            if name not in here or here[name].mark is None or here[name].version != version
+        }
+
+    def receive(self, wire: Wire, version: Version) -> None:
+        """Fetch a copy from the other side.
+
+        Raises:
+            OSError: no room, or not writable, or the connection is lost.
+        """
+        draft = self._blobs / f".{secrets.token_hex(8)}"
+        try:
+            if self.fetch(wire, version, draft) == version.sha256:
+                with open_file(draft) as file:
+                    os.fsync(file.fileno())
+                draft.replace(self._blobs / version.sha256)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def fetch(self, wire: Wire, version: Version, draft: Path) -> str:
+        """Have the other side send this content into a new file; returns the SHA-256 of what came, or nothing.
+
+        Raises:
+            OSError: no room, or not writable, or the connection is lost.
+        """
+        with self.room_for(draft, version.size_bytes) as file:
+            size_bytes = wire.ask({"op": "fetch", "sha256": version.sha256}).get("size_bytes")
+            if size_bytes is None:
+                return ""
+            if size_bytes != version.size_bytes:
+                raise ConnectionError("it sends that file in another size")
+            return wire.receive_bytes(size_bytes, file)
+
+    @contextlib.contextmanager
+    def room_for(self, draft: Path, size_bytes: int) -> Iterator[BinaryIO]:
+        """A new file with its blocks taken already; what was set aside is given up for it.
+
+        Raises:
+            OSError: there is no room, or nothing can be written.
+        """
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            if size_bytes:
+                try:
+                    os.posix_fallocate(descriptor, 0, size_bytes)
+                except OSError as error:
+                    if error.errno not in _NO_ROOM or not self._set_aside.is_dir():
+                        raise
+                    shutil.rmtree(self._set_aside, ignore_errors=True)
+                    os.posix_fallocate(descriptor, 0, size_bytes)
+            yield file
+
+    def keep(self, listing: Listing) -> None:
+        """Take over a node's listing, then drop what only the one before named."""
+        with self._lock:
+            old = self.listings.get(listing.node)
+            path = self._listings / f"{quote(listing.node, safe='')}.json"
+            commit.sync_folder(self._blobs)  # else a power failure could leave a listing of what is not there
+            was_whole, self._is_whole = self._is_whole, False
+            self._read.discard(path)
+            write_synced(
+                path, asdict(listing)
+            )  # if that raises, either may be there: it is read before any cleaning
+            self.listings = {**self.listings, listing.node: listing}
+            self._read.add(path)
+            self._is_whole = was_whole
+            for sha256 in (old.content if old and self._is_whole else set()) - self._named():
+                self.discard(sha256)
+
+    def clean(self, *, all_have_all: bool) -> None:
+        """At a gather's start and end, while nobody may send: remove what is left over, or everything.
+
+        What was linked into the user's folder is no copy any more: a script may write to it.
+
+        Raises:
+            OSError: not all listings can be read (nothing is removed), or something cannot be removed.
+        """
+        with self._lock:
+            if not self._is_whole:
+                self.read()
+            if all_have_all:
+                for path in self._listings.iterdir():
+                    path.unlink()
+                self.listings, self._read = {}, set()
+            named = self._named()
+            for path in self._blobs.iterdir():
+                if path.name not in named or path.stat().st_nlink > 1:
+                    path.unlink(missing_ok=True)
+
+    def _named(self) -> set[str]:
+        return {sha256 for listing in self.listings.values() for sha256 in listing.content}
+
+    def aside(self, attempt: Attempt) -> Path:
+        """Where files go that lost, at the start of this attempt; of these folders only the last few are left."""
+        here = self._set_aside / f"{attempt[0]:04d}.{attempt[1]:04d}"
+        here.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = sorted(path for path in self._set_aside.iterdir() if path != here)
+        for old in others[: len(others) - _NUM_SET_ASIDE + 1]:
+            shutil.rmtree(old, ignore_errors=True)
+        return here

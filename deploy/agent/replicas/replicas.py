@@ -1,0 +1,434 @@
+"""The user's own snapshots outlive their node: every agent copies what its workers write to other agents.
+
+A script writes files to NODEKIT_SNAPSHOT_DIR, which no other node can see. While a round runs, a thread of its agent
+copies what is complete to other nodes of the round. Before the next round all agents tell each other what they have,
+agree on what there is, and give each other what is missing (`replica_gather`): the script finds the same verified
+files on whatever node it runs. Standard library only; threads of the agent's process.
+
+A file is complete once it was renamed into place (its inode changed after its last byte was written), or has not
+changed for a second; what changes under the copy is copied again. The files of a folder go together, or a restart
+would find half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent.replicas.replica_files import (
+    BROKEN,
+    SHA256,
+    Attempt,
+    Copies,
+    Listing,
+    Look,
+    UserFiles,
+    Version,
+    open_file,
+)
+from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
+from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
+from nodekit.deploy.host import remote
+from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
+from nodekit.training.snapshots import commit
+
+POLL_S = 0.5
+STABLE_S = 1.0
+WAIT_FOR_REST_S = 30.0
+"""How long the files of a folder wait for one among them that is still written."""
+RETRY_S = 5.0
+"""How long a node that failed to keep a copy is left alone."""
+_IDLE_S = 300.0  # a connection may be silent so long between two requests
+_REASSURE_S = 1.0
+_KEEP_S = 60.0  # what it has received, the other side writes to its disk before it answers
+
+
+def keepers(name: str, peers: Mapping[str, str], copies: int) -> list[str]:
+    """Who keeps copies for `name`: the next nodes, but first those on hosts of their own, for a host fails whole."""
+    ring = after(name, peers)
+    hosts = {node: endpoint.rpartition(":")[0] for node, endpoint in peers.items()}
+    chosen = [name]
+    for is_host_free in (True, False):
+        for node in ring:
+            taken = {hosts[each] for each in chosen}
+            if node not in chosen and not (is_host_free and hosts[node] in taken):
+                chosen.append(node)
+    return chosen[1:copies]
+
+
+class Replicas:
+    """The exchange of one node's user files with the other nodes of the run."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        folder: Path,
+        kept: Path,
+        copies: int,
+        address: str,
+        token: str,
+        say: Callable[..., object],
+    ) -> None:
+        """Listens from now on; nothing is copied before the first `gather`.
+
+        Args:
+            name: this node's.
+            folder: where the user's script writes, on this node alone.
+            kept: where copies for others and the state go; best on the same file system.
+            copies: how many nodes are to have each file, this one included.
+            address: to listen on.
+            token: known to the agents of this run alone.
+            say: called as ``say(kind, **fields)`` from any thread; no field is called ``node``, which an event of
+                the agent has of its own.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._copies = Copies(kept)
+        self._files = UserFiles(folder, kept / "state.json")
+        self._here = Here(name, token, self._files, self._copies, self._tell)
+        self._num_copies, self._say = copies, say
+        self._told: set[str] = set()
+        self._pusher: Pusher | None = None
+        self._turn = threading.Condition()
+        self._entered = self._files.entered
+        self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
+        self._is_gathering = self._is_closed = False
+        self._serving: dict[threading.Thread, Wire] = {}
+        listener = remote.listen(address)
+        self.endpoint = replica_wire.endpoint_of(listener)
+        """`address:port` for the other members."""
+        self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
+
+    def close(self) -> None:
+        """Stop copying and listening, and wait for all threads."""
+        self._stop_pushing()
+        with self._turn:
+            self._is_closed = True
+            self._turn.notify_all()
+        self._acceptor.close()
+        for thread, wire in list(self._serving.items()):
+            wire.abort()
+            thread.join()
+
+    def settle(self, deadline_s: float) -> bool:
+        """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
+        return self._pusher is None or self._pusher.settle(deadline_s)
+
+    def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 30.0) -> Gathered:
+        """Make the folder what it has to be for this attempt; no worker may run.
+
+        Args:
+            peers: every member → its endpoint, this node among them, in rank order.
+            attempt: (generation, round), greater than any before.
+            deadline_s: how long to wait for a member that says nothing. Looking through many files and
+                transfers may take longer, as long as they go on.
+
+        Raises:
+            OSError: what is here cannot be read, so that the others cannot be told of it; nothing was changed.
+        """
+        started = time.monotonic()
+        self._stop_pushing()
+        self._told.clear()
+        with self._turn:
+            self._entered, self._answer, self._is_gathering = attempt, None, True
+        files = self._files
+        with self._here.failing():
+            files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.remove_drafts()
+            self._copies.clean(all_have_all=False)
+        commit.retried(self._copies.read)
+        found = commit.retried(self._look)
+        own, kept = files.listing(self._here.name), self._copies.listings.values()
+        with self._turn:
+            self._answer = {"own": asdict(own), "kept": [asdict(each) for each in kept]}
+            self._turn.notify_all()
+        gather = Gather(self._here, attempt, peers)
+        is_joined, gathered = gather.run(own, found, deadline_s), gather.gathered
+        files.entered = attempt
+        files.attempt = attempt if is_joined else files.attempt
+        with self._here.failing():
+            files.save()
+            self._copies.clean(all_have_all=is_joined and not gathered.missing)
+        self._is_gathering = False
+        targets = {node: peers[node] for node in keepers(self._here.name, peers, self._num_copies)}
+        self._pusher = Pusher(self._here, targets)
+        gathered.seconds = round(time.monotonic() - started, 4)
+        if gathered.num_files or gathered.silent or gathered.lost or gathered.set_aside:
+            self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
+        return gathered
+
+    def _look(self) -> Look:
+        found = self._here.look()
+        self._files.update(found)
+        if unread := found.unread or self._files.unread:
+            raise OSError(unread)
+        return found
+
+    def _stop_pushing(self) -> None:
+        if self._pusher is not None:
+            self._pusher.stop()
+            self._pusher = None
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Pass on to the agent's record; what keeps failing is told once in a round."""
+        if kind in ("replica-failed", "replica-refused"):
+            if repr(fields) in self._told:
+                return
+            self._told.add(repr(fields))
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that reports it
+            self._say(kind, **fields)
+
+    # --- for the other agents ---
+
+    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
+        answers = {"list": self._list, "fetch": self._fetch, "keep": self._keep}
+        wire = Wire(connection)
+        self._serving[threading.current_thread()] = wire
+        try:
+            with wire:
+                wire.prove(self._here.token, is_client=False, timeout_s=HANDSHAKE_S)
+                proven()
+                while True:
+                    request = wire.receive(_IDLE_S)
+                    answers[request["op"]](wire, request)
+        except WrongToken:
+            self._tell("replica-refused", reason=f"somebody at {address} does not know the run's token")
+        except BROKEN:
+            pass  # it is gone or breaks the rules: it is the other side that has to say what it missed
+        finally:
+            del self._serving[threading.current_thread()]
+
+    def _list(self, wire: Wire, request: Mapping[str, Any]) -> None:
+        """Tell what was here when this node entered the attempt: asked for earlier, the answer waits for that."""
+        attempt = tuple(request["attempt"])
+        while not self._is_closed:
+            with self._turn:
+                self._turn.wait_for(
+                    lambda: (
+                        self._is_closed
+                        or self._entered > attempt
+                        or (self._entered == attempt and self._answer)
+                    ),
+                    _REASSURE_S,
+                )
+                entered, answer = self._entered, self._answer
+            if entered > attempt:
+                return wire.send({"error": f"it is in {entered[0]}.{entered[1]} already"})
+            if entered == attempt and answer is not None:
+                return wire.send(answer)
+            wire.send({"is_reading": entered == attempt})
+        return None
+
+    def _fetch(self, wire: Wire, request: Mapping[str, Any]) -> None:
+        _serve_file(wire, request, self._files.path_of, self._copies.path_of)
+
+    def _keep(self, wire: Wire, request: Mapping[str, Any]) -> None:
+        """Take over a listing, once all that it names and is not here has been fetched over the same connection."""
+        _yield_to_workers()
+        listing, attempt = Listing.of(request["listing"]), tuple(request["attempt"])
+        try:
+            if attempt == self._entered and not self._is_gathering:
+                for version in self._copies.lacking(listing, self._files.known).values():
+                    self._copies.receive(wire, version)
+            with self._turn:  # once this node has told what it keeps, it may promise no more
+                if attempt < self._entered:
+                    answer: dict[str, Any] = {"error": "that attempt is over"}
+                elif attempt > self._entered or self._is_gathering:
+                    answer = {"is_kept": False}  # what it lacks is on its way to it already
+                else:
+                    answer = {"is_kept": not self._copies.lacking(listing, self._files.known)}
+                    if answer["is_kept"]:
+                        self._copies.keep(listing)
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            self._here.fail(error, what="cannot keep copies here")
+            answer = {"error": f"it cannot keep copies: {error.strerror or error}"}
+        wire.send(answer)
+
+
+def _serve_file(wire: Wire, request: Mapping[str, Any], *where: Callable[[str], Path | None]) -> int:
+    """Send the content that a request names, if it is still here; returns the number of bytes."""
+    if not SHA256.fullmatch(request["sha256"]):  # it could be a path
+        raise ValueError("not a SHA-256")
+    path = next(filter(None, (path_of(request["sha256"]) for path_of in where)), None)
+    if path is None:
+        wire.send({})
+        return 0
+    with open_file(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        wire.send({"size_bytes": size_bytes})
+        wire.send_bytes(file, size_bytes)
+        return size_bytes
+
+
+@dataclass(slots=True)
+class _Target:
+    """What is known of a node that keeps copies for this one."""
+
+    node: str
+    endpoint: str
+    files: Mapping[str, Version] = field(default_factory=dict)
+    """What it said it keeps for us."""
+    retry: float = 0.0
+
+
+class Pusher:
+    """A thread that copies to `targets`, one file at a time, while a round runs."""
+
+    def __init__(self, here: Here, targets: Mapping[str, str]) -> None:
+        self._here, self._files = here, here.files
+        self._targets = [_Target(node, endpoint) for node, endpoint in targets.items()]
+        self._since: dict[str, tuple[object, float]] = {}  # changed name → how, and when that was first seen
+        self._is_stopping = False
+        self._wake, self._settled = threading.Event(), threading.Event()
+        self._settle_until = 0.0
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name="replicas-push", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, also in the middle of a file, or of a call to a host that is gone."""
+        self._is_stopping = True
+        while self._thread.is_alive():
+            self._wake.set()
+            if wire := self._wire:
+                wire.abort()
+            self._thread.join(0.02)
+
+    def settle(self, deadline_s: float) -> bool:
+        """Take all there is for complete, and wait until it is copied; False if that was not done in time."""
+        self._settled.clear()
+        self._settle_until = time.monotonic() + deadline_s
+        for target in self._targets:
+            target.retry = 0.0
+        self._wake.set()
+        return self._settled.wait(deadline_s)
+
+    def _run(self) -> None:
+        _yield_to_workers()
+        pause_s = 0.0
+        while not self._is_stopping:
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            started = time.monotonic()
+            is_settling = started < self._settle_until
+            found = self._here.look()
+            looked_s = time.monotonic() - started
+            with self._here.failing():
+                names = None if is_settling else self._complete(found)
+                if self._files.update(found, names, lambda: self._is_stopping):
+                    self._files.save()
+            are_done = [self._push(target) for target in self._targets]
+            if is_settling and all(are_done):
+                self._settle_until = 0.0
+                self._settled.set()
+            # A folder of very many files may not cost a core.
+            pause_s = 0.1 if is_settling else max(POLL_S, 20 * looked_s)
+
+    def _complete(self, found: Look) -> Iterable[str]:
+        """The new, changed and deleted files that are so for good: nobody is at work on them."""
+        now, known = time.monotonic(), self._files.known
+        marks = {name: each.mark for name, each in known.items() if each.mark is not None}
+        new = {name: seen for name, seen in found.files.items() if marks.get(name) != seen.mark}
+        changes: dict[str, object] = {name: seen.mark for name, seen in new.items()}
+        changes |= dict.fromkeys(marks.keys() - found.files.keys(), "deleted")
+        changes |= dict.fromkeys(found.unfinished, "unfinished")
+        before, self._since = self._since, {}
+        for name, change in changes.items():
+            old, first = before.get(name, (None, now))
+            self._since[name] = change, first if old == change else now
+        age_s = {name: now - first for name, (_, first) in self._since.items()}
+        # One that is only added to, a log, holds nobody up, nor does one that was forgotten.
+        written = {
+            name
+            for name, seen in new.items()
+            if not seen.is_renamed and name not in known and age_s[name] < STABLE_S
+        } | {name for name in found.unfinished if age_s[name] < WAIT_FOR_REST_S}
+        folders = {_group(name) for name in written if "/" in name}
+        for name, (change, _) in self._since.items():
+            if change == "unfinished":
+                continue
+            if change == "deleted":  # the old one goes once the new one is there
+                wait_s = WAIT_FOR_REST_S if written else STABLE_S
+            elif _group(name) in folders or (new[name].link and written):  # a link to what is not there yet
+                wait_s = WAIT_FOR_REST_S
+            else:
+                wait_s = 0.0 if new[name].is_renamed else STABLE_S
+            if age_s[name] >= wait_s:
+                yield name
+
+    def _push(self, target: _Target) -> bool:
+        """Bring a target up to date; False if it is not."""
+        files = {
+            name: known.version
+            for name, known in self._files.known.items()
+            if known.mark is not None or known.version.is_gone
+        }
+        if files == target.files:
+            return True
+        if self._is_stopping or time.monotonic() < target.retry:
+            return False
+        try:
+            with replica_wire.connect(target.endpoint, self._here.token, announce=self._hold) as wire:
+                return self._bring(wire, target, files)
+        except BROKEN as error:
+            if not self._is_stopping:
+                self._here.fail(error, peer=target.node)
+            target.retry = time.monotonic() + RETRY_S
+            return False
+        finally:
+            self._wire = None
+
+    def _hold(self, wire: Wire) -> None:
+        self._wire = wire
+        if self._is_stopping:
+            raise InterruptedError("stopping")
+
+    def _bring(self, wire: Wire, target: _Target, files: Mapping[str, Version]) -> bool:
+        """Newest first, folder by folder; what was deleted here goes there once all that is new has arrived."""
+        groups: dict[str, dict[str, Version]] = {}
+        for name, version in files.items():
+            if version.written < self._files.entered:
+                groups.setdefault("", {})[name] = version  # it was given to all at the start of the round
+            elif not version.is_gone:
+                groups.setdefault(_group(name), {})[name] = version
+        for group in sorted(groups.values(), key=lambda group: max(group.values()), reverse=True):
+            if not group.items() <= target.files.items():
+                self._offer(wire, target, {**target.files, **group}, sorted(group))
+        return target.files == files or self._offer(wire, target, files, [])
+
+    def _offer(self, wire: Wire, target: _Target, files: Mapping[str, Version], new: list[str]) -> bool:
+        """Hand over a listing, and send what the target lacks of it; returns whether it keeps all of it now."""
+        started, size_bytes = time.monotonic(), 0
+        listing = Listing(self._here.name, self._files.attempt, files)
+        answer = wire.ask({"op": "keep", "attempt": self._files.entered, "listing": asdict(listing)})
+        while "sha256" in answer:
+            size_bytes += _serve_file(wire, answer, self._files.path_of)
+            answer = wire.receive(_KEEP_S)
+        if answer["is_kept"]:
+            target.files = files
+            if size_bytes:
+                seconds = round(time.monotonic() - started, 3)
+                told = {"files": new[:5], "num_files": len(new), "size_bytes": size_bytes, "seconds": seconds}
+                self._here.tell("replica-kept", peer=target.node, **told)
+        return bool(answer["is_kept"])
+
+
+def _group(name: str) -> str:
+    """What belongs together: a folder of the top level with all below it, or a single file."""
+    return name.split("/", 1)[0]
+
+
+def _yield_to_workers() -> None:
+    """This thread alone runs after whatever else wants the CPU (on Linux a thread has its own nice value)."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

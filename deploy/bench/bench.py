@@ -1,0 +1,385 @@
+"""`kit bench`: measure the network between the hosts, show it, and forecast what it leaves of a job's speed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.bench import forecast, model_size, netbench, netbench_report
+from nodekit.deploy.bench.forecast import Curve, Forecast, Job
+from nodekit.deploy.bench.netbench import Measured, Progress, Reduced
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.output import terminal
+from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+from nodekit.deploy.sync import sync
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import load_inventory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+JOB = "job"
+"""In place of a model: the one that the inventory's job trains."""
+NUM_NODES = 8
+"""To forecast for, where no inventory says how many there are."""
+_MOST_COLUMNS = 5
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|bits|B|bytes)?(?:/s|ps)?")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_NO_TERMINAL_WIDTH = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit bench` says."""
+
+    inventory: Path | None
+    ssh: SshOptions
+    max_size: str = "1GiB"
+    time_limit_s: float = netbench.REDUCE_S
+    """For all sizes of the all-reduce."""
+    pair_s: float = netbench.PAIR_S
+    png: Path | None = None
+    csv: Path | None = None
+    json: bool = False
+    model: str | None = None
+    """What to plan for: a number, a config, or `JOB`."""
+    batch: int | None = None
+    step_s: float | None = None
+    dtype: str = "fp32"
+    accumulate: int = 4
+    steps_apart: int | None = None
+    num_nodes: int | None = None
+    link: str | None = None
+    latency: str = "0.2ms"
+
+
+def bench(options: Options) -> int:
+    """Measure, show and forecast; the exit status is 1 if something could not be measured."""
+    _refuse(options)
+    max_bytes = size_bytes(options.max_size)
+    job = _job(options) if options.model and options.model != JOB else None
+    measured = None
+    if options.link is None:
+        measured, own = _measure(options, max_bytes)
+        job = job or own
+    elif options.model == JOB:
+        job = _job_here(options)
+    problems = list(measured.problems) if measured else []
+    planned = None
+    if job and measured and not measured.reduced:
+        problems.append("no forecast, since it is made from the all-reduce of two nodes or more")
+    elif job:
+        planned = _plan(options, job, measured)
+    if options.json:
+        told: dict[str, Any] = netbench_report.to_json(measured) | {"problems": problems} if measured else {}
+        if planned:
+            told["plan"] = plan_json(planned)
+        print(json.dumps(told, ensure_ascii=False, indent=2))
+    else:
+        _show(measured, planned, problems)
+    if measured:
+        _write(options, measured)
+    return 1 if problems else 0
+
+
+def _refuse(options: Options) -> None:
+    """What does not go together."""
+    if options.link is None and options.inventory is None:
+        raise KitError(
+            "kit bench: which hosts? kit bench INVENTORY measures between them; with no hosts, "
+            "kit bench --plan 110e6 --step-time 0.4 --link 1Gb forecasts"
+        )
+    if options.link is not None and options.model is None:
+        raise KitError("--link is in place of measuring, for a forecast: give --plan MODEL, too")
+    if options.link is not None and (options.png or options.csv):
+        raise KitError("--png and --csv show what is measured, and with --link nothing is")
+    if options.model is None and options.step_s is not None:
+        raise KitError("--step-time is for a forecast: give --plan MODEL, too")
+    if options.model == JOB and options.inventory is None:
+        raise KitError("--plan job: whose? give the INVENTORY, too")
+    if options.model not in (None, JOB) and options.step_s is None:
+        raise KitError(
+            f"--plan {options.model} needs --step-time S, what a step takes on one node in seconds; "
+            "--plan job measures it, for the job of the inventory"
+        )
+    if not options.pair_s > 0 or not options.time_limit_s >= 0:
+        raise KitError("--seconds is above 0, and --time-limit at least 0 (0: no all-reduce)")
+
+
+def _job(options: Options) -> Job:
+    assert options.model is not None
+    assert options.step_s is not None
+    return Job(
+        num_parameters=model_size.num_parameters(options.model),
+        step_s=options.step_s,
+        batch=options.batch,
+        gradient_bytes=forecast.DTYPE_BYTES[options.dtype],
+    )
+
+
+def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
+    assert options.inventory is not None
+    inventory = load_inventory(options.inventory)
+    if not inventory.hosts:
+        raise KitError(
+            f"{options.inventory} has no hosts but Slurm's: kit bench measures hosts that it reaches by SSH"
+        )
+    if options.model == JOB:
+        from nodekit.deploy.bench import pacing  # it reads the job's code
+
+        pacing.refuse(inventory)
+    peers = cluster.peer_addresses(inventory.hosts)
+    with (
+        sigterm_interrupts(),
+        cluster.links(inventory.hosts, options.ssh) as links,
+        showing() as progress,
+    ):
+        measured = netbench.measure(
+            inventory,
+            links,
+            peers,
+            pair_s=options.pair_s,
+            reduce_s=options.time_limit_s,
+            max_bytes=max_bytes,
+            kit_digest=sync.package().digest if options.model == JOB else "",
+            progress=progress,
+        )
+        job = None
+        if options.model == JOB:
+            try:
+                job = pacing.on_first(inventory, links, measured.nodes, progress)
+            except KitError as error:  # what was measured is shown all the same
+                problems = (*measured.problems, str(error))
+                measured = dataclasses.replace(measured, problems=problems)
+    return measured, job and _as_asked(job, options)
+
+
+def _job_here(options: Options) -> Job:
+    from nodekit.deploy.bench import pacing  # likewise
+
+    assert options.inventory is not None
+    with showing() as progress:
+        return _as_asked(pacing.here(load_inventory(options.inventory), progress), options)
+
+
+def _as_asked(job: Job, options: Options) -> Job:
+    """With what the command line knows better."""
+    return dataclasses.replace(job, step_s=options.step_s or job.step_s, batch=options.batch or job.batch)
+
+
+def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Plan:
+    if measured is None:
+        assert options.link is not None
+        rate = rate_bytes(options.link)
+        curve = Curve.of_link(bytes_per_s=rate, rtt_s=time_s(options.latency))
+        text = netbench.rate_text(rate)
+        inventory = load_inventory(options.inventory) if options.inventory else None
+        most = options.num_nodes or (inventory and len(inventory.hosts)) or NUM_NODES
+    else:
+        link = statistics.median(pair.bytes_per_s or 0.0 for pair in measured.pairs)
+        curve = curve_of(measured.reduced, len(measured.nodes), link)
+        text = netbench.rate_text(link)
+        most = options.num_nodes or len(measured.nodes)
+    return forecast.plan(
+        job,
+        curve,
+        nums_nodes=nums_nodes(most),
+        accumulate=options.accumulate,
+        steps_apart=options.steps_apart,
+        link_text=text,
+    )
+
+
+def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float) -> Curve:
+    """What was measured, by nccl where there is that (and perhaps by RDMA, which passes what TCP does)."""
+    by_backend = netbench_report.by_backend(points)
+    own = by_backend.get("nccl") or by_backend["gloo"]
+    return Curve.measured(
+        [(float(point.size_bytes), point.seconds) for point in own],
+        num_nodes=num_nodes,
+        link_bytes_per_s=None if "nccl" in by_backend else link_bytes_per_s,
+    )
+
+
+def nums_nodes(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most."""
+    found = [1]
+    while found[-1] * 2 < most:
+        found.append(found[-1] * 2)
+    return found + ([most] if most > 1 else [])
+
+
+def rate_bytes(text: str) -> float:
+    """Bytes per second of ``1Gb``, ``25Gbit/s``, ``1.2GB/s`` (a small b is a bit, as ever)."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise KitError(f"--link {text}: wanted a rate, as 1Gb, 100Mbit/s or 1.2GB/s")
+    number: float = float(found[1]) * 1000 ** _POWERS[found[2]]
+    return number if found[3] in ("B", "bytes") else number / 8
+
+
+def time_s(text: str) -> float:
+    """Seconds of ``0.2ms``, ``50us``."""
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise KitError(f"--latency {text}: wanted the time of a round trip, as 0.2ms or 50us")
+    seconds: float = float(found[1]) * {"s": 1.0, "ms": 1e-3}.get(found[2], 1e-6)
+    return seconds
+
+
+def size_bytes(text: str) -> int:
+    """Of ``64MiB``, ``1G``, in powers of 1024."""
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * 1024 ** _POWERS[found[2].upper()]) if found else 0
+    if size < netbench.SMALLEST_BYTES:
+        raise KitError(f"--max-size {text}: wanted a size from 1KiB on, as 64MiB or 1GiB")
+    return size
+
+
+# --- showing ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[Progress]:
+    """How far it is, on stderr: a bar on a terminal, else a line for each thing that is begun."""
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def line(what: str, _done: int, of: int) -> None:
+            if what not in begun:
+                begun.add(what)
+                print(f"measuring {what}" + (f" ({of})" if of else ""), file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich import progress as rich  # not needed where there is no terminal
+
+    with rich.Progress(
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(bar_width=24),
+        rich.TextColumn("{task.fields[count]}"),
+        rich.TimeElapsedColumn(),
+        console=terminal.console(sys.stderr),
+        transient=True,
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def bar(what: str, done: int, of: int) -> None:
+            for other, task in tasks.items():
+                if other != what:
+                    bars.update(task, visible=False)
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=of or None, count="")
+            bars.update(tasks[what], completed=done, count=f"{done} of {of}" if of else "")
+
+        yield bar
+
+
+def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Sequence[str]) -> None:
+
+    is_terminal = sys.stdout.isatty()
+    console = terminal.console(width=None if is_terminal else _NO_TERMINAL_WIDTH, highlight=False)
+    if measured:
+        console.print(netbench_report.heat_map(measured, width=console.width, colours=is_terminal))
+        if line := netbench_report.latency_line(measured):
+            console.print(line)
+        for points in netbench_report.by_backend(measured.reduced).values():
+            console.print()
+            console.print(netbench_report.reduced_table(points))
+        said = [("", text) for text in measured.notes]
+        said += [("yellow", f"slow: {slow.text}") for slow in netbench.slow_links(measured.pairs)]
+        said += [("bold red", text) for text in problems]
+        if said:
+            console.print()
+        for style, text in said:
+            console.print(text, style=style, markup=False, soft_wrap=True)
+    if planned:
+        if measured:
+            console.print()
+        job = planned.job
+        console.print(
+            f"{forecast.parameters_text(job.num_parameters)} parameters, {job.size_bytes / 1e6:,.4g} MB of gradients, "
+            f"{forecast.seconds_of(job.step_s)} a step on one node, the same batch on each of more"
+        )
+        console.print(plan_table(planned))
+        rates = "" if job.batch is None else ", samples/s"
+        console.print(
+            f"each: time from update to update, efficiency{rates} (powersgd: without its own computing)",
+            style="dim",
+        )
+        console.print(f"\n{planned.sentence}", markup=False, soft_wrap=not is_terminal)
+
+
+def plan_table(planned: forecast.Plan) -> Table:
+    """A row for each way: time of a step, and what is left of so many nodes' speed."""
+    from rich.table import Table
+
+    rows = [_columns(row) for row in planned.rows]
+    found = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
+    found.add_column("", no_wrap=True)
+    for each in rows[0]:
+        found.add_column(
+            f"{each.num_nodes} node{'' if each.num_nodes == 1 else 's'}", justify="right", no_wrap=True
+        )
+    for row in rows:
+        found.add_row(row[0].way.name, *(_plan_cell(each) for each in row))
+    return found
+
+
+def _columns(row: tuple[Forecast, ...]) -> list[Forecast]:
+    """Those that there is room for: one node, and the largest numbers."""
+    return [row[0], *row[1:][-(_MOST_COLUMNS - 1) :]]
+
+
+def _plan_cell(found: Forecast) -> str:
+    rate = "" if found.samples_per_s is None else f" {found.samples_per_s:,.0f}/s"
+    share = "" if found.num_nodes == 1 else f" {found.efficiency:.2f}"
+    return f"{forecast.seconds_of(found.step_s)}{share}{rate}"
+
+
+def plan_json(planned: forecast.Plan) -> dict[str, Any]:
+    """The forecast for programs."""
+    return {
+        "num_parameters": planned.job.num_parameters,
+        "gradient_bytes": planned.job.size_bytes,
+        "step_s": planned.job.step_s,
+        "forecasts": [
+            {
+                "way": each.way.name,
+                "num_nodes": each.num_nodes,
+                "step_s": each.step_s,
+                "exchange_s": each.exchange_s,
+                "efficiency": each.efficiency,
+                "samples_per_s": each.samples_per_s,
+            }
+            for row in planned.rows
+            for each in row
+        ],
+        "recommendation": planned.sentence,
+    }
+
+
+def _write(options: Options, measured: Measured) -> None:
+    for path in (options.csv, options.png):
+        if path is None:
+            continue
+        try:
+            if path is options.csv:
+                netbench_report.write_csv(measured, path)
+            elif not netbench_report.write_png(measured, path):
+                print(netbench_report.NO_MATPLOTLIB, file=sys.stderr)
+                continue
+        except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such kind of file
+            raise KitError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        print(f"wrote {path}", file=sys.stderr)

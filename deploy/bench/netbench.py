@@ -1,0 +1,451 @@
+"""What the network between the hosts gives, pair by pair and for the all-reduce, and what is slow in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import secrets
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.connect.link import Link, RemoteError, on_all
+from nodekit.deploy.plan import check, plan
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Inventory
+
+SMALLEST_BYTES = 1 << 10
+LARGEST_BYTES = 1 << 30
+PAIR_S = 1.0
+REDUCE_S = 30.0
+STREAMS = 4
+"""Connections at once, as many as a fast link needs to be filled from one core's programs."""
+SLOW = 0.5
+"""Of the others' median: what is slower is named. Healthy links of one network differ by less."""
+FAR = 4.0
+"""Times the others' median round trip: what takes longer is named, if it is also so much in seconds:"""
+FAR_S = 0.001
+_CALL_S = 10.0
+_ANSWER_S = 40.0
+_END_S = 20.0
+_LAST_WORDS = 600
+
+Progress = Callable[[str, int, int], None]
+"""What is being measured, how many of it are done, of how many (0: not known)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What one host's sending to another gave."""
+
+    source: str
+    target: str
+    bytes_per_s: float | None = None
+    rtt_s: float | None = None
+    """There and back, on an idle link."""
+    problem: str = ""
+    """Why there are no numbers."""
+
+    @property
+    def name(self) -> str:
+        """``gpu3 → gpu1``."""
+        return f"{self.source} → {self.target}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """An all-reduce of one size."""
+
+    backend: str
+    num_ranks: int
+    size_bytes: int
+    seconds: float
+
+    @property
+    def algbw(self) -> float:
+        """Bytes per second: the size over the time."""
+        return self.size_bytes / self.seconds
+
+    @property
+    def busbw(self) -> float:
+        """What goes through the slowest link if the algorithm is the best there is.
+
+        Whatever the number of ranks, it can be compared with that link's speed (nccl-tests, doc/PERFORMANCE.md).
+        """
+        return self.algbw * 2 * (self.num_ranks - 1) / self.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that was measured."""
+
+    nodes: tuple[NodePlan, ...]
+    """With the interface and address that each has been measured over."""
+    pairs: tuple[Pair, ...]
+    reduced: tuple[Reduced, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+    problems: tuple[str, ...] = ()
+    """What should have been measured and could not be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A link, or a node by all its links, that is much worse than the others."""
+
+    links: tuple[tuple[str, str], ...]
+    node: str = ""
+    """Empty: it is a single link."""
+    text: str
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+def measure(
+    inventory: Inventory,
+    links: Mapping[str, Link],
+    peers: Mapping[str, tuple[str, ...]],
+    *,
+    pair_s: float = PAIR_S,
+    reduce_s: float = REDUCE_S,
+    max_bytes: int = LARGEST_BYTES,
+    kit_digest: str = "",
+    progress: Progress = lambda _what, _done, _of: None,
+) -> Measured:
+    """Measure every ordered pair of hosts, and then the all-reduce over all of them.
+
+    Args:
+        inventory: of these hosts.
+        links: to all of them.
+        peers: host → addresses of the others.
+        pair_s: seconds for each pair.
+        reduce_s: seconds for all sizes of the all-reduce, by each backend; 0: none.
+        max_bytes: the largest of those sizes.
+        kit_digest: of kit's package, for who goes on to run it on the nodes.
+        progress: is told how far it is.
+
+    Raises:
+        KitError: a host has no single interface to measure over, or has gone.
+    """
+    facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
+    nodes = plan.build(
+        inventory,
+        facts,
+        run_id="bench",
+        peers=peers,
+        master_port=0,
+        kit_digest=kit_digest,
+        command=("true",),
+    ).nodes
+    pairs = _measure_pairs(nodes, links, facts, pair_s, progress)
+    broken = [f"{pair.name}: {pair.problem}" for pair in pairs if pair.problem]
+    notes: list[str] = []
+    reduced: list[Reduced] = []
+    without = [name for name, found in facts.items() if found.torch is None]
+    if not reduce_s or len(nodes) == 1:
+        pass
+    elif broken:
+        notes.append("no all-reduce: it would wait for the pairs that have no connection")
+    elif without:
+        notes.append(f"no all-reduce: there is no torch in {', '.join(without)}'s python")
+    else:
+        for backend in ("gloo", "nccl") if all(node.gpus for node in nodes) else ("gloo",):
+            try:
+                found, note = _reduce(backend, nodes, links, facts, reduce_s, max_bytes, progress)
+            except KitError as error:
+                broken.append(str(error))
+                continue
+            reduced += found
+            notes += [note] if note else []
+    return Measured(
+        nodes=nodes, pairs=tuple(pairs), reduced=tuple(reduced), notes=tuple(notes), problems=tuple(broken)
+    )
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """All ordered pairs, in rounds in which no host is in two pairs: the circle method of tournaments."""
+    circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    found: list[list[tuple[str, str]]] = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        meeting = [
+            (one, other)
+            for one, other in zip(circle[:half], reversed(circle[half:]), strict=True)
+            if one is not None and other is not None
+        ]
+        found += [meeting, [(other, one) for one, other in meeting]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def _measure_pairs(
+    nodes: Sequence[NodePlan],
+    links: Mapping[str, Link],
+    facts: Mapping[str, Facts],
+    seconds: float,
+    progress: Progress,
+) -> list[Pair]:
+    by_name = {node.name: node for node in nodes}
+    token = secrets.token_hex(16)
+    num_pairs = len(nodes) * (len(nodes) - 1)
+    limit_s = 60 + 2 * num_pairs * (seconds + 3)
+    ports = check.all_or_raise(
+        on_all(
+            {node.name: node for node in nodes},
+            lambda node: links[node.name].call(
+                "linkspeed.listen", timeout_s=_CALL_S, address=node.local_addr, token=token, limit_s=limit_s
+            ),
+        )
+    )
+
+    def one(ends: tuple[str, str]) -> Pair:
+        source, target = ends
+        try:
+            found = links[source].call(
+                "linkspeed.measure",
+                timeout_s=_ANSWER_S + 5 * seconds,
+                address=by_name[target].local_addr,
+                port=ports[target],
+                token=token,
+                source=by_name[source].local_addr,
+                seconds=seconds,
+                streams=STREAMS,
+            )
+        except RemoteError as error:
+            where = f"{by_name[target].local_addr}:{ports[target]}"
+            return Pair(source=source, target=target, problem=f"no connection to {where}: {error.message}")
+        return Pair(source=source, target=target, **found)
+
+    # Hosts that are one machine, as in a lab, share its cores: there, one pair at a time.
+    machines = {found.boot_id for found in facts.values()}
+    schedule = rounds([node.name for node in nodes])
+    if len(machines) < len(nodes):
+        schedule = [[ends] for meeting in schedule for ends in meeting]
+    found: dict[tuple[str, str], Pair] = {}
+    progress("pairs", 0, num_pairs)
+    for meeting in schedule:
+        results = on_all({f"{source} → {target}": (source, target) for source, target in meeting}, one)
+        for pair in check.all_or_raise(results).values():
+            found[pair.source, pair.target] = pair
+        progress("pairs", len(found), num_pairs)
+    # What looks slow is measured once more with nothing beside it; a neighbour's burst is no slow link.
+    doubtful = sorted({ends for slow in slow_links(list(found.values())) for ends in slow.links})
+    for number, ends in enumerate(doubtful):
+        progress("slow pairs again", number, len(doubtful))
+        again = one(ends)
+        if not again.problem:
+            found[ends] = _better(found[ends], again)
+    return [found[source, target] for source in by_name for target in by_name if source != target]
+
+
+def _better(one: Pair, other: Pair) -> Pair:
+    return Pair(
+        source=one.source,
+        target=one.target,
+        bytes_per_s=max(one.bytes_per_s or 0.0, other.bytes_per_s or 0.0),
+        rtt_s=min(one.rtt_s or math.inf, other.rtt_s or math.inf),
+    )
+
+
+def sizes(max_bytes: int) -> list[int]:
+    """From 1 KiB to 1 GiB in powers of 4, as far as `max_bytes`."""
+    found = [SMALLEST_BYTES]
+    while found[-1] * 4 <= min(max_bytes, LARGEST_BYTES):
+        found.append(found[-1] * 4)
+    return found
+
+
+def _reduce(
+    backend: str,
+    nodes: Sequence[NodePlan],
+    links: Mapping[str, Link],
+    facts: Mapping[str, Facts],
+    seconds: float,
+    max_bytes: int,
+    progress: Progress,
+) -> tuple[list[Reduced], str]:
+    """Have the hosts' own torch do it: a rank on each node with gloo, on each GPU with nccl."""
+    first = nodes[0]
+    port = links[first.name].call("linkspeed.free_port", timeout_s=_CALL_S, address=first.local_addr)
+    per_node = {node.name: len(node.gpus) if backend == "nccl" else 1 for node in nodes}
+    ranks = [(node, local_rank) for node in nodes for local_rank in range(per_node[node.name])]
+    on_machine = {
+        name: sum(per_node[other] for other, each in facts.items() if each.boot_id == found.boot_id)
+        for name, found in facts.items()
+    }
+    spec = importlib.util.find_spec("nodekit.deploy.bench.allreduce")
+    assert spec is not None
+    assert spec.origin is not None
+    program = Path(spec.origin).read_text(encoding="utf-8")
+
+    def rank_of(number: int) -> dict[str, Any]:
+        node, local_rank = ranks[number]
+        settings = {
+            "backend": backend,
+            "sizes": sizes(max_bytes),
+            "seconds": seconds,
+            "share": 1 / on_machine[node.name],
+        }
+        # torch's own, and the job's: what steers its network steers this.
+        env = {
+            **node.env,
+            "RANK": str(number),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(len(ranks)),
+            "MASTER_ADDR": first.local_addr,
+            "MASTER_PORT": str(port),
+        }
+        found: dict[str, Any] = links[node.name].stream(
+            "attend",
+            lambda passed: progress(f"all-reduce, {backend}", round(passed), 0) if number == 0 else None,
+            argv=[node.python, "-u", "-", json.dumps(settings)],
+            cwd="/",
+            kit_dir="",
+            env=env,
+            limit_s=2 * seconds + 60 + _END_S,
+            text=program,
+        )
+        return found
+
+    progress(f"all-reduce, {backend}", 0, 0)
+    done = check.all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
+    if problem := _why(backend, [(node.name, done[str(number)]) for number, (node, _) in enumerate(ranks)]):
+        raise problem
+    told = json.loads(done["0"]["out"].splitlines()[-1])
+    points = [
+        Reduced(backend=backend, num_ranks=len(ranks), size_bytes=size, seconds=seconds)
+        for size, seconds in told["points"]
+    ]
+    reasons = {
+        "time": f"would have taken longer than {seconds:g} s in all allow (--time-limit)",
+        "memory": "would not have fitted into the memory that is free",
+    }
+    left_out = sizes(max_bytes)[len(points) :]
+    note = f"{backend}: {size_text(left_out[0])} and more {reasons[told['stopped']]}" if left_out else ""
+    return points, note
+
+
+def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostError | None:
+    """Of the ranks that failed, one that says more than that another did."""
+    failed = [(name, end) for name, end in ends if end["status"] != 0]
+    if not failed:
+        return None
+    # Those who wait for a lost peer raise, too, or are stopped with it.
+    name, end = min(failed, key=lambda each: (each[1]["status"] is None, "onnection" in each[1]["err"]))
+    if end["status"] is None:
+        return HostError(name, f"the all-reduce by {backend} came to no end, and was stopped")
+    lines = [line for line in end["err"].strip()[-_LAST_WORDS:].splitlines() if line.strip()]
+    return HostError(name, f"the all-reduce by {backend} failed: {lines[-1] if lines else end['status']}")
+
+
+# --- what is slow -------------------------------------------------------------------------------------------
+
+
+def slow_links(pairs: Sequence[Pair]) -> list[Slow]:
+    """Nodes all of whose links are slow, then single links, worst first; pure."""
+    rates = {(pair.source, pair.target): pair.bytes_per_s for pair in pairs if pair.bytes_per_s}
+    found = _outliers(rates, SLOW, rate_text, "slow")
+    known = {ends for slow in found for ends in slow.links}
+    # Latency, turned round so that more is better here, too.
+    nearness = {
+        (pair.source, pair.target): 1 / pair.rtt_s
+        for pair in pairs
+        if pair.rtt_s and (pair.source, pair.target) not in known
+    }
+    far = _outliers(nearness, 1 / FAR, lambda value: f"{1e3 / value:.2f} ms there and back", "far")
+    middle_s = 1 / statistics.median(nearness.values()) if nearness else 0.0
+    return found + [slow for slow in far if all(1 / nearness[ends] > middle_s + FAR_S for ends in slow.links)]
+
+
+def _outliers(
+    values: Mapping[tuple[str, str], float], share: float, shown: Callable[[float], str], word: str
+) -> list[Slow]:
+    left = dict(values)
+    found: list[Slow] = []
+    while group := _worst_node(left, share):
+        own = [left.pop(ends) for ends in group.links]
+        others = [value for ends, value in left.items() if group.node not in ends]
+        text = (
+            f"{group.node}: all {group.which} are {word}, {shown(statistics.median(own))} in the median; "
+            f"the median of the others is {shown(statistics.median(others))}"
+        )
+        found.append(Slow(node=group.node, links=group.links, text=text))
+    slowest_first = sorted(left.items(), key=lambda item: item[1])
+    for place, (ends, value) in enumerate(slowest_first):
+        others = [other for _, other in slowest_first[:place] + slowest_first[place + 1 :]]
+        if not others or value >= share * statistics.median(others):
+            break  # nor is what comes after it
+        what = "the way back" if len(others) == 1 else "the median of the others is"
+        text = f"{ends[0]} → {ends[1]}: {shown(value)}; {what} {shown(statistics.median(others))}"
+        found.append(Slow(links=(ends,), text=text))
+    return found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The links of a node, or those of one direction."""
+
+    node: str
+    which: str
+    links: tuple[tuple[str, str], ...]
+    ratio: float
+    """Of their best to the median of the links that are not the node's."""
+
+
+def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group | None:
+    """The node all of whose links are slow, or all in one direction; of several the slowest."""
+    groups = []
+    best: dict[str, list[float]] = {}
+    """Of each node what is the most it sends, and is sent."""
+    for ends, value in values.items():
+        for place, node in enumerate(ends):
+            most = best.setdefault(node, [0.0, 0.0])
+            most[place] = max(most[place], value)
+    limit = share * max(values.values(), default=0.0)
+    # The others' median is no more than the best, so no other node can be slow: of hundreds few are looked at.
+    for node in sorted(name for name, most in best.items() if min(most) < limit):
+        others = [value for ends, value in values.items() if node not in ends]
+        ways = {
+            "its links": [ends for ends in values if node in ends],
+            "links from it": [ends for ends in values if ends[0] == node],
+            "links to it": [ends for ends in values if ends[1] == node],
+        }
+        for which, own in ways.items():
+            # With one neighbour it is a link that is slow, not a node.
+            if len({name for ends in own for name in ends}) < 3 or not others:
+                continue
+            ratio = max(values[ends] for ends in own) / statistics.median(others)
+            if ratio < share:
+                groups.append(_Group(node, which, tuple(own), ratio))
+                break  # that all are slow says more than that those of one direction are
+    return min(groups, key=lambda group: group.ratio, default=None)
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """``9.41 Gb/s``."""
+    bits = bytes_per_s * 8
+    for unit, size in (("Gb/s", 1e9), ("Mb/s", 1e6)):
+        if bits >= size / 10:
+            return f"{_digits(bits / size)} {unit}"
+    return f"{_digits(bits / 1e3)} kb/s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def size_text(num_bytes: int) -> str:
+    """``4 MiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:g} {unit}"
+    return f"{num_bytes} B"

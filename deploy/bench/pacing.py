@@ -1,0 +1,155 @@
+"""How large the model of an inventory's own job is, and how long its step takes on one node: a few steps of it."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodekit.deploy.bench.forecast import Job
+from nodekit.deploy.bench.netbench import Progress
+from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.check import all_or_raise
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.supervise import hands
+from nodekit.deploy.sync import sync
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Inventory
+from nodekit.training.tasks import BUILT_IN
+
+MODULE = "nodekit.training.pace"
+LIMIT_S = 300.0
+_TIMEOUT_S = 120.0
+_WHAT = "a few steps of the job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the inventory's job asks of the shared training module."""
+
+    arguments: tuple[str, ...]
+    num_ranks: int
+    per_node: int
+    """How many of them a node has."""
+    needs_code: bool
+    """Whether the model or the data are in the job's folder."""
+
+
+def on_first(
+    inventory: Inventory, links: Mapping[str, Link], nodes: Sequence[NodePlan], progress: Progress
+) -> Job:
+    """On the first node, with its own python, its GPU if it has one, and the job's code.
+
+    Args:
+        inventory: whose job.
+        links: to its hosts.
+        nodes: what they would run; kit's package is put where they say.
+        progress: is told how far it is.
+
+    Raises:
+        KitError: the job is not the shared training module's, or fails.
+    """
+    node = nodes[0]
+    link = links[node.name]
+    asked = _asked(inventory, sum(each.nproc_per_node for each in nodes), node.nproc_per_node)
+    progress(_WHAT, 0, 0)
+    workdir = posixpath.dirname(posixpath.dirname(node.kit_dir))
+    sync.send_package(sync.package(), {node.name: link}, {node.name: workdir}, timeout_s=_TIMEOUT_S)
+    if not asked.needs_code:
+        return _paced(
+            link, asked, progress, python=node.python, cwd=workdir, kit_dir=node.kit_dir, env=node.env
+        )
+    folder = f"{workdir}/bench-{secrets.token_hex(4)}"
+    tree = hands.take(inventory, None)
+    target = sync.code_target(link, tree, workdir=workdir, dest=f"{folder}/code")
+    try:
+        all_or_raise(sync.send(tree, {node.name: target}, timeout_s=_TIMEOUT_S))
+        return _paced(
+            link, asked, progress, python=node.python, cwd=target.dest, kit_dir=node.kit_dir, env=node.env
+        )
+    finally:
+        link.call("execute", timeout_s=_TIMEOUT_S, argv=["rm", "-rf", "--", folder], limit_s=_TIMEOUT_S)
+
+
+def refuse(inventory: Inventory) -> None:
+    """A job whose model cannot be asked for.
+
+    Raises:
+        KitError: it is not the shared training module's.
+    """
+    _asked(inventory, max(1, len(inventory.hosts)), 1)
+
+
+def here(inventory: Inventory, progress: Progress) -> Job:
+    """The same on this machine, where no host is asked."""
+    per_node = inventory.job.nproc_per_node or 1
+    asked = _asked(inventory, per_node * max(1, len(inventory.hosts)), per_node)
+    code = Path(inventory.job.code).expanduser().resolve()
+    if not code.is_dir():
+        raise KitError(f"job.code: {code} is no folder")
+    link = open_local("this machine", sys.executable)
+    progress(_WHAT, 0, 0)
+    try:
+        return _paced(
+            link, asked, progress, python=sys.executable, cwd=str(code), kit_dir="", env=inventory.job.env
+        )
+    finally:
+        link.close()
+
+
+def _asked(inventory: Inventory, num_ranks: int, per_node: int) -> _Asked:
+    argv = plan.argv_of(inventory, None)
+    options = plan.training_options(argv, {"WORLD_SIZE": str(num_ranks)})
+    if options is None:
+        raise KitError(
+            f"--plan job: the job runs {' '.join(argv)}, and only that knows its model; give the number of "
+            "parameters and --step-time, as --plan 110e6 --step-time 0.4"
+        )
+    return _Asked(
+        arguments=argv[4:],
+        num_ranks=num_ranks,
+        per_node=per_node,
+        needs_code=options.task not in BUILT_IN or bool(options.data or options.model),
+    )
+
+
+def _paced(
+    link: Link,
+    asked: _Asked,
+    progress: Progress,
+    *,
+    python: str,
+    cwd: str,
+    kit_dir: str,
+    env: Mapping[str, str],
+) -> Job:
+    done = link.stream(
+        "attend",
+        lambda passed: progress(_WHAT, round(passed), 0),
+        argv=[python, "-m", MODULE, str(asked.num_ranks), *asked.arguments],
+        cwd=cwd,
+        kit_dir=kit_dir,
+        env=dict(env),
+        limit_s=LIMIT_S,
+    )
+    if done["status"] is None:
+        raise HostError(
+            link.host, f"too few steps of the job were done within {LIMIT_S:g} s; give --step-time"
+        )
+    if done["status"] != 0:
+        said = [line for line in done["err"].splitlines() if line.strip()]
+        last = said[-1].removeprefix(f"python -m {MODULE}: ") if said else f"exit status {done['status']}"
+        raise HostError(link.host, f"the job's steps could not be tried: {last}")
+    told = json.loads(done["out"].splitlines()[-1])
+    return Job(
+        num_parameters=told["num_parameters"],
+        step_s=told["step_s"],
+        batch=told["batch"] * asked.per_node,
+        gradient_bytes=told["gradient_bytes"],
+        powersgd_numbers=told["powersgd_numbers"],
+    )

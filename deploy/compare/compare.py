@@ -1,0 +1,291 @@
+"""`kit compare`: the same training by every engine on this machine, one after the other, measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodekit.deploy.compare import compare_plan, compare_report
+from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
+from nodekit.deploy.compare.compare_report import Row
+from nodekit.deploy.output import terminal
+from nodekit.deploy.ssh_backend.start import count
+from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+from nodekit.inventory.errors import JobFailed, KitError
+
+TIMEOUT_S = 3600.0
+_LOOK = "from nodekit.deploy.compare.compare import look; look()"
+_LOOK_S = 300.0
+_LOOK_EVERY_S = 0.25
+_END_S = 15.0
+_BUSY = 0.3  # of the cores
+_MARK = "NODEKIT_COMPARE"
+_NO_TERMINAL_WIDTH = 200
+_WORDED = re.compile(r"^python -m nodekit\.training: (.+)$", re.MULTILINE)
+_RAISED = re.compile(r"^(?:\[?rank\d+\]?: ?)?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit compare` says."""
+
+    engines: str | None = None
+    """Names with commas between; default: all."""
+    nproc: str | None = None
+    """Numbers of ranks, likewise."""
+    arguments: tuple[str, ...] = ()
+    """The shared module's, for every run."""
+    output: Path | None = None
+    timeout_s: float = TIMEOUT_S
+    """For each run."""
+
+
+def compare(options: Options) -> int:
+    """Run all of them; the exit status is 3 if one failed."""
+    if importlib.util.find_spec("torch") is None:
+        raise KitError(
+            f"kit compare trains on this machine, and {sys.executable} has no torch: pip install 'nodekit[train]'"
+        )
+    ways = compare_plan.chosen(options.engines)
+    arguments = compare_plan.shared_arguments(options.arguments)
+    nums_ranks = compare_plan.numbers(options.nproc) if options.nproc else None
+    tried = [compare_plan.parsed((*arguments, *way.arguments)) for way in ways]
+    fitting = [(way, found) for way, found in zip(ways, tried, strict=True) if not isinstance(found, str)]
+    if not fitting:
+        raise NotPossible("\n".join(dict.fromkeys(map(str, tried))))
+    if not options.timeout_s > 0:
+        raise NotPossible(f"--timeout {options.timeout_s:g}: seconds above 0 are wanted")
+    folder = options.output or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise NotPossible(
+            f"-o {folder} is there and not empty: give a new folder, or two comparisons would mix"
+        )
+    (way, trained), *_ = fitting
+    machine = _look_at_machine((*arguments, *way.arguments))
+    plan = compare_plan.runs(ways, nums_ranks or compare_plan.usual_numbers(machine))
+    reasons = {run: compare_plan.refusal(run, arguments, machine) for run in plan}
+    if all(reasons.values()):
+        raise NotPossible("\n".join(dict.fromkeys(reason for reason in reasons.values() if reason)))
+    what, where = compare_plan.heading(trained, options.arguments, machine, plan)
+    print("\n".join([what, *where.split("; ", 2)]))
+    if (load := os.getloadavg()[0]) > _BUSY * machine.num_cores:
+        print(f"other work is going on (load {load:.1f}): figures will be off, and not all by as much")
+    print(flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(folder, arguments, machine, options.timeout_s)
+    with sigterm_interrupts():
+        try:
+            comparison.run(reasons)
+        finally:
+            conclude(comparison.rows, folder, what=what, where=where)
+    return JobFailed.exit_code if any(row.outcome == "failed" for row in comparison.rows) else 0
+
+
+class Comparison:
+    """Runs one after the other, and has a row for each that is over."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], machine: Machine, timeout_s: float) -> None:
+
+        self.rows: list[Row] = []
+        self._folder = folder
+        self._arguments = arguments
+        self._machine = machine
+        self._timeout_s = timeout_s
+        self._console = terminal.console(highlight=False, soft_wrap=True)
+
+    def run(self, reasons: Mapping[Run, str | None]) -> None:
+        """Those without a reason not to."""
+        plan = [run for run, reason in reasons.items() if not reason]
+        width = max(len(str(run)) for run in reasons)
+        took: list[float] = []
+        for run, reason in reasons.items():
+            if reason:
+                row = _row(run, "not here", reason)
+            else:
+                left_s = statistics.mean(took) * (len(plan) - len(took)) if took else None
+                at = f"{len(took) + 1} of {len(plan)}: {run}" + (f", {_about(left_s)} left" if left_s else "")
+                row = self._train(run, at)
+                took.append(row.seconds or 0.0)
+            self.rows.append(row)
+            *_, seconds, rate, _times, memory, accuracy, _ = compare_report.cells(row, None)
+            told = f"{seconds}, {rate} samples/s, {memory}, accuracy {accuracy}"
+            said = {"trained": told, "failed": f"failed: {row.problem}", "not here": "not here"}[row.outcome]
+            self._console.print(f"{str(run).ljust(width)}  {said}", markup=False)
+
+    def _train(self, run: Run, at: str) -> Row:
+        """One run to its end, with its log, result and metrics in the folder."""
+        log = self._folder / f"{run.file}.log"
+        started_s = time.monotonic()
+        with (
+            tempfile.TemporaryDirectory(prefix=".running-", dir=self._folder) as scratch,
+            log.open("wb") as said,
+        ):
+            output, progress, mark = Path(scratch, "output"), Path(scratch, "progress"), secrets.token_hex(16)
+            argv = compare_plan.argv(run, self._arguments, output)
+            environ = compare_plan.environment(run, self._machine, os.environ)
+            told = {"NODEKIT_PROGRESS_FILE": str(progress), _MARK: mark}
+            threads = f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+            said.write(f"$ {threads} {shlex.join(argv)}\n".encode())
+            said.flush()
+            with self._console.status("") as status:
+                process = subprocess.Popen(
+                    argv, env={**environ, **told}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                    start_new_session=True,  # a Ctrl-C is ours, and then we end it
+                )  # fmt: skip
+                try:
+                    while process.poll() is None and time.monotonic() < started_s + self._timeout_s:
+                        age_s = int(time.monotonic() - started_s)
+                        status.update(f"{at}  {age_s // 60}:{age_s % 60:02}  {_step(progress)}")
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(_LOOK_EVERY_S)
+                    seconds, code = time.monotonic() - started_s, process.poll()
+                finally:
+                    _end(process, mark)
+            for name, ending in (("result.json", ".json"), ("metrics.jsonl", ".jsonl")):
+                if (output / name).exists():
+                    shutil.move(output / name, self._folder / f"{run.file}{ending}")
+            step = _step(progress)
+        result = self._folder / f"{run.file}.json"
+        if code is None:
+            where = f"the last thing that it told was step {step}" if step else "it had not made a step"
+            problem = f"not at its end after {self._timeout_s:g} s (--timeout), and {where}"
+        elif code:
+            problem = last_error(log.read_text(errors="replace")) or f"exit status {code}"
+        elif not result.exists():
+            problem = "it ended well, but without a result"
+        else:
+            values = json.loads(result.read_text())
+            if values["world_size"] == run.num_ranks:
+                return Row.of_result(run.way.name, run.num_ranks, seconds=seconds, result=values)
+            problem = f"{count(values['world_size'], 'rank')} trained, and {run.num_ranks} were wanted"
+        return _row(run, "failed", f"{problem} (all that it said: {log})", seconds)
+
+
+def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str) -> None:
+    """Print the table, and keep it as CSV and as a chart."""
+    if not rows:
+        return
+
+    compare_report.write_csv(rows, folder / "compare.csv")
+    print()
+    terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(
+        compare_report.table(rows)
+    )
+    print()
+    problems = {(row.engine, row.outcome, row.problem): row.num_ranks for row in rows if row.problem}
+    for (engine, outcome, problem), num_ranks in problems.items():
+        on = f", {count(num_ranks, 'rank')}" if outcome == "failed" else ""
+        print(f"{engine}{on}: {outcome}: {problem}")
+    if compare_report.base_of(rows) is None:
+        print(f"no speed-up, since {compare_plan.BASE} has not trained")
+    kept = ["compare.csv"]
+    if any(row.samples_per_s for row in rows):
+        if compare_report.write_chart(rows, folder / "compare.png", title=what, subtitle=where):
+            kept.append("compare.png")
+        else:
+            print(compare_report.NO_MATPLOTLIB)
+    print(f"{', '.join(kept)}, and each run's log, result and metrics: {folder}", flush=True)
+
+
+def last_error(log: str) -> str:
+    """Why a run failed, of all that it said: in our own words, or the last error that was raised before torchrun's."""
+    if worded := _WORDED.findall(log):
+        return str(worded[-1])
+    raised = [line for line in _RAISED.findall(log) if "ChildFailedError" not in line]
+    return str(raised[-1]) if raised else ""
+
+
+def look() -> None:
+    """For a process of its own, since torch is slow and this one has no other need of it: refuse, or tell of here."""
+    import torch
+
+    from nodekit.training.options import parse
+    from nodekit.training.tasks import load_task
+
+    options = parse()
+    try:
+        load_task(options.task, data=options.data, model=options.model)
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    print(json.dumps({"torch": torch.__version__, "gpus": gpus}))
+
+
+def _look_at_machine(arguments: Sequence[str]) -> Machine:
+    """This machine, once the task and its data are found to be right.
+
+    Raises:
+        NotPossible: they are not.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOOK, *arguments],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LOOK_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise KitError(f"the task and its data were not read after {_LOOK_S:g} s") from error
+    if done.returncode == 2:
+        raise NotPossible(done.stderr.strip())
+    if done.returncode:
+        raise KitError(f"the task cannot be loaded:\n{done.stderr.strip()}")
+    seen = json.loads(done.stdout.splitlines()[-1])
+    return Machine(
+        torch=seen["torch"], gpus=tuple(seen["gpus"]), cpu=_cpu(), num_cores=len(os.sched_getaffinity(0))
+    )
+
+
+def _cpu() -> str:
+    try:
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End what is left of a run. Its ranks have sessions of their own: torchrun ends them, and the mark finds them."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+    finally:
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+        process.wait()
+
+
+def _row(run: Run, outcome: compare_report.Outcome, problem: str, seconds: float | None = None) -> Row:
+    return Row(
+        engine=run.way.name, num_ranks=run.num_ranks, outcome=outcome, problem=problem, seconds=seconds
+    )
+
+
+def _step(progress: Path) -> str:
+    try:
+        return progress.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _about(seconds: float) -> str:
+    return f"about {max(1, round(seconds / 60))} min" if seconds > 50 else f"about {round(seconds)} s"

@@ -1,0 +1,226 @@
+"""What a comparison runs: which engines on how many ranks, what speaks against one, and each one's command. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from nodekit.deploy.ssh_backend.start import count
+from nodekit.inventory.errors import KitError
+from nodekit.training import options as training
+from nodekit.training.engines import ALONE, ENGINES, EngineError, check_engine
+
+BASE = "single"
+"""What all others are compared with."""
+VARIANTS = {
+    **{str(stage): ("--zero", str(stage)) for stage in range(4)},
+    "bf16": ("--amp", "bf16"),
+    "fp16": ("--amp", "fp16"),
+    "spawn": ("--launcher", "spawn"),
+}
+"""What may stand after an engine's name: ``deepspeed:3``, ``ddp:spawn:bf16``."""
+
+_OURS = {
+    "--engine": "name engines by --engines",
+    "--zero": "name a stage by --engines deepspeed:STAGE",
+    "--launcher": "name it by --engines ddp:spawn",
+    "--nproc-per-node": "give --nproc",
+    "--output": "give -o",
+}
+_OF_A_JOB = (  # what kit and torchrun tell the ranks of a job, one of which may be running us
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "NODEKIT_SNAPSHOT_DIR", "NODEKIT_SNAPSHOT_SHARED", "NODEKIT_OUTPUT_DIR", "NODEKIT_GENERATION", "NODEKIT_RUN_ID",
+    "NODEKIT_SNAPSHOT_EVERY", "NODEKIT_SNAPSHOT_EXPECTED", "NODEKIT_COLLECTIVE_TIMEOUT_S",
+)  # fmt: skip
+_GRACE_S = 5.0
+_NO_SNAPSHOTS_S = 1e9
+_PROGRAM = "python -m nodekit.training: "
+
+
+class NotPossible(KitError):
+    """What was asked for cannot be compared."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """An engine with what makes it a row of its own."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+    @property
+    def engine(self) -> str:
+        """Without variants."""
+        return self.name.partition(":")[0]
+
+    @property
+    def is_spawned(self) -> bool:
+        """Whether its ranks are started by its first process."""
+        return "spawn" in self.arguments
+
+
+@dataclass(frozen=True)
+class Run:
+    """A way to train on so many ranks."""
+
+    way: Way
+    num_ranks: int
+
+    @property
+    def file(self) -> str:
+        """What its files are called, without their endings."""
+        return f"{self.way.name.replace(':', '-')}-{self.num_ranks}"
+
+    def __str__(self) -> str:
+        return f"{self.way.name}, {count(self.num_ranks, 'rank')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where it is compared."""
+
+    torch: str
+    """Its version."""
+    gpus: tuple[str, ...]
+    """Their names."""
+    cpu: str
+    num_cores: int
+
+    def num_threads(self, num_ranks: int) -> int:
+        """For each of so many ranks."""
+        return max(1, self.num_cores // num_ranks)
+
+
+def chosen(text: str | None) -> list[Way]:
+    """The ways of ``--engines``; by default all engines, what the others are compared with first.
+
+    Raises:
+        NotPossible: one does not exist.
+    """
+    names = text.split(",") if text is not None else sorted(ENGINES, key=lambda name: name not in ALONE)
+    ways, problems = [], []
+    for name in dict.fromkeys(map(str.strip, names)):
+        engine, *variants = name.split(":")
+        for number, each in enumerate(name.split(":")):
+            kind, known = ("variant", list(VARIANTS)) if number else ("engine", list(ENGINES))
+            if each not in known:
+                near = get_close_matches(each, known, n=1)
+                problems.append(
+                    f"--engines {name}: there is no {kind} '{each}'"
+                    + (f"; did you mean {near[0]}?" if near else "")
+                    + f" (they are: {', '.join(known)})"
+                )
+        options = [word for variant in variants for word in VARIANTS.get(variant, ())]
+        ways.append(Way(name, ("--engine", engine, *options)))
+    if problems:
+        raise NotPossible("\n".join(problems))
+    return ways
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of ranks of ``--nproc``.
+
+    Raises:
+        NotPossible: one is not a number of ranks.
+    """
+    found = [each.strip() for each in text.split(",")]
+    for each in found:
+        if not (each.isascii() and each.isdigit() and int(each)):
+            raise NotPossible(f"--nproc {text}: '{each}' is not a number of ranks; wanted as in --nproc 1,2")
+    return list(dict.fromkeys(map(int, found)))
+
+
+def usual_numbers(machine: Machine) -> list[int]:
+    """Without ``--nproc``: 1, and as many as there are GPUs, or 2 without one."""
+    return sorted({1, len(machine.gpus) or 2})
+
+
+def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
+    """The shared module's for every run: those given, and no snapshot but the last, which a run always takes.
+
+    Raises:
+        NotPossible: one is what we give ourselves.
+    """
+    names = [word.partition("=")[0] for word in given if word.startswith("--")]
+    for name in names:
+        if name in _OURS:
+            raise NotPossible(f"{name} after the -- would be the same for all: {_OURS[name]}, before the --")
+    found = list(given)
+    if not {"--snapshot-every", "--snapshot-seconds"} & set(names):
+        found += ["--snapshot-seconds", str(_NO_SNAPSHOTS_S)]
+    if "--grace" not in names:
+        found += ["--grace", str(_GRACE_S)]
+    return tuple(found)
+
+
+def runs(ways: Iterable[Way], nums_ranks: Iterable[int]) -> list[Run]:
+    """All, the fewest ranks first; those engines that are one process once, whatever the numbers of ranks."""
+    ways = list(ways)
+    alone = [Run(way, 1) for way in ways if way.engine in ALONE]
+    others = [Run(way, num) for num in nums_ranks for way in ways if way.engine not in ALONE]
+    return sorted([*alone, *others], key=lambda run: run.num_ranks)
+
+
+def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
+    """Why it cannot run here, if so, in the words of who refuses it."""
+    options = parsed((*arguments, *run.way.arguments))
+    if isinstance(options, str):
+        return options
+    try:
+        check_engine(options, "cuda" if machine.gpus else "cpu")
+    except EngineError as error:
+        return str(error)
+    if machine.gpus and run.num_ranks > len(machine.gpus):
+        return f"{run.num_ranks} ranks need as many GPUs, and here they are {len(machine.gpus)}"
+    if options.batch_size < run.num_ranks:
+        return f"--batch-size {options.batch_size} is less than a sample for each of {run.num_ranks} ranks"
+    return None
+
+
+def parsed(arguments: Sequence[str]) -> training.Options | str:
+    """The shared module's options, or why it refuses them."""
+    try:
+        return training.read(arguments, {})
+    except training.OptionsError as error:
+        return str(error).removeprefix(_PROGRAM)
+
+
+def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:
+    """What is executed."""
+    module = ["-m", "nodekit.training", *arguments, *run.way.arguments, "--output", str(output)]
+    if run.way.is_spawned:
+        return [sys.executable, *module, "--nproc-per-node", str(run.num_ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.num_ranks)]
+    return [sys.executable, *launcher, *module]
+
+
+def environment(run: Run, machine: Machine, ours: Mapping[str, str]) -> dict[str, str]:
+    """Its variables: ours, without what a job's ranks are told, and with as many threads as there are cores."""
+    kept = {name: value for name, value in ours.items() if name not in _OF_A_JOB}
+    return {**kept, "OMP_NUM_THREADS": str(machine.num_threads(run.num_ranks))}
+
+
+def heading(
+    options: training.Options, given: Sequence[str], machine: Machine, plan: Sequence[Run]
+) -> tuple[str, str]:
+    """What is trained, and where and how."""
+    what = (
+        f"{options.task}, {count(options.epochs, 'epoch')}, {count(options.batch_size, 'sample')} a step "
+        f"over all ranks, seed {options.seed}"
+    )
+    gpus = ", ".join(f"{machine.gpus.count(name)} × {name}" for name in dict.fromkeys(machine.gpus))
+    threads = ", ".join(
+        f"{machine.num_threads(num)} with {count(num, 'rank')}"
+        for num in dict.fromkeys(run.num_ranks for run in plan)
+    )
+    where = (
+        f"{count(machine.num_cores, 'core')} of {machine.cpu}, {gpus or 'no GPU'}, torch {machine.torch}; "
+        f"OMP_NUM_THREADS: {threads}"
+    )
+    return what, where + (f"; options: {shlex.join(given)}" if given else "")

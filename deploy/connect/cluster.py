@@ -1,0 +1,140 @@
+"""Opens the links to an inventory's hosts, all at once, and groups hosts that share a folder."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from nodekit.deploy.connect.link import Link, on_all, open_local, open_ssh
+from nodekit.deploy.plan.check import Facts, all_or_raise
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import Host
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How the command line wants SSH."""
+
+    accept_new_host_keys: bool = False
+    notice: Callable[[str], None] = print
+    open: Callable[[Host], Link] | None = None
+    """What opens a link in place of SSH, where the hosts are a Slurm allocation's."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask_passphrase(self, path: str) -> str:
+        """Ask for the passphrase of an encrypted key, at the terminal."""
+        import getpass
+
+        with self._lock:
+            return getpass.getpass(f"passphrase of {path}: ")
+
+
+def open_link(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
+    """A link to one host; `timeout_s` is for logging in.
+
+    Raises:
+        HostError: it cannot be reached, or its python does not run.
+    """
+    if options.open is not None:
+        return options.open(host)
+    if host.connection == "local":
+        return open_local(host.name, host.python)
+    from nodekit.deploy.connect import ssh  # paramiko is slow to import, and a local run does without
+
+    connection = ssh.connect(
+        ssh.SshTarget(
+            name=host.name,
+            address=host.address,
+            user=host.user,
+            port=host.port,
+            identity_file=host.identity_file,
+            known_hosts=host.known_hosts,
+        ),
+        timeout_s=timeout_s,
+        accept_new_host_keys=options.accept_new_host_keys,
+        ask_passphrase=options.ask_passphrase,
+        notice=options.notice,
+    )
+    try:
+        return open_ssh(connection, host.name, host.python)
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def links(hosts: Iterable[Host], options: SshOptions, *, some: bool = False) -> Iterator[dict[str, Link]]:
+    """Links to all hosts, closed at the end.
+
+    Args:
+        some: do with those that can be reached and tell of the others, instead of failing.
+
+    Raises:
+        KitError: with a line for each host that cannot be reached.
+    """
+    by_name = {host.name: host for host in hosts}
+    results = on_all(by_name, lambda host: open_link(host, options))
+    opened = {name: link for name, link in results.items() if isinstance(link, Link)}
+    try:
+        if some:
+            for result in results.values():
+                if isinstance(result, KitError):
+                    options.notice(str(result))
+                elif isinstance(result, Exception):
+                    raise result
+        else:
+            all_or_raise(results)
+        yield opened
+    finally:
+        on_all(opened, Link.close)
+
+
+def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:
+    """For each host the addresses of the others, as far as they can be told from here.
+
+    The loopback address of a local host says nothing to another machine; only when all hosts are local do they
+    reach each other by it.
+    """
+    hosts = list(hosts)
+    all_local = all(host.connection == "local" for host in hosts)
+    addresses = {
+        host.name: address
+        for host in hosts
+        if (address := _numeric(host)) is not None
+        and (all_local or not ipaddress.ip_address(address).is_loopback)
+    }
+    return {
+        host.name: tuple(address for name, address in addresses.items() if name != host.name)
+        for host in hosts
+    }
+
+
+def _numeric(host: Host) -> str | None:
+    """The IP address behind a host's `address`, through ~/.ssh/config's HostName and the resolver here."""
+    name = host.address
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    if host.connection == "ssh":
+        from nodekit.deploy.connect import ssh
+
+        name = ssh.hostname(name)
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None  # reached through a jump host that knows the name
+
+
+def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
+    """The hosts grouped by the workdir they share: first of a group → all of it."""
+    groups: dict[str, list[str]] = {}
+    for name, found in facts.items():
+        groups.setdefault(found.workdir_id or name, []).append(name)
+    return {names[0]: names for names in groups.values()}

@@ -1,0 +1,317 @@
+"""One link per host: calls into `deploy/host/remote.py` running there, over SSH or, for this machine, a pipe."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from nodekit.inventory.errors import HostError
+
+if TYPE_CHECKING:
+    from nodekit.deploy.connect.ssh import SshConnection
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+START_TIMEOUT_S = 10.0
+SILENCE_S = (
+    15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
+)
+
+OFFERED = (
+    "accept", "hostshell", "made", "present", "programs", "removal", "tree",
+    "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
+    "probes.hostfacts", "probes.linkspeed", "probes.netprobe", "probes.nics", "probes.probes", "probes.survey",
+)  # fmt: skip
+"""The modules of `deploy.host` whose functions a host can be asked to call, as ``MODULE.FUNCTION``."""
+
+# What the host's python is told to run: a program of so many bytes that comes on its stdin.
+BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
+
+
+class LinkLost(HostError):
+    """The connection to the host is gone; what runs there runs on."""
+
+
+class RemoteError(HostError):
+    """A call failed on the host.
+
+    Attributes:
+        type: the name of the exception there.
+        message: its text.
+        errno: the name of its errno (``ENOSPC``), or "".
+    """
+
+    def __init__(self, host: str, error: Mapping[str, str]) -> None:
+        self.type = error["type"]
+        self.message = error["message"]
+        self.errno = error.get("errno", "")
+        super().__init__(host, error["message"] or error["type"])
+        self.__notes__ = [f"on {host}: {error['traceback']}"]
+
+
+class Process(Protocol):
+    """What a link needs of the process at its other end."""
+
+    @property
+    def stdin(self) -> IO[bytes]: ...  # noqa: D102
+    @property
+    def stdout(self) -> IO[bytes]: ...  # noqa: D102
+    def stderr_tail(self) -> str: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class LocalProcess:
+    """A process on this machine with the face of one over SSH."""
+
+    def __init__(self, argv: list[str]) -> None:
+        # Its own session: a Ctrl-C in the terminal is for kit, which then stops the agents through it.
+        self._popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.stdin = cast(IO[bytes], self._popen.stdin)
+        self.stdout = cast(IO[bytes], self._popen.stdout)
+        self._stderr: collections.deque[bytes] = collections.deque(maxlen=50)
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        with cast(IO[bytes], self._popen.stderr) as stderr:
+            self._stderr.extend(stderr)
+
+    def stderr_tail(self) -> str:
+        """The last lines it wrote to stderr."""
+        return b"".join(self._stderr).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """End it by ending its stdin."""
+        with contextlib.suppress(BrokenPipeError):  # it ended first
+            self.stdin.close()
+        try:
+            self._popen.wait(5)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self.stdout.close()
+
+
+class Link:
+    """Calls into one host, from any thread, each with a timeout.
+
+    Attributes:
+        host: the host's name in the inventory.
+        connection: the SSH connection below it, None on this machine.
+    """
+
+    def __init__(self, host: str, process: Process, connection: SshConnection | None = None) -> None:
+        self.host = host
+        self.connection = connection
+        self._process = process
+        self._ids = itertools.count()
+        self._waiting: dict[int, queue.Queue[dict[str, Any]]] = {}
+        self._lost: str | None = None
+        self._write_lock = threading.Lock()
+        self._begin(process)
+
+    def switch(self, python: str) -> None:
+        """Go on with another interpreter of the host, over the same connection, while no call is under way.
+
+        Raises:
+            HostError: it does not run.
+        """
+        before, argv = self._process, [python, "-c", BOOT]
+        try:
+            self._begin(cast(Process, self.connection.exec(argv)) if self.connection else LocalProcess(argv))
+        finally:
+            before.close()
+
+    def _begin(self, process: Process) -> None:
+        """Have a process, which waits for its program, answer the calls."""
+        self._process = process
+        self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
+        program = _program()
+        try:
+            process.stdin.write(b"%d\n" % len(program) + program)
+            process.stdin.flush()
+        except OSError:
+            pass  # it ended at once; the reader finds out, with its last words
+        threading.Thread(
+            target=self._read, args=(process, self._ready), name=f"link-{self.host}", daemon=True
+        ).start()
+        try:
+            answer = self._ready.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            answer = {"lost": f"no answer within {START_TIMEOUT_S:.0f} s"}
+        if "lost" in answer:
+            process.close()
+            raise HostError(self.host, _no_python(answer["lost"]))
+
+    def _read(self, process: Process, ready: queue.Queue[dict[str, Any]]) -> None:
+        try:
+            for line in process.stdout:
+                if not line.startswith(b"{"):
+                    continue  # a login banner before our program spoke
+                message = json.loads(line)
+                if "ready" in message:
+                    ready.put(message)
+                elif (waiter := self._waiting.get(message["id"])) is not None:
+                    waiter.put(message)
+        except (OSError, ValueError, EOFError):
+            pass  # told below, as any other end
+        if process is not self._process:
+            return  # another has taken its place
+        self._lost = process.stderr_tail().strip() or "it ended without a word"
+        ready.put({"lost": self._lost})
+        for waiter in list(self._waiting.values()):
+            waiter.put({"lost": True})
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is gone."""
+        return self._lost is not None
+
+    def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
+        """Run `op` on the host and return its result.
+
+        Raises:
+            RemoteError: it failed there.
+            LinkLost: the connection is gone, or there was no answer within `timeout_s` seconds.
+        """
+        return self.stream(op, lambda _: None, silence_s=timeout_s, **args)
+
+    def stream(
+        self, op: str, on_part: Callable[[Any], None], *, silence_s: float = SILENCE_S, **args: Any
+    ) -> Any:
+        """Run `op`, hand each part it sends to `on_part`, and return its result; errors as in `call`."""
+        number = next(self._ids)
+        waiter: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._waiting[number] = waiter
+        try:
+            if self._lost is not None:
+                raise LinkLost(self.host, self._lost)
+            data = json.dumps({"id": number, "op": op, "args": args}).encode() + b"\n"
+            try:
+                with self._write_lock:
+                    self._process.stdin.write(data)
+                    self._process.stdin.flush()
+            except (OSError, ValueError) as error:
+                raise LinkLost(self.host, f"the connection is gone ({error})") from error
+            while True:
+                try:
+                    message = waiter.get(timeout=silence_s)
+                except queue.Empty:
+                    raise LinkLost(self.host, f"no answer to '{op}' within {silence_s:.0f} s") from None
+                if "lost" in message:
+                    raise LinkLost(self.host, self._lost or "it ended")
+                if "error" in message:
+                    raise RemoteError(self.host, message["error"])
+                if "result" in message:
+                    return message["result"]
+                on_part(message["part"])
+        finally:
+            del self._waiting[number]
+
+    def close(self) -> None:
+        """End the server on the host and the connection; agents it started live on."""
+        self._process.close()
+        if self.connection is not None:
+            self.connection.close()
+
+
+def _no_python(last_words: str) -> str:
+    return (
+        f"its python does not run ({last_words.splitlines()[-1]}); "
+        "set `python:` to an interpreter there that has torch"
+    )
+
+
+def open_local(host: str, python: str) -> Link:
+    """A link to this machine."""
+    argv = [str(Path(python).expanduser()), "-c", BOOT]
+    try:
+        return Link(host, LocalProcess(argv))
+    except OSError as error:
+        raise HostError(host, _no_python(str(error))) from error
+
+
+def open_ssh(connection: SshConnection, host: str, python: str) -> Link:
+    """A link over an SSH connection."""
+    return Link(host, cast(Process, connection.exec([python, "-c", BOOT])), connection)
+
+
+def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:
+    """Call `function` on every item at once: name → result *or* exception, so that one failure hides no other.
+
+    A KeyboardInterrupt does not wait for calls under way: they end with their link, or with the process.
+    """
+    results: dict[str, R | Exception] = {}
+
+    def attempt(name: str, item: T) -> None:
+        try:
+            results[name] = function(item)
+        except Exception as error:  # handed to the caller, host by host
+            results[name] = error
+
+    threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in items.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: results[name] for name in items}
+
+
+@functools.cache
+def _program() -> bytes:
+    """The source of the server and of the modules it offers, as one program."""
+    return program((*OFFERED, "remote"), "module.serve(package)")
+
+
+def program(names: Sequence[str], last_line: str) -> bytes:
+    """Modules of `deploy.host` as one program in ASCII; in its last line, `module` is the last of them.
+
+    The others are compiled when they are first asked for: most calls need few of them. There, the folders are one
+    package under several names, so a module is known by its own name alone.
+    """
+    sources = {name.rpartition(".")[2]: (name, source(f"nodekit.deploy.host.{name}")) for name in names}
+    return f"""
+import sys, threading, types
+sources = {sources!a}
+package, lock = types.ModuleType("nodekit.deploy.host"), threading.RLock()
+def load(name):
+    if name not in sources:
+        raise AttributeError(name)
+    with lock:
+        if name not in vars(package):
+            place, text = sources[name]
+            module = types.ModuleType("nodekit.deploy.host." + place)
+            sys.modules[module.__name__] = module
+            exec(compile(text, name + ".py", "exec"), module.__dict__)
+            setattr(package, name, module)
+        return vars(package)[name]
+package.__getattr__ = load
+for place in ("", ".logs", ".probes"):  # and no "nodekit": a host's own must be found, should anything look for it
+    sys.modules["nodekit.deploy.host" + place] = package
+module = load({names[-1].rpartition(".")[2]!a})
+{last_line}
+""".encode("ascii")
+
+
+def source(module: str) -> str:
+    """The source of one of our modules, to be sent."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")

@@ -1,0 +1,323 @@
+"""One SSH connection to one host, as `~/.ssh/config` says, and never to a host whose key is not known.
+
+fabric reads the user's configuration and strings jump hosts together; what it would be lenient about (host
+keys, time, which key is tried) is done in `deploy/connect/sshclient.py`, which stands in for paramiko's client.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import logging
+import shlex
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from nodekit.deploy.connect import sshconfig
+from nodekit.deploy.connect.sshclient import KEEPALIVE_S, Client, Clock, Settings, SshTarget
+from nodekit.inventory.errors import HostError
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["SshConnection", "SshProcess", "SshTarget", "connect", "hostname", "shell_line"]
+
+_CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,aes128-ctr,aes256-ctr"
+
+
+def connect(
+    target: SshTarget,
+    *,
+    timeout_s: float = 10.0,
+    accept_new_host_keys: bool = False,
+    ask_passphrase: Callable[[str], str] | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> SshConnection:
+    """Connect to a host, through its jump hosts if `~/.ssh/config` names some.
+
+    Args:
+        target: the host.
+        timeout_s: for all of it, without the time that `ask_passphrase` takes.
+        accept_new_host_keys: add the key of a host that no known_hosts file has to ~/.ssh/known_hosts. A
+            key that differs from a known one is refused all the same.
+        ask_passphrase: is called with an encrypted identity file; once per file for all hosts of the process.
+        notice: is told what was accepted.
+
+    Raises:
+        HostError: with the address, the cause and the cure.
+    """
+    import fabric  # 0.15 s, and most commands never connect
+    import paramiko
+
+    log = logging.getLogger("paramiko")
+    if not log.handlers:  # or else it writes tracebacks to stderr; all it says is in our errors
+        log.addHandler(logging.NullHandler())
+    settings = Settings(
+        target=target,
+        clock=Clock(timeout_s),
+        accept_new_host_keys=accept_new_host_keys,
+        ask_passphrase=ask_passphrase,
+        notice=notice,
+    )
+    try:
+        config = fabric.Config(ssh_config=sshconfig.read(Path.home()), lazy=True)
+        connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
+    except (sshconfig.ConfigError, ValueError) as error:
+        raise HostError(target.name, str(error)) from error
+    except RecursionError:
+        raise HostError(
+            target.name,
+            f"~/.ssh/config sends the jump host of {target.address} through itself; give it `ProxyJump none`",
+        ) from None
+    hops = _equip(connection, settings)
+    try:
+        connection.open()
+    except paramiko.ChannelException as error:
+        _close_all(hops)
+        raise HostError(
+            target.name,
+            f"{hops[-2].where} was reached, but it could not connect to {connection.host}:{connection.port} "
+            f"({error.text}); is the host up, and does the jump host's sshd allow forwarding?",
+        ) from error
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        _close_all(hops)
+        raise HostError(
+            target.name, f"connecting to {connection.host}:{connection.port} failed: {error}"
+        ) from error
+    except BaseException:
+        _close_all(hops)
+        raise
+    return SshConnection(target, connection, hops)
+
+
+def _equip(connection: Any, settings: Settings) -> list[Client]:
+    """Give a fabric connection and those it goes through clients of ours, in the order they are connected."""
+    hops: list[Client] = []
+    jump = False
+    while connection is not None and not isinstance(connection, str):
+        if str(connection.ssh_config.get("proxyjump", "")).lower() == "none":
+            connection.gateway = None
+        proxy = connection.gateway if isinstance(connection.gateway, str) else None
+        client = Client(
+            settings, connection.ssh_config, original=connection.original_host, jump=jump, proxy_command=proxy
+        )
+        connection.client = client
+        hops.insert(0, client)
+        connection, jump = connection.gateway, True
+    return hops
+
+
+def _close_all(hops: Sequence[Client]) -> None:
+    """Close a chain of hops, the farthest first."""
+    for client in reversed(hops):
+        client.close()
+
+
+class _ChannelStream(io.RawIOBase):
+    """A channel's stdin and stdout. Paramiko's own file flushes when it is collected, which may be too late for it."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._channel.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def write(self, data: Any) -> int:
+        self._channel.sendall(data)
+        return len(data)
+
+
+class _ChannelStdin(_ChannelStream):
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.shutdown_write()
+        super().close()
+
+
+class SshProcess:
+    """A command that runs on the host; its streams are bytes."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+        self.stdin = cast("IO[bytes]", _ChannelStdin(channel))
+        self.stdout = cast("IO[bytes]", io.BufferedReader(_ChannelStream(channel), 1 << 16))
+        self._stderr: collections.deque[bytes] = collections.deque(maxlen=16)
+        # Nobody reading stderr would stop the command once the window is full.
+        self._drain = threading.Thread(target=self._read_stderr, name="ssh-stderr", daemon=True)
+        self._drain.start()
+
+    def _read_stderr(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._channel.recv_stderr(4096):
+                self._stderr.append(data)
+
+    def stderr_tail(self) -> str:
+        """The last it wrote to stderr, up to 64 KiB."""
+        if self._channel.closed or self._channel.eof_received:
+            self._drain.join(1.0)  # it is about to have read the rest
+        return b"".join(self._stderr.copy()).decode("utf-8", "replace")
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended; None while it runs, and when the connection was lost before it told."""
+        if not self._channel.exit_status_ready():
+            return None
+        status = self._channel.recv_exit_status()
+        return None if status == -1 else status
+
+    def close(self) -> None:
+        """End its stdin and stop listening; what it started may live on."""
+        self._channel.close()
+
+
+class SshConnection:
+    """An open connection, kept alive until `close`; any number of commands and files go through it."""
+
+    def __init__(self, target: SshTarget, connection: Any, hops: list[Client]) -> None:
+        self.target = target
+        self._connection = connection
+        self._hops = hops
+        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = threading.Lock()
+
+    def exec(self, command: Sequence[str]) -> SshProcess:
+        """Start a command; a leading ``~/`` of its first word is the home folder on the host."""
+        import paramiko
+
+        try:
+            channel = self._connection.transport.open_session()
+            channel.exec_command(shell_line(command))
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise HostError(
+                self.target.name,
+                f"{self._hops[-1].where} did not start a command: {error or 'the connection is lost'}",
+            ) from error
+        return SshProcess(channel)
+
+    def sftp(self) -> paramiko.SFTPClient:
+        """A new SFTP session, the caller's to close."""
+        import paramiko
+
+        try:
+            return self._hops[-1].open_sftp()
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise HostError(self.target.name, f"{self._hops[-1].where} has no SFTP: {error}") from error
+
+    def to_port(self, port: int) -> paramiko.Channel:
+        """A connection to a port of the host's own loopback, for its `deploy/connect/tunnel.py`.
+
+        Raises:
+            ConnectionRefusedError: nothing listens there.
+            HostError: it forwards nothing, or the connection is lost.
+        """
+        import paramiko
+
+        try:
+            channel: paramiko.Channel = self._connection.transport.open_channel(
+                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=10
+            )
+        except paramiko.ChannelException as error:
+            if error.code == 2:  # connect failed
+                raise ConnectionRefusedError(error.text) from error
+            raise HostError(
+                self.target.name,
+                f"{self._hops[-1].where} does not forward ({error.text}): its sshd needs AllowTcpForwarding yes",
+            ) from error
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise HostError(
+                self.target.name, f"{self._hops[-1].where} cannot be reached any more: {error}"
+            ) from error
+        return channel
+
+    def rsync_rsh(self) -> list[str] | None:
+        """The system's ssh client with what makes it reach this very host; any name does as its destination.
+
+        It reads no configuration and asks nobody: address, user, key, jump hosts and the one host key it may
+        meet are in its arguments. None where there is no such client, or it cannot have the key that we used.
+        """
+        if shutil.which("ssh") is None or any(hop.used is None or hop.used[0].asked for hop in self._hops):
+            return None
+        with self._lock:
+            if self._files is None:
+                self._files = tempfile.TemporaryDirectory(prefix="nodekit-ssh-")
+        argv: list[str] = []
+        for number, hop in enumerate(self._hops):
+            argv = _ssh_argv(hop, number, argv, Path(self._files.name))
+        return argv
+
+    def close(self) -> None:
+        """Close the connection and those it goes through."""
+        _close_all(self._hops)
+        with self._lock:
+            if self._files is not None:
+                self._files.cleanup()
+                self._files = None
+
+
+def hostname(address: str) -> str:
+    """The name or address that ``~/.ssh/config`` gives an alias; what it does not know stays as it is."""
+    return str(sshconfig.read(Path.home()).lookup(address)["hostname"])
+
+
+def shell_line(command: Sequence[str]) -> str:
+    """A command as one line for the host's login shell: the only place where anything is quoted for it."""
+    first, *rest = command
+    if first.startswith("~/"):
+        return shlex.join([first, *rest]).replace(shlex.quote(first), '"$HOME"/' + shlex.quote(first[2:]), 1)
+    return shlex.join(command)
+
+
+def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list[str]:
+    """The argv that reaches one hop; `before` is that of the hop it goes through, empty for the first."""
+    used, server_key = hop.used, hop.host_key
+    assert used is not None
+    assert server_key is not None
+    candidate, key = used
+    known_hosts, public = folder / f"known_hosts{number}", folder / f"key{number}.pub"
+    known_hosts.write_text(
+        f"host{number} {server_key.get_name()} {server_key.get_base64()}\n", encoding="ascii"
+    )
+    if candidate.file is None:  # its public half tells ssh which of the agent's keys to take
+        public.write_text(f"{key.get_name()} {key.get_base64()}\n", encoding="ascii")
+    proxy = hop.proxy_command and hop.proxy_command.replace("%", "%%")
+    if before:
+        host = f"[{hop.host}]" if ":" in hop.host else hop.host
+        proxy = shlex.join([*before, "-W", f"{host}:{hop.port}", "jump"]).replace("%", "%%")
+    options = {
+        "BatchMode": "yes",
+        "StrictHostKeyChecking": "yes",
+        "UserKnownHostsFile": _option_path(known_hosts),
+        "GlobalKnownHostsFile": "/dev/null",
+        "HostKeyAlias": f"host{number}",
+        "UpdateHostKeys": "no",
+        "IdentitiesOnly": "yes",
+        "IdentityFile": _option_path(candidate.file or public),
+        "HostName": hop.host.replace("%", "%%"),
+        "ServerAliveInterval": str(KEEPALIVE_S),
+        "Ciphers": _CIPHERS,
+        "LogLevel": "ERROR",
+    }
+    if proxy:
+        options["ProxyCommand"] = proxy
+    argv = ["ssh", "-F", "none", "-l", hop.user, "-p", str(hop.port)]
+    for name, value in options.items():
+        argv += ["-o", f"{name}={value}"]
+    return argv
+
+
+def _option_path(path: Path) -> str:
+    return '"' + str(path).replace("%", "%%") + '"'

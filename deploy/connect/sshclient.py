@@ -1,0 +1,348 @@
+"""Connecting one hop: TCP, the host's key, ours; within the time there is, and with errors that say the cure.
+
+It stands in for paramiko's own client below fabric, which would take any host key, wait without end, and try
+keys until the host hangs up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from nodekit.deploy.connect import hostkeys, identity, sshconfig
+from nodekit.inventory.errors import HostError
+
+if TYPE_CHECKING:
+    import paramiko
+
+KEEPALIVE_S = 15
+DEAD_AFTER_S = 45  # sent and not acknowledged for so long: the connection is lost
+_key_files = (
+    identity.KeyFiles()
+)  # one per process: its user is asked once for a key, however many hosts want it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshTarget:
+    """Where and as whom to connect; what is None is `~/.ssh/config`'s to say."""
+
+    name: str
+    """The host's name in the inventory, for errors."""
+    address: str
+    """A host name, an address or an alias of `~/.ssh/config`."""
+    user: str | None = None
+    port: int | None = None
+    identity_file: str | None = None
+    known_hosts: str | None = None
+    """One more known_hosts file."""
+
+
+class TimeIsUpError(Exception):
+    """The time for connecting is over."""
+
+
+class Clock:
+    """The time a connection may take, without that which a person takes to type a passphrase."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Seconds left; TimeIsUpError when there are none."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeIsUpError
+        return left_s
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While a person is asked."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._deadline += time.monotonic() - start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is the same for a host and the jump hosts before it."""
+
+    target: SshTarget
+    clock: Clock
+    accept_new_host_keys: bool
+    ask_passphrase: Callable[[str], str] | None
+    notice: Callable[[str], None]
+
+
+class Client:
+    """What fabric wants of a client: connect, get_transport, open_sftp, close."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: dict[str, Any],
+        *,
+        original: str,
+        jump: bool,
+        proxy_command: str | None,
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self.original = original
+        self.proxy_command = proxy_command
+        self._jump = jump
+        self._transport: paramiko.Transport | None = None
+        self._agent: paramiko.Agent | None = None
+        self.host, self.port, self.user = "", 22, ""
+        self.host_key: paramiko.PKey | None = None
+        """What the host showed, once it is found to be known."""
+        self.used: tuple[identity.Candidate, paramiko.PKey] | None = None
+
+    @property
+    def where(self) -> str:
+        """The host's address for people."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'the jump host ' if self._jump else ''}{host}:{self.port}"
+
+    def problem(self, text: str) -> HostError:
+        """An error of ours that names the inventory's host."""
+        return HostError(self._settings.target.name, text)
+
+    def get_transport(self) -> paramiko.Transport | None:
+        """The open transport."""
+        return self._transport
+
+    def connect(self, *, hostname: str, port: int, username: str, sock: Any = None, **_: Any) -> None:
+        """Connect and log in; HostError if that cannot be."""
+        import paramiko
+
+        self.host, self.port, self.user = hostname, port, username
+        clock = self._settings.clock
+        phase = "connect"
+        try:
+            if sock is None:
+                sock = self._tcp()
+            phase = "say the SSH greeting and agree on keys"
+            transport = self._transport = paramiko.Transport(sock)
+            transport.channel_timeout = clock.timeout_s
+            self._handshake(transport)
+            phase = "accept a key"
+            self._login(transport)
+            transport.set_keepalive(KEEPALIVE_S)
+        except TimeIsUpError:
+            raise self.problem(
+                f"{self.where} did not {phase} within {clock.timeout_s:g} s; is it overloaded, or a firewall "
+                "in between?"
+            ) from None
+        except sshconfig.ConfigError as error:
+            raise self.problem(str(error)) from error
+        finally:
+            if self.used is None:  # not logged in
+                self.close()
+                if sock is not None:
+                    sock.close()  # a transport that did not start leaves it open
+
+    def _tcp(self) -> socket.socket:
+        clock = self._settings.clock
+        try:
+            addresses = _resolve(self.host, self.port, clock.left_s())
+        except socket.gaierror as error:
+            raise self.problem(
+                f"the name '{self.host}' does not resolve ({error.strerror}); set `address` to the host's IP "
+                "address or to an alias of ~/.ssh/config"
+            ) from error
+        failed: OSError | None = None
+        for family, kind, protocol, _, address in addresses:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(clock.left_s())
+                sock.connect(address)
+            except TimeoutError as error:
+                sock.close()
+                raise TimeIsUpError from error
+            except OSError as error:
+                sock.close()
+                failed = error
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):  # a cut cable must not take TCP's 15 minutes to show
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+                return sock
+        assert failed is not None
+        if isinstance(failed, ConnectionRefusedError):
+            cure = "is sshd running there, and on that port?"
+        else:
+            cure = "is the host up, and its address right?"
+        raise self.problem(f"{self.where} cannot be reached ({failed.strerror}); {cure}") from failed
+
+    def _handshake(self, transport: paramiko.Transport) -> None:
+        import paramiko
+
+        clock = self._settings.clock
+        home = Path.home()
+        files = sshconfig.known_hosts_files(self._config, self._settings.target.known_hosts, home)
+        alias = self._config.get("hostkeyalias")
+        name = alias or hostkeys.host_pattern(self.host, self.port)
+        known = hostkeys.lookup(files, name)
+        # As ssh does: a key known without the port will do, but does not make another one a changed one.
+        hints = known or ([] if alias else hostkeys.lookup(files, self.host.lower()))
+        options = transport.get_security_options()
+        options.key_types = hostkeys.preferred_key_types(options.key_types, hints)
+        options.ciphers = sorted(
+            options.ciphers, key=lambda cipher: "gcm" not in cipher
+        )  # 2 x aes-ctr + hmac
+        transport.banner_timeout = transport.handshake_timeout = clock.left_s()
+        try:
+            transport.start_client(timeout=clock.left_s())
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            clock.left_s()
+            if not transport.remote_version:
+                raise self.problem(
+                    f"{self.where} took the connection but did not greet as an SSH server; is the port "
+                    "right, or does it refuse you (MaxStartups, a firewall)?"
+                ) from error
+            raise self.problem(f"{self.where} and kit could not agree on keys ({error})") from error
+        if not transport.initial_kex_done:
+            raise TimeIsUpError
+        key = self.host_key = transport.get_remote_server_key()
+        shown = key.asbytes()
+        if any(entry.revoked and entry.blob == shown for entry in hints):
+            revoked = next(entry for entry in hints if entry.revoked and entry.blob == shown)
+            raise self.problem(f"the host key of {self.where} is marked @revoked ({revoked.where})")
+        if any(entry.blob == shown for entry in hints):
+            return
+        known = [entry for entry in known if not entry.revoked]
+        if known:
+            raise self.problem(hostkeys.changed_problem(where=self.where, name=name, key=key, known=known))
+        if not self._settings.accept_new_host_keys:
+            proxied = self._config.get("proxyjump") or self._config.get("proxycommand")
+            scannable = alias is None and not proxied
+            host = self.host if scannable else self.original
+            text = hostkeys.unknown_problem(
+                where=self.where,
+                name=name,
+                host=host,
+                port=self.port,
+                key=key,
+                scannable=scannable,
+                files=files,
+            )
+            raise self.problem(text)
+        accepted = home / ".ssh/known_hosts"
+        hostkeys.accept(accepted, name, key)
+        self._settings.notice(
+            f"{self._settings.target.name}: accepted the new host key of {self.where}, {key.get_name()} "
+            f"{hostkeys.fingerprint(shown)}, into {accepted}"
+        )
+
+    def _login(self, transport: paramiko.Transport) -> None:
+        import paramiko
+
+        clock = self._settings.clock
+        tried: list[str] = []
+        try:
+            for candidate in self._candidates():
+                with clock.stopped():
+                    key = candidate.load()
+                tried.append(candidate.label)
+                transport.auth_timeout = clock.left_s()
+                try:
+                    more = transport.auth_publickey(self.user, key)
+                except paramiko.BadAuthenticationType as error:
+                    raise self.problem(
+                        f"{self.where} takes no keys, only {', '.join(error.allowed_types)}; allow "
+                        "PubkeyAuthentication in its sshd_config"
+                    ) from error
+                except (paramiko.SSHException, EOFError, OSError) as error:
+                    clock.left_s()
+                    if not transport.is_active():
+                        raise self.problem(
+                            f"{self.where} closed the connection while user '{self.user}' tried "
+                            f"{', '.join(tried)}; where the agent holds many keys, name the right one with "
+                            "`identity_file`"
+                        ) from error
+                    continue
+                if more:
+                    raise self.problem(
+                        f"{self.where} wants more than a key of user '{self.user}': {', '.join(more)}; "
+                        "kit cannot answer that"
+                    )
+                self.used = (candidate, key)
+                return
+        except identity.IdentityError as error:
+            raise self.problem(f"{error} (for user '{self.user}' at {self.where})") from error
+        if not tried:
+            raise self.problem(
+                f"no key to log in with as user '{self.user}' at {self.where}; set `identity_file`, or make "
+                "one with `ssh-keygen -t ed25519`"
+            )
+        port = "" if self.port == 22 else f"-p {self.port} "
+        raise self.problem(
+            f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)}); is "
+            f"`user` right? `ssh-copy-id {port}{self.user}@{self.host}` adds a key there"
+        )
+
+    def _candidates(self) -> Iterator[identity.Candidate]:
+        import paramiko
+
+        named = [Path(file).expanduser() for file in self._config.get("identityfile", [])]
+        named = [file for file in named if file.is_file()]  # ssh passes over those that are not there
+        own = self._settings.target.identity_file
+        if own is not None and not self._jump:
+            identity.check_file(Path(own).expanduser())
+            named.insert(0, Path(own).expanduser())
+        with contextlib.suppress(paramiko.SSHException, OSError):  # an agent that does not answer is none
+            self._agent = paramiko.Agent()
+        return identity.candidates(
+            named=list(dict.fromkeys(named)),
+            only_named=self._config.get("identitiesonly", "no").lower() == "yes",
+            agent_keys=self._agent.get_keys() if self._agent else (),
+            home=Path.home(),
+            keys=_key_files,
+            ask=self._settings.ask_passphrase,
+        )
+
+    def open_sftp(self) -> paramiko.SFTPClient:
+        """A new SFTP session."""
+        import paramiko
+
+        assert self._transport is not None
+        sftp = paramiko.SFTPClient.from_transport(self._transport)
+        assert sftp is not None
+        return sftp
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+
+
+def _resolve(host: str, port: int, timeout_s: float) -> list[Any]:
+    """getaddrinfo, which has no timeout of its own."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        raise socket.gaierror(socket.EAI_AGAIN, f"no answer from the name server within {timeout_s:.0f} s")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return cast("list[Any]", found[0])

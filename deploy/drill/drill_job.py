@@ -1,0 +1,99 @@
+"""One `kit up` of a drill: a process of its own, which can be killed and followed by another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import KitError
+
+_RUN_ID = re.compile(r"^run (\S+)", re.MULTILINE)
+
+
+class Job:
+    """The `kit up` of one run, and its output in a file."""
+
+    def __init__(self, inventory: Path, command: Sequence[str], output: Path, *, new_keys: bool) -> None:
+        """Nothing is started yet.
+
+        Args:
+            inventory: the file.
+            command: in place of the inventory's; empty for that one.
+            output: where stdout and stderr go.
+            new_keys: accept the keys of hosts that are not known yet.
+        """
+        self.output = output
+        options = ["--accept-new-host-keys"] if new_keys else []
+        self._argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", str(inventory), *options]
+        self._command = ["--", *command] if command else []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_down_on_purpose = False
+
+    def start(self, *, new: bool) -> None:
+        """Start it; `new`: a new run, else for the one that is there."""
+        with self.output.open("ab") as output:
+            # A session of its own: a Ctrl-C in the terminal is for the drill, which then ends the run.
+            self._process = subprocess.Popen(
+                [*self._argv, *(["--new"] if new else []), *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._is_down_on_purpose = False
+
+    def kill(self, *, on_purpose: bool = False) -> None:
+        """SIGKILL, to this process alone; `on_purpose`: another one is going to be started."""
+        self._is_down_on_purpose = on_purpose
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, or is to be started again."""
+        if self._process is None or self._is_down_on_purpose:
+            return None
+        return self._process.poll()
+
+    @property
+    def run(self) -> Run | None:
+        """The record of its run, once there is one."""
+        if found := _RUN_ID.search(self._said()):
+            with contextlib.suppress(KitError):
+                return runs.find(found.group(1))
+        return None
+
+    def last_words(self, num_lines: int = 6) -> str:
+        """The end of its output."""
+        lines = [line for line in self._said().splitlines() if line.strip()]
+        return "\n".join(lines[-num_lines:])
+
+    def _said(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.output.read_text(encoding="utf-8", errors="replace")
+        return ""
+
+
+def copied(path: Path, *, name: str) -> str:
+    """An inventory file under another name, to lie in another folder, and without `notify:`."""
+    from nodekit.inventory.source import parse
+
+    data = parse(path.read_text(encoding="utf-8")).data
+    assert isinstance(data, dict), "it was loaded before"
+    data["name"] = name
+    data.pop("notify", None)  # nobody is to be called for a fault that is meant
+    hosts = data.get("hosts")
+    blocks = list(hosts.values()) if isinstance(hosts, dict) else []
+    for block in [data, *(each for each in blocks if isinstance(each, dict))]:
+        for key in ("identity_file", "known_hosts"):
+            if block.get(key) and not str(block[key]).startswith("~"):
+                block[key] = str(path.resolve().parent / block[key])
+    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is YAML, and leaves no doubt what is text

@@ -1,0 +1,283 @@
+"""The runs of a drill, one after the other: the unbroken one, then one per fault, each cleared up behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.drill import drill_report
+from nodekit.deploy.drill.drill_job import Job, copied
+from nodekit.deploy.drill.drill_report import Outcome, Result, Trace
+from nodekit.deploy.drill.drill_site import Site
+from nodekit.deploy.drill.drill_watch import Watch
+from nodekit.deploy.drill.faults import Fault, Struck, make_whole
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.supervise.hands import Hands
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory
+
+OWN_JOB = (
+    "-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "14",
+    "--snapshot-every", "20", "--lr", "0.0005",
+)  # fmt: skip
+"""322 steps of digits at a walking pace, 20 s or more, with a snapshot every second or so."""
+STRIKE_AT_STEP = 75
+STRIKE_AT = 0.35
+"""Where a user's own job is struck, in parts of its length."""
+START_TIMEOUT_S = 300.0
+PATIENCE_S = 240.0
+"""Without a new step for this long, a job is not surviving: a hang may be noticed after minutes only."""
+LONGEST = 4
+"""Nor if it takes as many times the unbroken run's time, and the patience on top."""
+SETTLED_S = 0.5
+"""What happened so long ago has been seen on all nodes, so that what was first can be told."""
+_POLL_S = 0.1
+
+
+class GaveUp(Exception):
+    """The run does not get to where it should; the message says why."""
+
+
+class Drill:
+    """Runs the job, breaks it, and keeps what came of it in `results`."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        command: Sequence[str],
+        options: SshOptions,
+        folder: Path,
+        say: Callable[[str, str], None],
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            inventory: what the cluster is.
+            command: in place of the inventory's.
+            options: how to reach the hosts.
+            folder: for the copy of the inventory, and each run's output.
+            say: tells the user one line about the run of this name.
+        """
+        self.results: list[Result] = []
+        self.site = Site(inventory)
+        self._hosts = {host.name: host for host in inventory.hosts}
+        self._options = options
+        self._folder = folder
+        self._say = say
+        self._is_own_job = not (command or inventory.job.command)
+        self._command = OWN_JOB if self._is_own_job else tuple(command)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Under another name, so that `kit up` does not go on with a drill's run, nor a drill's end one of kit up's.
+        self._inventory = folder / "inventory.yaml"
+        text = copied(inventory.path, name=f"{inventory.name}-drill")
+        self._inventory.write_text(text, encoding="utf-8")
+        self._unbroken = Trace()
+        self._training_s = 0.0
+        self.run_s = 0.0
+        """How long the unbroken run took, with its start."""
+
+    def unbroken(self) -> None:
+        """Run the job as it is.
+
+        Raises:
+            KitError: it does not train to its end even so.
+        """
+        started = time.monotonic()
+        self._say("unbroken", "the job as it is, to compare with")
+        with self._running("unbroken") as (job, watch):
+            try:
+                self._until(lambda: False, job, watch)
+            except GaveUp as error:
+                raise KitError(f"the job does not even train unbroken: {error}; see {job.output}") from None
+            if job.exit_code != 0:
+                raise KitError(f"the job fails even unbroken; {job.output} ends with\n{job.last_words()}")
+            watch.close()
+            self._unbroken = trace = watch.trace
+            self.site.measure(watch.run)
+        began = min((each.started for each in drill_report.attempts(trace)), default=time.time())
+        ended = max([event["time"] for event in trace.events] + [each.time for each in trace.steps])
+        self._training_s, self.run_s = ended - began, time.monotonic() - started
+        steps = self._num_steps
+        world = "→".join(map(str, drill_report.world_sizes(trace)))
+        self._say(
+            "unbroken",
+            f"{f'{steps} steps' if steps else 'trained (it tells no steps)'} in {self._training_s:.0f} s, "
+            f"world size {world}"
+            + (
+                ""
+                if drill_report.losses(trace)
+                else "; it writes no metrics.jsonl: there is no curve to compare"
+            ),
+        )
+
+    def try_fault(self, fault: Fault) -> None:
+        """One fault, in a run of its own."""
+        started = time.monotonic()
+        self._say(fault.name, fault.text)
+        struck, problem, run_id, trace = None, "", "", Trace()
+        outcome: Outcome = "not survived"
+        try:
+            if fault.prepare:
+                fault.prepare(self.site)
+            with self._running(fault.name) as (job, watch):
+                run_id = watch.run.run_id
+                try:
+                    struck = self._strike(fault, job, watch)
+                    self._follow(fault, struck, job, watch)
+                    if job.exit_code != 0:
+                        problem = f"kit up ended with exit status {job.exit_code}: {job.last_words()}"
+                except GaveUp as error:
+                    problem = str(error)
+                if fault.needs_lab and fault.back:
+                    fault.back(
+                        self.site
+                    )  # the job may have ended before, and what all nodes say must be heard
+                watch.close()
+                trace = watch.trace
+        except KitError as error:
+            problem = str(error)
+            outcome = "not tried" if struck is None else "not survived"
+        took_s = time.monotonic() - started
+        if struck is None:
+            result = Result(fault=fault.name, outcome=outcome, problem=problem, run=run_id, took_s=took_s)
+        else:
+            result = drill_report.judge(
+                fault.name,
+                where=struck.where,
+                at=struck.at,
+                unbroken=self._unbroken,
+                trace=trace,
+                problem=problem,
+                run=run_id,
+                took_s=took_s,
+            )
+        self.results.append(result)
+        self._say(fault.name, f"{drill_report.sentence(result)}  ({took_s:.0f} s)")
+
+    @property
+    def _num_steps(self) -> int:
+        return max((each.step for each in self._unbroken.steps), default=0)
+
+    @contextlib.contextmanager
+    def _running(self, name: str) -> Iterator[tuple[Job, Watch]]:
+        """A run that is under way, watched; ended and cleared up behind it, whatever happens."""
+        new_keys = self._options.accept_new_host_keys
+        job = Job(self._inventory, self._command, self._folder / f"{name}.log", new_keys=new_keys)
+        try:
+            job.start(new=True)
+            run = self._wait_running(job)
+            with Watch(run, self._hosts, self._options, job.output) as watch:
+                self.site.enter(job, watch)
+                yield job, watch
+        finally:
+            with _no_interrupts(lambda: self._say(name, "clearing up first; a moment")):
+                self.site.leave()
+                self._clear_up(job)
+
+    def _wait_running(self, job: Job) -> Run:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            run = job.run
+            if run is not None and run.state == "running":
+                return run
+            if job.exit_code is not None:
+                raise KitError(f"kit up did not start the job; {job.output} ends with\n{job.last_words()}")
+            if time.monotonic() > deadline:
+                raise KitError(f"the job was not started after {START_TIMEOUT_S:.0f} s; see {job.output}")
+            time.sleep(_POLL_S)
+
+    def _until(self, condition: Callable[[], bool], job: Job, watch: Watch) -> None:
+        """Until that is so or the job has ended.
+
+        Raises:
+            GaveUp: it makes no progress, or takes far too long.
+        """
+        deadline = time.monotonic() + LONGEST * self._training_s + PATIENCE_S if self._training_s else None
+        since = time.monotonic()
+        while job.exit_code is None and not condition():
+            now = time.monotonic()
+            if watch.step and now - max(since, watch.moved_at) > PATIENCE_S:
+                raise GaveUp(f"no step in {PATIENCE_S:.0f} s, after step {watch.step}")
+            if deadline is not None and now > deadline:
+                raise GaveUp(f"not at its end {now - since:.0f} s later")
+            time.sleep(_POLL_S)
+
+    def _strike(self, fault: Fault, job: Job, watch: Watch) -> Struck:
+        """Wait until the job is well under way, and strike."""
+        began = time.time()
+        if self._num_steps:
+            step = STRIKE_AT_STEP if self._is_own_job else max(1, round(STRIKE_AT * self._num_steps))
+            self._until(lambda: watch.step >= step, job, watch)
+        else:
+            self._until(lambda: time.time() - began >= STRIKE_AT * self._training_s, job, watch)
+        if job.exit_code is not None:
+            raise KitError(f"the job ended before it was struck; {job.output} ends with\n{job.last_words()}")
+        struck = fault.strike(self.site)
+        when = f"at step {watch.step}" if watch.step else f"after {time.time() - began:.0f} s"
+        self._say(fault.name, f"{struck.where}, {when}: {struck.what}")
+        return struck
+
+    def _follow(self, fault: Fault, struck: Struck, job: Job, watch: Watch) -> None:
+        """From the strike to the end of the run, telling what happens and taking the fault back."""
+        told: set[str] = set()
+        back_at = time.monotonic() + fault.back_after_s
+
+        def look() -> bool:
+            trace = watch.trace
+            sign, again = drill_report.detected(trace, struck.at), drill_report.resumed(trace, struck.at)
+            if sign and "detected" not in told and sign[0] < time.time() - SETTLED_S:
+                told.add("detected")
+                self._say(fault.name, f"detected after {sign[0] - struck.at:.1f} s: {sign[1]}")
+            if again and "resumed" not in told and again.time < time.time() - SETTLED_S:
+                told.add("resumed")
+                world = [a.world_size for a in drill_report.attempts(trace) if a.started <= again.time][-1]
+                at = f" at step {again.step}" if again.step >= 0 else ""
+                self._say(fault.name, f"resumed after {again.time - struck.at:.1f} s{at}, world size {world}")
+            if fault.back and "back" not in told and time.monotonic() > back_at:
+                told.add("back")
+                self._say(fault.name, fault.back(self.site))
+            return False
+
+        self._until(look, job, watch)
+
+    def _clear_up(self, job: Job) -> None:
+        """End the run on every node, and make a lab whole."""
+        job.kill()
+        lab = self.site.lab
+        if lab is not None:
+            make_whole(lab)
+        if (run := job.run) is not None:
+            quiet = SshOptions(notice=lambda _: None)
+            with cluster.links(self._hosts.values(), quiet, some=True) as links:
+                results = Hands(run, load_inventory(self._inventory), links).stop_all(force=True)
+            run.reload()
+            if run.state not in runs.ENDED:
+                run.say_stop("kit drill")
+                run.finish_stopped()
+            unsure = [name for name in run.nodes if isinstance(results.get(name, KitError()), Exception)]
+            if unsure:
+                self._say(
+                    "warning",
+                    f"it may still run on {', '.join(unsure)}: kit down {run.run_id} when they are back",
+                )
+        if lab is not None:
+            make_whole(lab, small_disks_at=self.site.small_disk)
+
+
+@contextlib.contextmanager
+def _no_interrupts(say: Callable[[], None]) -> Iterator[None]:
+    """No Ctrl-C while it is cleared up: half of that would leave hosts broken."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: say()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

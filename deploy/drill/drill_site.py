@@ -1,0 +1,135 @@
+"""Where a fault of a drill strikes: the run that is under way, its nodes, and the lab they may be hosts of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.drill.drill_job import Job
+from nodekit.deploy.drill.drill_watch import Watch
+from nodekit.deploy.drill.faults import SAVE_TIMEOUT_S, NotTried
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Inventory
+
+
+class Site:
+    """What faults may ask and do; `enter` a run before they strike."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+        self.lab, self._lab_names = lab_of(inventory)
+        self._hosts = [host.name for host in inventory.hosts]
+        self._folders: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._job: Job | None = None
+        self._watch: Watch | None = None
+
+    def enter(self, job: Job, watch: Watch) -> None:
+        """A run is under way."""
+        self._job, self._watch = job, watch
+
+    def leave(self) -> None:
+        """It is over."""
+        self._job = self._watch = None
+
+    def measure(self, run: Run) -> None:
+        """Remember where the runs are on each node, and on a lab's how large one is."""
+        for name, node in run.nodes.items():
+            folder = Path(node["node_dir"]).parent
+            self._folders[name] = str(folder.parent)
+            if self.lab is not None:
+                done = self.lab.run(
+                    self.lab_name(name), ["du", "-sb", str(folder)], capture_output=True, text=True
+                )
+                self._sizes[name] = int(done.stdout.split()[0]) if done.stdout else 0
+
+    @property
+    def small_disk_node(self) -> str:
+        """The node that is given a small disk before a run: the last to take part, as the first has the rendezvous."""
+        return self._hosts[min(self.inventory.nodes.max, len(self._hosts)) - 1]
+
+    @property
+    def small_disk(self) -> str:
+        """Where that is mounted; "" before a run was measured."""
+        return self._folders.get(self.small_disk_node, "")
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that train now; without a run, all of the inventory's."""
+        statuses = self._watch.statuses if self._watch is not None else {}
+        return [name for name in self._hosts if statuses.get(name, {}).get("workers")] or self._hosts
+
+    @property
+    def host(self) -> str:
+        """The node that keeps the rendezvous."""
+        assert self._watch is not None
+        run = self._watch.run
+        run.reload()
+        return str(run.judgement["host"])
+
+    @property
+    def rank0(self) -> str:
+        """The node with rank 0."""
+        assert self._watch is not None
+        for name, status in list(self._watch.statuses.items()):
+            if any(worker["rank"] == 0 for worker in status.get("workers", ())):
+                return name
+        return self.host
+
+    def inject(self, node: str, target: str, number: int, **how: Any) -> float:
+        """Signal what runs on a node (`inject` in deploy/host/remote.py); when that was, by the clock here.
+
+        Raises:
+            NotTried: nobody got the signal.
+        """
+        assert self._watch is not None
+        done = self._watch.link(node).call(
+            "inject",
+            timeout_s=SAVE_TIMEOUT_S + 30.0,
+            node_dir=self._watch.run.nodes[node]["node_dir"],
+            target=target,
+            number=number,
+            **how,
+        )
+        if not done["pids"]:
+            nothing = "saved nothing to its snapshot folder" if how.get("saving_s") else "has no such process"
+            raise NotTried(f"{node} {nothing}")
+        return self._watch.local_time(node, done["time"])
+
+    def lab_name(self, node: str) -> str:
+        """What the lab calls a node."""
+        return self._lab_names[node]
+
+    def runs_of(self, node: str) -> tuple[str, int]:
+        """Where the runs are on a node, and how large one becomes, in bytes."""
+        return self._folders[node], self._sizes.get(node, 0)
+
+    def kill_kit(self) -> None:
+        """SIGKILL to the `kit up` of this run."""
+        assert self._job is not None
+        self._job.kill(on_purpose=True)
+
+    def start_kit(self) -> None:
+        """Another `kit up` for this run."""
+        assert self._job is not None
+        self._job.start(new=False)
+
+
+def lab_of(inventory: Inventory) -> tuple[Lab | None, Mapping[str, str]]:
+    """The lab whose hosts these are, with each one's name there; None if they are not all of one lab's."""
+    folders = [inventory.path.resolve().parent]
+    for host in inventory.hosts:
+        folders += [Path(path).parent for path in (host.identity_file, host.known_hosts) if path]
+    for folder in dict.fromkeys(folders):
+        with contextlib.suppress(KitError, OSError, HostError):
+            if os.geteuid() == 0 and (folder / "lab.json").exists():
+                lab = Lab.load(folder)
+                names = {host.address: name for name, host in lab.hosts.items()}
+                if all(host.address in names for host in inventory.hosts):
+                    return lab, {host.name: names[host.address] for host in inventory.hosts}
+    return None, {}

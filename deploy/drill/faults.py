@@ -1,0 +1,351 @@
+"""The faults of `kit drill`: what each is, where it strikes, and how it is taken back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.inventory.errors import KitError
+
+if TYPE_CHECKING:
+    from nodekit.deploy.drill.drill_site import Site
+
+BACK_AFTER_S = 6.0
+"""A lost host is back after this; long enough that its loss is noticed before."""
+SAVE_TIMEOUT_S = 60.0
+FLAPS = 4
+FLAP_S = 0.7
+SLOW_MS, SLOW_LOSS_PERCENT = 40.0, 1.0
+SPARE_BYTES = 64 << 20
+"""What a small disk has more than one run needs: then it is filled."""
+
+
+class NotTried(KitError):
+    """A fault that could not be brought about."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that has been brought about."""
+
+    where: str
+    """The node or nodes."""
+    what: str
+    """For people: what was done to them."""
+    at: float
+    """When, by this machine's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One way to break a job."""
+
+    name: str
+    text: str
+    """One sentence for `--help`."""
+    strike: Callable[[Site], Struck]
+    back: Callable[[Site], str] | None = None
+    """Takes it back, `BACK_AFTER_S` after it struck: what it says then."""
+    prepare: Callable[[Site], None] | None = None
+    """Before the run is started."""
+    needs_lab: str = ""
+    """Why only a lab's hosts can be treated so."""
+    min_nodes: int = 1
+    back_after_s: float = BACK_AFTER_S
+
+
+# --- where --------------------------------------------------------------------------------------------------
+
+
+def bystander(site: Site, but: Sequence[str] = ()) -> str:
+    """The last node that neither keeps the rendezvous nor has rank 0; a node that is left if there is none."""
+    left = [node for node in site.nodes if node not in but]
+    free = [node for node in left if node not in (site.host, site.rank0)]
+    rest = [node for node in left if node != site.host]
+    return (free or rest or left or [site.host])[-1]
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def _signals(
+    target: str,
+    number: signal.Signals,
+    what: str,
+    node: Callable[[Site], str] = bystander,
+    **how: Any,
+) -> Callable[[Site], Struck]:
+    def strike(site: Site) -> Struck:
+        where = node(site)
+        return Struck(where, what, site.inject(where, target, int(number), **how))
+
+    return strike
+
+
+def _kill_supervisor(site: Site) -> Struck:
+    at = time.time()
+    site.kill_kit()
+    return Struck("here", "SIGKILL to kit up", at)
+
+
+def _supervise_again(site: Site) -> str:
+    site.start_kit()
+    return "another kit up takes over"
+
+
+# --- hosts of a lab -----------------------------------------------------------------------------------------
+
+
+def _lab(site: Site) -> Lab:
+    """The lab, of faults that need one."""
+    assert site.lab is not None
+    return site.lab
+
+
+def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone") -> Struck:
+    lab = _lab(site)
+    at = time.time()
+    for node in nodes:
+        lab.cut(site.lab_name(node))  # first: a host without power resets no connection
+    for node in nodes:
+        lab.crash(site.lab_name(node))
+    return Struck(", ".join(nodes), what, at)
+
+
+def make_whole(lab: Lab, *, small_disks_at: str = "") -> list[str]:
+    """Revive and mend every host of a lab, and take the small disks away: the hosts that were not whole."""
+    mended = []
+    for host in lab.hosts:
+        if small_disks_at and lab.is_alive(host):
+            while lab.run(host, ["mountpoint", "-q", small_disks_at]).returncode == 0:
+                lab.run(host, ["umount", "--lazy", small_disks_at], check=True)
+        if lab.status(host) != "up":
+            lab.mend(host)
+            lab.revive(host)
+            mended.append(host)
+    return mended
+
+
+def _power_on(site: Site) -> str:
+    mended = make_whole(_lab(site))
+    return f"power is back on {', '.join(mended)}"
+
+
+def _cut(site: Site, node: str) -> Struck:
+    at = time.time()
+    _lab(site).cut(site.lab_name(node))
+    return Struck(node, "its cable is out", at)
+
+
+def _mend(site: Site) -> str:
+    mended = make_whole(_lab(site))
+    return f"the link of {', '.join(mended)} is whole again"
+
+
+def _slow(site: Site) -> Struck:
+    node, at = bystander(site), time.time()
+    _lab(site).slow(site.lab_name(node), delay_ms=SLOW_MS, loss_percent=SLOW_LOSS_PERCENT)
+    return Struck(node, f"{2 * SLOW_MS:.0f} ms more per round trip, {SLOW_LOSS_PERCENT:.0f} % loss", at)
+
+
+def _flap(site: Site) -> Struck:
+    node, at = bystander(site), time.time()
+    name = site.lab_name(node)
+    for number in range(FLAPS):
+        if number:
+            time.sleep(FLAP_S)
+        _lab(site).cut(name)
+        time.sleep(FLAP_S)
+        _lab(site).mend(name)
+    return Struck(node, f"its cable was out {FLAPS} times for {FLAP_S:g} s", at)
+
+
+def _two(site: Site) -> Struck:
+    first = bystander(site)
+    return _power_off(site, [first, bystander(site, but=[first])], "their power is gone")
+
+
+def _small_disk(site: Site) -> None:
+    """Give a host a small disk for its runs, in its own mount namespace, so that nobody else's is filled."""
+    node = site.small_disk_node
+    folder, run_bytes = site.runs_of(node)
+    for argv in (
+        ["mkdir", "-p", folder],
+        ["mount", "-t", "tmpfs", "-o", f"size={2 * run_bytes + SPARE_BYTES},mode=700", "none", folder],
+    ):
+        done = _lab(site).run(site.lab_name(node), argv, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise NotTried(f"{node}: no small disk: {done.stderr.strip()}")
+
+
+def _fill_disk(site: Site) -> Struck:
+    node, at = site.small_disk_node, time.time()
+    script = 'mountpoint -q "$1" && cat /dev/zero >"$1/.drill-fills-this"; test -s "$1/.drill-fills-this"'
+    done = _lab(site).run(
+        site.lab_name(node), ["sh", "-c", script, "sh", site.runs_of(node)[0]], capture_output=True
+    )
+    if done.returncode != 0:
+        raise NotTried(f"{node}: its small disk is not there any more")
+    return Struck(node, "no byte is free on the disk of its runs", at)
+
+
+def _empty_disk(site: Site) -> str:
+    node = site.small_disk_node
+    _lab(site).run(site.lab_name(node), ["rm", "-f", f"{site.runs_of(node)[0]}/.drill-fills-this"])
+    return f"there is room on {node} again"
+
+
+_HOSTS = "it takes down or cuts off a host, which kit can do, and undo, only on a lab"
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            name="worker",
+            text="one rank's process is killed, as when memory runs out",
+            strike=_signals("worker", signal.SIGKILL, "SIGKILL to a rank's process"),
+        ),
+        Fault(
+            name="rank0",
+            text="the same, of rank 0",
+            strike=_signals(
+                "worker", signal.SIGKILL, "SIGKILL to rank 0's process", lambda site: site.rank0, rank=0
+            ),
+        ),
+        Fault(
+            name="mid-save",
+            text="a node's ranks are killed while they write a snapshot",
+            strike=_signals(
+                "workers", signal.SIGKILL, "SIGKILL to its ranks, in the middle of a save",
+                saving_s=SAVE_TIMEOUT_S,
+            ),
+        ),
+        Fault(
+            name="hang",
+            text="a rank is stopped (SIGSTOP): no crash, and no progress",
+            strike=_signals("worker", signal.SIGSTOP, "SIGSTOP to a rank's process"),
+        ),
+        Fault(
+            name="agent",
+            text="kit's agent on a node is killed",
+            strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent"),
+        ),
+        Fault(
+            name="node",
+            text="all that kit runs on a node is killed",
+            strike=_signals("node", signal.SIGKILL, "SIGKILL to its agent and ranks"),
+        ),
+        Fault(
+            name="preempt",
+            text="a node's agent gets SIGTERM, as when its host shuts down",
+            strike=_signals("agent", signal.SIGTERM, "SIGTERM to its agent"),
+        ),
+        Fault(
+            name="rendezvous",
+            text="the agent that keeps the rendezvous is killed",
+            strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent", lambda site: site.host),
+        ),
+        Fault(
+            name="control",
+            text="kit up, here, is killed; another one takes over",
+            strike=_kill_supervisor,
+            back=_supervise_again,
+            back_after_s=3.0,
+        ),
+        Fault(
+            name="disk-full",
+            text="a node's disk is full for a while",
+            prepare=_small_disk,
+            strike=_fill_disk,
+            back=_empty_disk,
+            needs_lab="kit never fills a disk of yours; a lab's host is given a small one for it",
+            min_nodes=2,
+        ),
+        Fault(
+            name="power",
+            text="a host loses its power, and gets it back",
+            strike=lambda site: _power_off(site, [bystander(site)]),
+            back=_power_on,
+            needs_lab=_HOSTS,
+            min_nodes=2,
+        ),
+        Fault(
+            name="rendezvous-power",
+            text="the same, of the host that keeps the rendezvous",
+            strike=lambda site: _power_off(site, [site.host]),
+            back=_power_on,
+            needs_lab=_HOSTS,
+            min_nodes=2,
+        ),
+        Fault(
+            name="cut",
+            text="a host's cable is out for a while: silence, no error",
+            strike=lambda site: _cut(site, bystander(site)),
+            back=_mend,
+            needs_lab=_HOSTS,
+            min_nodes=2,
+        ),
+        Fault(
+            name="rendezvous-cut",
+            text="the same, of the host that keeps the rendezvous",
+            strike=lambda site: _cut(site, site.host),
+            back=_mend,
+            needs_lab=_HOSTS,
+            min_nodes=2,
+        ),
+        Fault(
+            name="slow",
+            text="a host's link is slow and loses packets, for a while",
+            strike=_slow,
+            back=_mend,
+            needs_lab="it changes a host's link, which kit can do, and undo, only on a lab",
+            min_nodes=2,
+        ),
+        Fault(
+            name="flap",
+            text="a host's cable is out again and again, for moments",
+            strike=_flap,
+            needs_lab=_HOSTS,
+            min_nodes=2,
+        ),
+        Fault(
+            name="two-at-once",
+            text="two hosts lose their power at the same moment",
+            strike=_two,
+            back=_power_on,
+            needs_lab=_HOSTS,
+            min_nodes=3,
+        ),
+        Fault(
+            name="all",
+            text="a power cut: every host goes down, and comes back",
+            strike=lambda site: _power_off(site, list(site.nodes), "their power is gone"),
+            back=_power_on,
+            needs_lab=_HOSTS,
+        ),
+    )
+}  # fmt: skip
+"""In the order in which they are tried."""
+
+
+def why_not(fault: Fault, *, num_nodes: int, lab: Lab | None) -> str:
+    """Why a fault cannot be tried on an inventory; "" if it can."""
+    if fault.needs_lab and lab is None:
+        return fault.needs_lab
+    if num_nodes < fault.min_nodes:
+        return f"it needs {fault.min_nodes} nodes, and there {'is' if num_nodes == 1 else 'are'} {num_nodes}"
+    return ""
+
+
+def help_text() -> str:
+    """What each fault is, for `kit drill --help`."""
+    width = max(map(len, FAULTS))
+    anywhere = [fault for fault in FAULTS.values() if not fault.needs_lab]
+    on_labs = [fault for fault in FAULTS.values() if fault.needs_lab]
+    lines = ["faults:", *(f"  {fault.name.ljust(width)}  {fault.text}" for fault in anywhere)]
+    lines += ["and on the hosts of a lab (kit lab), which can be broken and mended:"]
+    return "\n".join([*lines, *(f"  {fault.name.ljust(width)}  {fault.text}" for fault in on_labs), ""])

@@ -1,0 +1,374 @@
+"""The phase `environment` of `kit up`: the venv that the inventory asks for, on every node, made where it is not.
+
+What a venv is made of decides its folder, ``<workdir>/envs/<key>``: the file and the options, the host's
+interpreter and platform. `deploy/host/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches for
+those that cannot reach the package index.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nodekit.deploy.connect.link import BOOT, Link, on_all, program
+from nodekit.deploy.environment import requirements, wheels
+from nodekit.deploy.environment.requirements import Asked, Indexes
+from nodekit.deploy.environment.wheels import Platform
+from nodekit.deploy.host import venvs
+from nodekit.deploy.plan.check import OLDEST_PYTHON, all_or_raise
+from nodekit.deploy.sync import sync
+from nodekit.deploy.sync.progress import nothing
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Environment, Host
+
+LOOK_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 15.0
+HERE = "here"  # the name of this machine in what is told of the progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One host's place for the venv."""
+
+    host: Host
+    link: Link
+    key: str
+    workdir: str
+    workdir_id: str
+    is_there: bool
+    platform: Platform
+    has_uv: bool
+
+    @property
+    def python(self) -> str:
+        """The venv's interpreter."""
+        return f"{self.workdir}/envs/{self.key}/bin/python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entered:
+    """How it went."""
+
+    file: str
+    python: Mapping[str, str]
+    """host → its interpreter"""
+    built: tuple[str, ...] = ()
+    reused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Where it is still to be made: only when asked not to."""
+    fetched: bool = False
+    """Whether packages were sent from here."""
+
+    def line(self) -> str:
+        """For the phase's line."""
+        told = []
+        if self.built:
+            how = ", from wheels fetched here" if self.fetched else ""
+            told.append(f"built on {_listed(self.built)}{how}")
+        if self.reused:
+            told.append(f"there already on {_listed(self.reused)}")
+        return f"{self.file}: {', '.join(told)}"
+
+
+class _LateError(HostError):
+    """It took too long."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a build needs to know, the same for all hosts."""
+
+    asked: Asked
+    environment: Environment
+    indexes: Indexes
+    deadline: float
+    progress: Callable[[str, float, str], None] = field(repr=False)
+
+    def left_s(self) -> float:
+        return max(1.0, self.deadline - time.monotonic())
+
+
+def enter(
+    links: Mapping[str, Link],
+    hosts: Iterable[Host],
+    environment: Environment,
+    *,
+    timeout_s: float,
+    progress: Callable[[str, float, str], None] = nothing,
+    build: bool = True,
+) -> Entered:
+    """Have every host's venv, made if need be, and its link go on with that interpreter.
+
+    Args:
+        links: to the hosts.
+        hosts: of which some may have no link.
+        environment: what the inventory asks for.
+        timeout_s: for all of it.
+        progress: is told the host, the seconds, and what its pip said last.
+        build: make what is not there; else it is `missing`, and those links stay as they are.
+
+    Raises:
+        KitError: with each host where it failed; what the others have made stays.
+    """
+    asked, indexes = requirements.read(environment), requirements.indexes(environment)
+    job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
+    there = {host.name: host for host in hosts if host.name in links}
+    found = on_all(there, lambda host: _look(links[host.name], host, asked))
+    seats: dict[str, Seat] = all_or_raise(found)
+    # Hosts that share the folder, and have the same interpreter, share the venv: the first of them makes it.
+    makers: dict[tuple[str, str], Seat] = {}
+    for seat in seats.values():
+        if not seat.is_there:
+            makers.setdefault((seat.workdir_id, seat.key), seat)
+    built, fetched = _build_all(job, [*makers.values()]) if build and makers else ((), False)
+    ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
+    all_or_raise(on_all(ready, lambda seat: seat.link.switch(seat.python)))
+    return Entered(
+        file=asked.file,
+        python={name: seat.python for name, seat in seats.items()},
+        built=built,
+        reused=tuple(name for name in ready if name not in built),
+        missing=tuple(name for name in seats if name not in ready),
+        fetched=fetched,
+    )
+
+
+def _look(link: Link, host: Host, asked: Asked) -> Seat:
+    found = _on_host(link, host, "look", limit_s=LOOK_TIMEOUT_S, workdir=host.workdir, digest=asked.digest)
+    if found["problem"]:
+        raise HostError(host.name, f"its workdir cannot be used: {found['problem']}")
+    version = str(found["markers"]["python_full_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        raise HostError(
+            host.name,
+            f"{host.python} is Python {version}, {wanted} or newer is wanted to make the environment with; "
+            "set `python:` to a newer interpreter there",
+        )
+    return Seat(
+        host=host,
+        link=link,
+        key=found["key"],
+        workdir=found["workdir"],
+        workdir_id=found["workdir_id"],
+        is_there=found["is_there"],
+        platform=Platform.of(found["markers"], found["libc"]),
+        has_uv=found["uv"],
+    )
+
+
+def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]:
+    """Make the venvs, all at once: where that was still to be done, and whether packages were sent from here.
+
+    Raises:
+        KitError: with each host where it failed, when the others are done.
+    """
+    text = job.asked.requirements if not job.asked.lock else _export(job.asked, seats)
+    job = replace(job, asked=replace(job.asked, requirements=text))
+    offline = _offline(job, seats)
+    folders: dict[Platform, sync.Tree] = {}
+    for platform in dict.fromkeys(seat.platform for seat in seats if seat.host.name in offline):
+        hosts = [name for name, reason in offline.items() if reason]
+        try:
+            folder = wheels.fetch(
+                job.asked,
+                text,
+                platform,
+                job.indexes,
+                timeout_s=job.left_s(),
+                has=_installed(job, [seat for seat in seats if seat.platform == platform]),
+                say=lambda seconds, said: job.progress(HERE, seconds, said),
+            )
+        except KitError as error:
+            why = f"\n    {hosts[0]} cannot reach the index itself ({offline[hosts[0]]})" if hosts else ""
+            raise KitError(f"{error}{why}") from error
+        folders[platform] = sync.take(folder)
+
+    def one(seat: Seat) -> bool:
+        return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
+
+    results = on_all({seat.host.name: seat for seat in seats}, one)
+    _raise_failures(results)
+    return tuple(name for name, built in results.items() if built), bool(offline)
+
+
+def _raise_failures(results: Mapping[str, Any]) -> None:
+    """One error for all hosts that failed; what went wrong on several in the same way is told once."""
+    failed = {name: result for name, result in results.items() if isinstance(result, HostError)}
+    good = [name for name, result in results.items() if not isinstance(result, Exception)]
+    if len(failed) + len(good) < len(results) or len(results) == len(failed) == 1:
+        all_or_raise(results)
+    if not failed:
+        return
+    hosts: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        hosts.setdefault(error.problem, []).append(name)
+    lines = [f"{', '.join(names)}: {problem}" for problem, names in hosts.items()]
+    if good:
+        lines.append(f"{_listed(good)} made it, and will not have to again")
+    raise KitError("\n".join(lines)) from next(iter(failed.values()))
+
+
+def _export(asked: Asked, seats: Sequence[Seat]) -> str:
+    """A uv.lock as requirements, made by uv here, or by that of a host.
+
+    Raises:
+        KitError: there is none, or it does not take the file.
+    """
+    if venvs.find_uv():
+        answer = venvs.export(asked.lock, asked.export)
+    elif with_uv := [seat for seat in seats if seat.has_uv]:
+        first = with_uv[0]
+        answer = _on_host(
+            first.link,
+            first.host,
+            "export",
+            limit_s=LOOK_TIMEOUT_S,
+            files=dict(asked.lock),
+            argv=asked.export,
+        )
+    else:
+        names = ", ".join(seat.host.name for seat in seats)
+        raise KitError(
+            f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}; install it here "
+            "(pip install uv), or give what it makes of the file: uv export > requirements.txt"
+        )
+    if answer["problem"]:
+        raise KitError(f"environment.lock: uv export failed:\n{_indented(answer['problem'])}")
+    return requirements.checked(str(answer["out"]), asked.file)
+
+
+def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
+    """The hosts that get their packages from here: name → why they cannot reach the index, "" if not asked."""
+    if job.environment.offline or job.indexes.folders:
+        return {seat.host.name: "" for seat in seats}
+    if job.environment.offline is False:
+        return {}
+
+    def reach(seat: Seat) -> dict[str, Any]:
+        return _on_host(seat.link, seat.host, "reach", limit_s=LOOK_TIMEOUT_S, url=job.indexes.index_url)
+
+    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, reach))
+    return {
+        name: f"{answer['url']}: {answer['problem']}" for name, answer in answers.items() if answer["problem"]
+    }
+
+
+def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
+    """The packages that all of these hosts have beside the venv, in the same versions."""
+    if not job.environment.system_site_packages:
+        return []
+
+    def ask(seat: Seat) -> dict[str, Any]:
+        return _on_host(seat.link, seat.host, "installed", limit_s=LOOK_TIMEOUT_S)
+
+    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, ask))
+    first, *others = [{tuple(each[:2]): each for each in answer["packages"]} for answer in answers.values()]
+    return [first[key] for key in sorted(first) if all(key in other for other in others)]
+
+
+def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
+    """Make one; False if another kit has done so meanwhile."""
+    name, folder = seat.host.name, f"{seat.workdir}/envs"
+    args: dict[str, Any] = {"requirements": job.asked.requirements}
+    env = dict(job.indexes.env)
+    if tree is not None:
+        job.progress(name, 0.0, f"sending {tree.num_files} wheels, {tree.size_bytes / 1e6:.1f} MB")
+        args = {"requirements": requirements.without_indexes(job.asked.requirements)}
+        args["wheels"] = f"{folder}/{seat.key}.wheels"
+        env = {}
+        target = sync.Target(seat.link, dest=args["wheels"], cache=f"{folder}/wheels")
+        for step in (sync.send, _settle):
+            results = step(tree, {name: target}, timeout_s=job.left_s())
+            if isinstance(problem := results[name], HostError):
+                raise HostError(name, f"its wheels were not sent: {problem.problem}") from problem
+            all_or_raise(results)
+    limit_s = job.left_s()
+    try:
+        answer = _on_host(
+            seat.link,
+            seat.host,
+            "build",
+            limit_s=limit_s,
+            env=env,
+            beat=lambda seconds: job.progress(name, seconds, _last_line(seat)),
+            workdir=seat.workdir,
+            key=seat.key,
+            constraints=job.asked.constraints,
+            no_index=job.environment.no_index,
+            system_site_packages=job.environment.system_site_packages,
+            secrets=job.indexes.secrets,
+            **args,
+        )
+    except _LateError as error:
+        raise HostError(
+            name,
+            f"the environment of {job.asked.file} was not made within the {limit_s:.0f} s that were left of "
+            f"timings.environment; the last it said: {_last_line(seat)}",
+        ) from error
+    if answer["problem"]:
+        raise HostError(
+            name,
+            f"the environment of {job.asked.file} could not be made: {answer['problem']}; all it said is in "
+            f"{folder}/{seat.key}.log there, the last of it:\n{_indented(answer['said'])}",
+        )
+    return bool(answer["built"])
+
+
+def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: float) -> dict[str, Any]:
+    """What sync keeps for the next time is made whole first: the folder is removed when it has been used."""
+    return sync.settle(targets, timeout_s=timeout_s)
+
+
+def _last_line(seat: Seat) -> str:
+    log = f"{seat.workdir}/envs/{seat.key}.log"
+    said: str = seat.link.call("tail", timeout_s=CALL_TIMEOUT_S, path=log, size=400)
+    return (said.strip().splitlines() or [""])[-1].strip()
+
+
+def _on_host(
+    link: Link,
+    host: Host,
+    do: str,
+    *,
+    limit_s: float,
+    env: Mapping[str, str] | None = None,
+    beat: Callable[[float], None] = nothing,
+    **args: Any,
+) -> dict[str, Any]:
+    """Have `deploy/host/venvs.py` do something, in a process of its own that ends with the link.
+
+    Raises:
+        HostError: it did not.
+        _LateError: it was ended, for the time was over.
+    """
+    source = program(
+        ("probes.nics", "programs", "probes.hostfacts", "venvs"), f"module.run({do!a}, **{args!a})"
+    ).decode("ascii")
+    done = link.stream(
+        "attend",
+        beat,
+        argv=[host.python, "-c", BOOT],
+        cwd="/",
+        kit_dir="",
+        env=dict(env or {}),
+        limit_s=limit_s,
+        text=f"{len(source)}\n{source}",
+    )
+    if done["status"] is None:
+        raise _LateError(host.name, f"{host.python} did not look at the environment within {limit_s:.0f} s")
+    if done["status"]:
+        raise HostError(host.name, f"its environment: {host.python} failed:\n{_indented(done['err'])}")
+    answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
+    return answer
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines()[-wheels.LAST_LINES :])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} nodes"

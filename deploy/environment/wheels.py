@@ -1,0 +1,223 @@
+"""Wheels for nodes without internet: fetched here by pip, for their platform, into a folder that sync sends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.environment.requirements import Asked, Indexes
+from nodekit.deploy.host.venvs import presentable
+from nodekit.deploy.sync.progress import nothing
+from nodekit.inventory.errors import KitError
+
+LAST_LINES = 8
+# pip reads conditions such as `; python_version < "3.11"` with the values of the python that it runs on. Here they
+# have to be the nodes', and no option of it says so.
+_PIP = """
+import json, sys
+from pip._vendor.packaging import markers
+here, nodes = markers.default_environment, json.loads(sys.argv.pop(1))
+markers.default_environment = lambda: {**here(), **nodes}
+from pip._internal.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What wheels have to fit."""
+
+    markers: tuple[tuple[str, str], ...]
+    """The values that requirements' conditions are read with."""
+    libc: tuple[str, str]
+
+    @classmethod
+    def of(cls, markers: Mapping[str, str], libc: Sequence[str]) -> Platform:
+        """From what a host said; its kernel's version, which differs from host to host, is left out."""
+        kernel = ("platform_release", "platform_version")
+        told = sorted(each for each in markers.items() if each[0] not in kernel)
+        return cls(tuple(told), (libc[0], libc[1]))
+
+    def options(self) -> list[str]:
+        """For `pip download`."""
+        told = dict(self.markers)
+        version, machine = told["python_version"], told["platform_machine"]
+        implementation = {"cpython": "cp", "pypy": "pp"}.get(told["implementation_name"], "py")
+        options = ["--only-binary=:all:", "--python-version", told["python_full_version"].rstrip("+")]
+        options += ["--implementation", implementation]
+        if implementation == "cp":
+            options += ["--abi", f"cp{version.replace('.', '')}"]
+        for tag in platform_tags(machine, *self.libc):
+            options += ["--platform", tag]
+        return options
+
+
+def platform_tags(machine: str, libc: str, version: str) -> list[str]:
+    """The platforms of wheels that run there, the best ones first."""
+    major, minor = (int(part) for part in [*re.findall(r"\d+", version), "0", "0"][:2])
+    if libc != "glibc" or major != 2:
+        return [*(f"musllinux_1_{n}_{machine}" for n in (2, 1, 0)), f"linux_{machine}"]
+    oldest = 5 if machine in ("x86_64", "i686") else 17
+    tags = []
+    for number in range(minor, oldest - 1, -1):
+        tags.append(f"manylinux_2_{number}_{machine}")
+        if older := {17: "2014", 12: "2010", 5: "1"}.get(number):
+            tags.append(f"manylinux{older}_{machine}")
+    return [*tags, f"linux_{machine}"]
+
+
+def fetch(
+    asked: Asked,
+    requirements: str,
+    platform: Platform,
+    indexes: Indexes,
+    *,
+    timeout_s: float,
+    has: Sequence[Sequence[Any]] = (),
+    say: Callable[[float, str], None] = nothing,
+) -> Path:
+    """The folder with all wheels that the requirements need on a platform; fetched once, and kept in the cache.
+
+    Args:
+        asked: what is asked for.
+        requirements: its requirements, also where those are in a uv.lock.
+        platform: the nodes'.
+        indexes: where to get them from.
+        timeout_s: for all of it.
+        has: what the nodes have anyway, as `venvs.installed` tells it: not fetched, if it will do.
+        say: is told the seconds and what pip said last.
+
+    Raises:
+        KitError: with pip's last lines.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise KitError(
+            f"environment: the nodes' packages are fetched here, and {sys.executable} has no pip: "
+            f"{sys.executable} -m ensurepip"
+        )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit/wheels"
+    key = sha256(
+        json.dumps([asked.digest, platform.markers, platform.libc, [each[:2] for each in has]]).encode()
+    ).hexdigest()[:16]
+    folder = cache / key
+    if folder.is_dir():
+        return folder
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
+        dest, limits, stand_ins = Path(draft, "wheels"), Path(draft, "limits.txt"), Path(draft, "stand-ins")
+        argv = [
+            sys.executable,
+            "-I",
+            "-c",
+            _PIP,
+            json.dumps(dict(platform.markers)),
+            "download",
+            "--no-input",
+        ]
+        argv += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", *platform.options()]
+        argv += ["--dest", str(dest), "-r", "/dev/stdin", "-c", str(limits)]
+        for each in (*indexes.folders, str(stand_ins)):
+            argv += ["--find-links", each]
+        stand_ins.mkdir()
+        names = _stand_in(stand_ins, has, platform)
+        deadline = time.monotonic() + timeout_s
+        for pins in (names, {}) if names else ({},):  # where what the nodes have will not do, all is fetched
+            shutil.rmtree(dest, ignore_errors=True)
+            dest.mkdir(mode=0o700)
+            if not pins:
+                shutil.rmtree(stand_ins)
+                stand_ins.mkdir()
+            text = "".join(f"{name}\n" for name in pins.values())
+            limits.write_text(asked.constraints + text, encoding="utf-8")
+            status, lines = _run(argv, requirements, indexes, deadline - time.monotonic(), say)
+            if status == 0:
+                for name in pins:
+                    (dest / name).unlink(missing_ok=True)
+                break
+        if status:
+            told = "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+            raise KitError(
+                f"environment: the wheels of {asked.file} could not be fetched here for the nodes "
+                f"({'not done in time' if status < 0 else 'pip download'}):\n{told}"
+            )
+        try:
+            dest.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another kit was first
+                raise
+    return folder
+
+
+def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) -> dict[str, str]:
+    """Empty wheels with the names, versions and needs of packages that are there: file → what pins its version.
+
+    `pip download` takes no notice of what is installed, here or there; but it takes these before any other of the
+    same version, for they fit best and are the latest build.
+    """
+    tags = platform.options()[platform.options().index("--platform") + 1 :: 2]
+    version = dict(platform.markers)["python_version"].replace(".", "")
+    tag = f"cp{version}-cp{version}-{tags[0]}"
+    pins = {}
+    for name, number, requires, extras in has:
+        file_name = re.sub(r"[-_.]+", "_", name).lower()
+        info = f"{file_name}-{number}.dist-info"
+        wheel = f"{file_name}-{number}-999-{tag}.whl"
+        needs = [f"Requires-Dist: {each}" for each in requires] + [
+            f"Provides-Extra: {each}" for each in extras
+        ]
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {number}", *needs]
+        with zipfile.ZipFile(folder / wheel, "w") as archive:
+            archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+            archive.writestr(
+                f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\nBuild: 999\n"
+            )
+            archive.writestr(f"{info}/RECORD", "")
+        pins[wheel] = f"{name}=={number}"
+    return pins
+
+
+def _run(
+    argv: list[str], text: str, indexes: Indexes, timeout_s: float, say: Callable[[float, str], None]
+) -> tuple[int, list[str]]:
+    """Run pip, ended with us and when the time is over: its exit status, and what it said."""
+    if shutil.which("setpriv"):
+        argv = ["setpriv", "--pdeathsig", "TERM", *argv]
+    begin, lines = time.monotonic(), list[str]()
+    with tempfile.TemporaryFile() as given:
+        given.write(text.encode())
+        given.seek(0)
+        with subprocess.Popen(
+            argv,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **indexes.env},
+        ) as pip:
+            late = threading.Timer(timeout_s, pip.kill)
+            late.start()
+            try:
+                assert pip.stdout is not None
+                for raw in pip.stdout:
+                    line = presentable(raw.decode("utf-8", "replace").rstrip(), indexes.secrets)
+                    if line.strip():
+                        lines.append(line)
+                        say(time.monotonic() - begin, line)
+            finally:
+                late.cancel()
+                if pip.poll() is None:
+                    pip.terminate()
+    return pip.returncode, lines

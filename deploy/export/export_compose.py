@@ -1,0 +1,180 @@
+"""The job as a docker compose file: the hosts are containers on one machine; pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.export.export_formats import File, to_yaml
+from nodekit.deploy.export.export_script import (
+    Source,
+    check_text,
+    torchrun_env,
+    torchrun_options,
+    torchrun_words,
+)
+from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.check import Facts, Interface
+from nodekit.deploy.plan.plan import NodePlan, Plan
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import Host, Inventory
+
+_PORT = 29500
+_NETWORK = "10.222.0.0"  # none of docker's own, and seldom anybody's
+_FIRST_ADDRESS = 11
+_NODEKIT = "/nodekit"
+_CODE = "/code"
+
+
+def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
+    """The job on one machine, each host a container with an address of its own.
+
+    Raises:
+        KitError: the command is none for torchrun, or YAML cannot hold it.
+    """
+    inventory = source.inventory
+    hosts = inventory.hosts[: inventory.nodes.max]
+    subnet = ipaddress.ip_network(f"{_NETWORK}/{24 if len(hosts) < 240 else 16}")
+    addresses = {host.name: str(subnet[_FIRST_ADDRESS + number]) for number, host in enumerate(hosts)}
+    planned = _in_containers(inventory, hosts, addresses, source.command, run_id, kit_digest)
+    names = _service_names([host.name for host in hosts])
+    services: dict[str, Any] = {}
+    next_gpu = 0
+    for node in planned.nodes:
+        check_text(node.argv, node.env)
+        environment: dict[str, str | None] = {
+            **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
+            **dict.fromkeys(node.secrets),  # no value: docker compose takes it from its own environment
+        }
+        options = [word for option in torchrun_options(node, planned.run_id) for word in option]
+        words = [*options, *torchrun_words(node.argv, node.python)]
+        service: dict[str, Any] = {
+            "image": "${KIT_IMAGE:-pytorch/pytorch:latest}",
+            "hostname": names[node.name],
+            "working_dir": _CODE,
+            "entrypoint": ["python", "-m", "torch.distributed.run"],
+            "command": [_dollars(word) for word in words],
+            "environment": environment,
+            "volumes": [
+                {
+                    "type": "bind",
+                    "source": _dollars(str(Path(inventory.job.code).expanduser().resolve())),
+                    "target": _CODE,
+                },
+                *_volumes(node, names[node.name]),
+            ],
+            "networks": {"job": {"ipv4_address": addresses[node.name]}},
+            "shm_size": "2gb",  # docker's own 64 MB are too few for a DataLoader's workers, and for NCCL
+            "ulimits": {"memlock": -1},
+        }
+        if node.gpus:
+            own = [str(next_gpu + number) for number in range(len(node.gpus))]
+            next_gpu += len(own)
+            device = {"driver": "nvidia", "device_ids": own, "capabilities": ["gpu"]}
+            service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        services[names[node.name]] = service
+    values = {
+        "name": re.sub(r"[^a-z0-9_-]", "-", inventory.name.lower()).lstrip("_-") or "kit",
+        "services": services,
+        "networks": {"job": {"ipam": {"config": [{"subnet": str(subnet)}]}}},
+        "volumes": {
+            volume["source"]: {} for node in planned.nodes for volume in _volumes(node, names[node.name])
+        },
+    }
+    about = {
+        "use": "docker compose up --abort-on-container-failure    (docker compose down -v removes all of it)",
+        "image": "one with python and torch, and what the job imports: KIT_IMAGE=… docker compose up",
+        "code": "is this machine's folder, not a copy; snapshots and output are in a volume for each host",
+        **source.secrets(),
+        "gpus": f"this machine's first {next_gpu}, shared out among the hosts"
+        if next_gpu
+        else "none: give the hosts `gpus:` in the inventory to have this machine's shared out",
+    }
+    head = source.head(f"The job of `{source.kit_up}` on one machine: each host is a container.", **about)
+    return [File("compose.yaml", "\n".join(head) + "\n" + to_yaml(values))]
+
+
+def _volumes(node: NodePlan, service: str) -> list[dict[str, str]]:
+    """Where snapshots and output are kept; docker makes the folders."""
+    snapshots = "snapshots" if node.env.get("NODEKIT_SNAPSHOT_SHARED") else f"{service}-snapshots"
+    wanted = {"NODEKIT_SNAPSHOT_DIR": snapshots, "NODEKIT_OUTPUT_DIR": f"{service}-output"}
+    return [
+        {"type": "volume", "source": volume, "target": _dollars(node.env[name])}
+        for name, volume in wanted.items()
+        if node.env[name].startswith("/")  # else the user's own choice, below the code
+    ]
+
+
+def _in_containers(
+    inventory: Inventory,
+    hosts: Sequence[Host],
+    addresses: Mapping[str, str],
+    command: Sequence[str] | None,
+    run_id: str,
+    kit_digest: str,
+) -> Plan:
+    """The plan for hosts that are containers: what would be found on them is known."""
+    update = {"connection": "ssh", "interface": "eth0", "python": "python", "workdir": _NODEKIT}
+    facts: dict[str, Facts] = {}
+    inside = []
+    for host in hosts:
+        num_gpus = len(host.gpus) if isinstance(host.gpus, tuple) else host.gpus or 0
+        inside.append(host.model_copy(update={**update, "gpus": num_gpus}))
+        facts[host.name] = Facts(
+            host=host.name,
+            hostname=host.name,
+            user="root",
+            python="",
+            executable="python",
+            torch="",
+            modules=(),
+            clock_offset_s=0.0,
+            cpus=1,
+            interfaces=(Interface("eth0", True, (addresses[host.name],)),),
+            routes={},
+            num_gpus=num_gpus,
+            workdir=_NODEKIT,
+            workdir_id=host.name,
+            workdir_problem=None,
+            free_bytes=0,
+            rsync=False,
+            boot_id=host.name,
+            has_kit=False,
+        )
+    contained = inventory.model_copy(update={"hosts": tuple(inside), "network": None})
+    return plan.build(
+        contained,
+        facts,
+        run_id=run_id,
+        peers=dict.fromkeys(facts, ()),
+        master_port=_PORT,
+        kit_digest=kit_digest,
+        command=command,
+    )
+
+
+def _service_names(names: Sequence[str]) -> dict[str, str]:
+    """Host → a name fit for a service, a container's host name and a volume."""
+    found: dict[str, str] = {}
+    for name in names:
+        fit = re.sub(r"[^A-Za-z0-9-]", "-", name).strip("-") or "host"
+        while fit in found.values():
+            fit += "-x"
+        found[name] = fit
+    return found
+
+
+def _dollars(text: str) -> str:
+    """As docker compose reads it: ``$`` begins a variable of its own.
+
+    Raises:
+        KitError: YAML cannot hold it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise KitError(f"{text!r} is not UTF-8, and a compose file can hold nothing else") from None
+    return text.replace("$", "$$")

@@ -1,0 +1,152 @@
+"""Accept connections until closed, whatever goes wrong, and keep few of those that have not shown who they are.
+
+Anyone who reaches a port can open connections to it and say nothing: each would hold a descriptor and a thread for
+ever. Standard library only, and Python 3.8 syntax: it runs on the hosts, too (`deploy/host/probes/linkspeed.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import threading
+import time
+from typing import Callable, List, Optional
+
+HANDSHAKE_S = 10.0
+"""How long a connection has for its whole handshake, however it divides its bytes."""
+MOST_UNPROVEN = 64
+YOUNG_S = 0.25
+"""For so long none is ended for want of room: all nodes of a large job call at once."""
+_PAUSE_S = 0.1  # after an error: there may be no descriptors left for a while
+
+
+class Caller:
+    """A connection that was accepted, and what is known of who is at its other end."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection = connection
+        self.address = address
+        self.came = time.monotonic()
+        self.is_proven = self.is_ended = False
+
+
+class Acceptor:
+    """Accepts on a listening socket, and serves each connection in a thread of its own.
+
+    A connection that is not proven is ended after `HANDSHAKE_S`. There are at most `MOST_UNPROVEN` of them: for one
+    more the oldest of the address that has most is ended.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        serve: Callable[[socket.socket, str, Callable[[], None]], None],
+        *,
+        name: str,
+    ) -> None:
+        """Accept from now on.
+
+        Args:
+            listener: closed by `close`.
+            serve: called as ``serve(connection, address, proven)``. It calls ``proven()`` once it knows who that is,
+                which raises an OSError if the connection was ended meanwhile; from then on the connection is its to
+                close. One that is not proven is closed when it returns. An OSError, ValueError, KeyError or TypeError
+                ends the connection alone.
+            name: of the threads.
+        """
+        self._listener = listener
+        self._function = serve
+        self._name = name
+        self._changed = threading.Condition()
+        self._unproven: List[Caller] = []  # the oldest comes first
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more, and end what is not proven; what is proven goes on."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join()
+        self._listener.close()
+        with self._changed:
+            while self._unproven:
+                self._end(self._unproven[0])
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._listener.settimeout(self._wait_for_room())
+                connection, address = self._listener.accept()
+            except socket.timeout:
+                continue
+            except OSError:  # the caller has gone already, or no descriptor is left: that is not our end
+                with self._changed:
+                    if self._unproven:
+                        self._end(self._in_the_way())
+                self._closed.wait(_PAUSE_S)
+                continue
+            caller = Caller(connection, str(address[0]))
+            with self._changed:
+                self._unproven.append(caller)
+            try:
+                threading.Thread(target=self._serve, args=(caller,), name=self._name, daemon=True).start()
+            except RuntimeError:  # there are no threads left
+                with self._changed:
+                    self._end(caller)
+                connection.close()
+                self._closed.wait(_PAUSE_S)
+
+    def _serve(self, caller: Caller) -> None:
+        try:
+            self._function(caller.connection, caller.address, lambda: self._prove(caller))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # it is gone, or is not one of us
+        finally:
+            if not caller.is_proven:
+                with self._changed:
+                    self._end(caller)
+                caller.connection.close()
+
+    def _prove(self, caller: Caller) -> None:
+        with self._changed:
+            if caller.is_ended:
+                raise ConnectionError("the handshake took too long, or there were too many others")
+            caller.is_proven = True
+            self._unproven.remove(caller)
+            self._changed.notify()
+
+    def _wait_for_room(self) -> Optional[float]:
+        """Until one more may come; how many seconds it may take until the next one's time is over, None without any."""
+        with self._changed:
+            while self._unproven and not self._closed.is_set():
+                now = time.monotonic()
+                first, crowding = self._unproven[0], self._in_the_way()
+                if first.came + HANDSHAKE_S <= now:
+                    self._end(first)
+                elif len(self._unproven) < MOST_UNPROVEN:
+                    return first.came + HANDSHAKE_S - now
+                elif crowding.came + YOUNG_S <= now:
+                    self._end(crowding)
+                else:
+                    self._changed.wait(crowding.came + YOUNG_S - now)
+        return None
+
+    def _in_the_way(self) -> Caller:
+        """The oldest connection of the address that has most: a stranger's are to be in his own way first."""
+        numbers = collections.Counter(each.address for each in self._unproven)
+        most = max(numbers.values())
+        return next(each for each in self._unproven if numbers[each.address] == most)
+
+    def _end(self, caller: Caller) -> None:
+        """Have its thread find it closed; the descriptor is that thread's to close."""
+        if not caller.is_ended:
+            caller.is_ended = True
+            self._unproven.remove(caller)
+            self._changed.notify()
+            with contextlib.suppress(OSError):  # the other end was faster
+                caller.connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,176 @@
+"""Runs one command for `kit shell` and sends what it says. Sent to the host with `deploy/host/remote.py`.
+
+Standard library only, and Python 3.8 syntax. The command is a child of this server, which adopts what its own
+children leave behind: whoever descends from the server belongs to the command, and is ended with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Callable, Dict, List, Optional, Set
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CHUNK_BYTES = 32 * 1024
+_WINDOW = 16  # chunks on their way: a reader that is slow there stops the command here, and no memory fills
+_BEAT_S = 1.0
+_LINGER_S = 0.3  # for the output of a command that has ended, where a process it left behind holds the pipe
+_POLL_S = 0.02
+_KILL_S = 2.0
+_CLOSE_S = 1.0
+
+_window = threading.Semaphore(_WINDOW)
+_starting = threading.Lock()
+_is_running = threading.Event()
+_is_ending = threading.Event()
+
+
+def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] = None) -> Dict[str, Any]:
+    """Run a command in the home folder, with nothing on its stdin: ``{"status", "timed_out", "left"}``.
+
+    The status is None where `end` was first.
+    Its output is sent as parts ``[stream, text]``, bytes that are no UTF-8 as surrogates; ``None`` is a sign of life.
+
+    Args:
+        argv: the command, given to the kernel as it is; ``python`` is this interpreter.
+        part: sends a part.
+        limit_s: after so long it is ended.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    begin = time.monotonic()
+    program = os.fsencode(sys.executable) if argv[0] == "python" else _bytes_of(argv[0])
+    home = os.path.expanduser("~")
+    with _starting:  # or it could begin behind the back of `end`
+        if _is_ending.is_set():
+            return {"status": None, "timed_out": False, "left": []}
+        try:
+            process = subprocess.Popen(
+                [program, *map(_bytes_of, argv[1:])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=home if os.path.isdir(home) else "/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            part(["err", "kit: cannot run %s here: %s\n" % (argv[0], error.strerror)])
+            return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
+        _is_running.set()
+    is_late, left = False, []  # type: bool, List[int]
+    beat = ended = 0.0
+
+    def tick() -> float:
+        """Give a sign of life when it is time, and end the command when its time is up."""
+        nonlocal beat, is_late, left
+        now = time.monotonic()
+        if now - beat > _BEAT_S:
+            part(None)
+            beat = now
+        if limit_s is not None and now - begin > limit_s and not is_late:
+            is_late = True
+            left = end(signal.SIGTERM, _KILL_S)
+        return now
+
+    selector = selectors.DefaultSelector()
+    for name, pipe in (("out", process.stdout), ("err", process.stderr)):
+        assert pipe is not None
+        selector.register(pipe, selectors.EVENT_READ, name)
+    while selector.get_map() or process.poll() is None:
+        now = tick()
+        if process.poll() is not None:
+            ended = ended or now
+            if now - ended > _LINGER_S:
+                break
+        if not selector.get_map():
+            time.sleep(_POLL_S)
+            continue
+        for ready, _ in selector.select(0.1):
+            data = os.read(ready.fd, _CHUNK_BYTES)
+            if not data:
+                selector.unregister(ready.fileobj)
+                continue
+            ended = ended and now  # there is still something to be read
+            while not _window.acquire(timeout=0.1) and not _is_ending.is_set():
+                tick()
+            part([ready.data, data.decode("utf-8", "surrogateescape")])
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+    _is_running.clear()  # what it leaves behind of its own accord, as a daemon, stays
+    return {"status": process.wait(), "timed_out": is_late, "left": left}
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def taken(number: int) -> None:
+    """So many parts of output have been dealt with: as many more may be sent."""
+    for _ in range(number):
+        _window.release()
+
+
+def close() -> None:
+    """Nobody listens any more: end the command if it still runs."""
+    if _is_running.is_set():
+        end(signal.SIGTERM, _CLOSE_S)
+
+
+def end(number: int, grace_s: float) -> List[int]:
+    """End all that the commands here started: asked by signal `number`, killed after `grace_s`; the pids of the deaf.
+
+    Those may only be processes that this user may not signal, as of sudo.
+    """
+    with _starting:
+        _is_ending.set()
+    for pid in _descendants():
+        _signal(pid, number)
+    asked = time.monotonic()
+    while _descendants() and time.monotonic() - asked < grace_s:
+        time.sleep(_POLL_S)
+    killed = time.monotonic()
+    while True:  # again, for one may have been forking
+        found = _descendants()
+        if not found or time.monotonic() - killed > _KILL_S:
+            return sorted(found)
+        for pid in found:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+        if number != signal.SIGKILL:
+            os.kill(pid, signal.SIGCONT)  # a stopped one hears only this
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _descendants() -> Set[int]:
+    """All processes below this one that have not ended."""
+    children = {}  # type: Dict[int, List[int]]
+    ended = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open("/proc/%s/stat" % name, "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(name))
+        if fields[0] in (b"Z", b"X"):
+            ended.add(int(name))
+    found, new = set(), [os.getpid()]  # type: Set[int], List[int]
+    while new:
+        new = [child for pid in new for child in children.get(pid, ())]
+        found.update(new)
+    return found - ended

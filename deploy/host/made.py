@@ -1,0 +1,102 @@
+"""What a run has left on a host: which of its folders hold anything, and what its script wrote beside its code.
+
+Runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from typing import Any, Dict, List, Optional, Sequence
+
+from nodekit.deploy.host import tree
+
+MOST_FILES = 50_000
+MOST_S = 2.0
+_NOT_SNAPSHOTS = ("fence",)  # kit's own, beside them
+
+
+def look(node_dir: str, code_dir: str, snapshots: str, weights: Sequence[str]) -> Dict[str, Any]:
+    """Look at a node's folders of a run.
+
+    Returns:
+        ``logs``, ``snapshots``, ``curves``: whether there are any; ``weights``: the first of those folders that is
+        there, or ""; ``written``: see `written`; ``code``: a name of the code folder, the same for nodes that share it.
+    """
+    node_dir, code_dir = os.path.expanduser(node_dir), os.path.expanduser(code_dir)
+    return {
+        "logs": any(name.endswith(".log") for name in _names(os.path.join(node_dir, "logs"))),
+        "snapshots": any(
+            name not in _NOT_SNAPSHOTS and not name.startswith(".")
+            for name in _names(os.path.expanduser(snapshots))
+        ),
+        "curves": any(
+            "tfevents" in name for _, _, names in os.walk(os.path.join(node_dir, "output")) for name in names
+        ),
+        "weights": next((each for each in weights if _names(os.path.expanduser(each))), ""),
+        "written": written(code_dir),
+        "code": _name_of(code_dir),
+    }
+
+
+def written(code_dir: str) -> Optional[Dict[str, Any]]:
+    """What is in a run's code folder and did not come with the code, or was changed since; None: not known.
+
+    Returns:
+        ``entries``: [name, number of files, bytes] of each file or folder at the top, the largest first; ``is_all``:
+        whether there was time to look at all of it.
+    """
+    came = tree.read_list(code_dir)
+    if not came:
+        return None
+    links = {row[0] for row in came["rows"] if row[1] == "l"}
+    stats = came["stats"]
+    found: Dict[str, List[int]] = {}
+    deadline, num_files = time.monotonic() + MOST_S, 0
+    for top, folders, names in os.walk(code_dir):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            num_files += 1
+            if num_files > MOST_FILES or time.monotonic() > deadline:
+                break
+            full = os.path.join(top, name)
+            path = os.path.relpath(full, code_dir)
+            try:
+                here = os.lstat(full)
+            except OSError:  # removed meanwhile
+                continue
+            if path in links and stat.S_ISLNK(here.st_mode):
+                continue
+            if path in stats and stats[path][:4] == tree.signature(here):
+                continue
+            first, slash, _ = path.partition("/")
+            of = found.setdefault(first + slash, [0, 0])
+            of[0] += 1
+            of[1] += here.st_size
+        else:
+            continue
+        break
+    names = sorted(found, key=lambda name: (-found[name][1], name))
+    return {
+        "entries": [[name, *found[name]] for name in names],
+        "is_all": num_files <= MOST_FILES and time.monotonic() <= deadline,
+    }
+
+
+def _names(folder: str) -> List[str]:
+    """What is in a folder; nothing where there is none."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _name_of(code_dir: str) -> str:
+    """Of the folder that kit works in there, which hosts may share, and of the run."""
+    work = os.path.dirname(os.path.dirname(os.path.dirname(code_dir)))
+    try:
+        with open(os.path.join(work, ".id")) as file:
+            return file.read().strip() + code_dir[len(work) :]
+    except OSError:
+        return ""

@@ -1,0 +1,182 @@
+"""How fast this host sends to another, over TCP: both ends of it. Sent to the host with `deploy/host/remote.py`.
+
+Standard library only, and Python 3.8 syntax, as `deploy/host/probes/hostfacts.py`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from typing import Any, Callable, Dict, List, Optional
+
+from nodekit.deploy.host import accept
+
+CONNECT_TIMEOUT_S = 5.0
+_SILENCE_S = 10.0  # a connection that long without a byte is dead
+_CHUNK = bytes(1 << 18)
+_WARM_UP = 0.25  # of the time, for TCP to find the link's speed; not counted
+_LEAST_CHUNKS = 16  # fewer would say little of a slow link's rate: then it takes longer, up to
+_LONGEST = 4  # times as long
+_ROUND_TRIPS = 100
+_ROUND_TRIPS_S = 0.4
+_MAX_HEADER_BYTES = 256
+
+
+def listen(address: str, token: str, limit_s: float) -> int:
+    """Be the other end for `limit_s` seconds, for whoever knows the token; gives the port."""
+    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    server.bind((address, 0))
+    server.listen(1024)
+    port: int = server.getsockname()[1]
+
+    acceptor = accept.Acceptor(
+        server, lambda connection, _, proven: _serve(connection, token, proven), name="linkspeed"
+    )
+    end = threading.Timer(limit_s, acceptor.close)
+    end.daemon = True
+    end.start()
+    return port
+
+
+def free_port(address: str) -> int:
+    """A port of this address that nobody had a moment ago."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def measure(address: str, port: int, token: str, source: str, seconds: float, streams: int) -> Dict[str, Any]:
+    """Send to the listener at `address` from our address `source`: ``{"bytes_per_s", "rtt_s"}``.
+
+    The rate is that of all streams together, as it arrives; the round trip is the median on an idle link.
+
+    Raises:
+        OSError: no connection, or it broke.
+    """
+    rtt_s = _round_trip(_connect(address, port, source, "%s echo\n" % token))
+    rates: List[float] = []
+    errors: List[OSError] = []
+
+    def stream() -> None:
+        try:
+            rates.append(_send(_connect(address, port, source, "%s sink %r\n" % (token, seconds)), seconds))
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=stream, daemon=True) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {"bytes_per_s": sum(rates), "rtt_s": rtt_s}
+
+
+def _connect(address: str, port: int, source: str, header: str) -> socket.socket:
+    connection = socket.create_connection((address, port), CONNECT_TIMEOUT_S, (source, 0))
+    connection.settimeout(_SILENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(header.encode())
+    return connection
+
+
+def _round_trip(connection: socket.socket) -> float:
+    """The median of many, in seconds."""
+    with connection:
+        times: List[float] = []
+        deadline = time.monotonic() + _ROUND_TRIPS_S
+        while len(times) < 3 or (len(times) < _ROUND_TRIPS and time.monotonic() < deadline):
+            begin = time.monotonic()
+            connection.sendall(b".")
+            if not connection.recv(1):
+                raise OSError("the other end closed the connection: is something else at that port?")
+            times.append(time.monotonic() - begin)
+        return statistics.median(times[1:])  # the first has the header before it
+
+
+def _send(connection: socket.socket, seconds: float) -> float:
+    """Send until the other end says what has arrived; bytes per second."""
+    with connection:
+        connection.setblocking(False)
+        said = b""
+        deadline = time.monotonic() + _LONGEST * seconds + _SILENCE_S
+        while not said.endswith(b"\n"):
+            readable, writable, _ = select.select([connection], [connection], [], _SILENCE_S)
+            if time.monotonic() > deadline or not (readable or writable):
+                raise OSError("no byte has gone through for %.0f s" % _SILENCE_S)
+            if readable:
+                more = connection.recv(1 << 12)
+                if not more:
+                    raise OSError("the other end closed the connection")
+                said += more
+            elif writable:
+                try:
+                    connection.send(_CHUNK)
+                except BlockingIOError:
+                    pass
+        # What still waits to be sent would take a slow link seconds: it is thrown away.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        arrived = json.loads(said)
+        if not arrived["seconds"]:
+            raise OSError("too little has arrived to tell a rate")
+        rate: float = arrived["bytes"] / arrived["seconds"]
+        return rate
+
+
+def _serve(connection: socket.socket, token: str, proven: Callable[[], None]) -> None:
+    with connection:
+        connection.settimeout(_SILENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        words = _header(connection).split()
+        if len(words) < 2 or not hmac.compare_digest(words[0].encode(), token.encode()):
+            return
+        proven()
+        if words[1] == "echo":
+            while connection.recv(1):
+                connection.sendall(b".")
+        else:
+            _sink(connection, float(words[2]))
+
+
+def _header(connection: socket.socket) -> str:
+    found = b""
+    while not found.endswith(b"\n") and len(found) < _MAX_HEADER_BYTES:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        found += byte
+    return found.decode("ascii", "replace")
+
+
+def _sink(connection: socket.socket, seconds: float) -> None:
+    """Read for so long, tell what came after the warm-up, and throw away the rest."""
+    buffer = bytearray(1 << 20)
+    begin = time.monotonic()
+    counted_from: Optional[float] = None
+    num_bytes = num_chunks = 0
+    now = begin
+    while True:
+        got = connection.recv_into(buffer)
+        if not got:
+            return
+        now = time.monotonic()
+        if counted_from is None:
+            # From an arrival to an arrival: the bytes of the first one came before the count.
+            counted_from = now if now - begin >= _WARM_UP * seconds else None
+            continue
+        num_bytes += got
+        num_chunks += 1
+        passed = now - begin
+        if passed >= _LONGEST * seconds or (passed >= seconds and num_chunks >= _LEAST_CHUNKS):
+            break
+    connection.sendall(json.dumps({"bytes": num_bytes, "seconds": now - counted_from}).encode() + b"\n")
+    while connection.recv_into(buffer):
+        pass

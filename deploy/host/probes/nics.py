@@ -1,0 +1,183 @@
+"""The network interfaces of a host, as its kernel lists them. Sent to the host with `deploy/host/remote.py`.
+
+Standard library only, and Python 3.8 syntax, as in `deploy/host/probes/hostfacts.py`. Asked over netlink, which also
+knows namespaces: /sys shows the interfaces of whoever mounted it.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import glob
+import ipaddress
+import os
+import re
+import socket
+import struct
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+_NETLINK_ROUTE = 0
+_RTM_GETLINK, _RTM_GETADDR = 18, 22
+_NLM_REQUEST_DUMP = 0x301
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_LINKINFO, _IFLA_CARRIER = 3, 4, 10, 18, 33
+_IFLA_INFO_KIND = 1
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_IFF_UP = 1
+_ARPHRD_INFINIBAND, _ARPHRD_LOOPBACK = 32, 772
+_SCOPE_LINK = 253
+_ANSWER_TIMEOUT_S = 5
+
+_SIOCETHTOOL = 0x8946
+_ETHTOOL_GSET = 1
+_SPEED_UNKNOWN = (0, 0xFFFF, 0xFFFFFFFF)
+_MADE_UP_SPEED = ("veth", "dummy", "ifb")  # their drivers name 10 Gb/s, or nothing, whatever lies below them
+
+# The kernel's name of a driver that makes interfaces → our kind; every other such driver's are "virtual".
+_KINDS = {
+    "bridge": "bridge",
+    "openvswitch": "bridge",
+    "bond": "bond",
+    "team": "bond",
+    "vlan": "vlan",
+    "ipoib": "infiniband",
+}
+
+
+def nics() -> List[Dict[str, Any]]:
+    """Each interface, sorted by name.
+
+    Keys: ``name``, ``up`` (it is switched on), ``carrier`` (and its cable has a link), ``kind`` ("physical",
+    "infiniband", "bond", "vlan", "bridge", "virtual" or "loopback"), ``driver`` (for what is not physical, the
+    kernel's own word, as "veth"; else ""), ``mtu``, ``speed_mbit`` (None where it is not known), ``master`` (the
+    bridge or bond that it is a part of, or None) and ``addresses`` with their prefix length, as "10.0.0.1/24",
+    IPv4 first; those of IPv6 that need a zone are left out.
+    """
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
+        kernel.settimeout(_ANSWER_TIMEOUT_S)
+        # The rest of either header is zeros: no filter.
+        links = [_link(body) for body in _dump(kernel, _RTM_GETLINK, struct.calcsize("=BxHiII"))]
+        addresses: Dict[int, List[str]] = {}
+        for body in _dump(kernel, _RTM_GETADDR, struct.calcsize("=BBBBI")):
+            index, address = _address(body)
+            if address is not None:
+                addresses.setdefault(index, []).append(address)
+    names = {link["index"]: link["name"] for link in links}
+    links.sort(key=lambda link: str(link["name"]))
+    for link in links:
+        link["master"] = names.get(link["master"])
+        is_known = link["driver"] not in _MADE_UP_SPEED
+        link["speed_mbit"] = _speed_mbit(link["name"], link["kind"]) if is_known else None
+        link["addresses"] = sorted(addresses.get(link.pop("index"), []), key=lambda address: ":" in address)
+    for link in links:
+        if link["kind"] == "bridge":  # it has none but its parts'
+            speeds = [part["speed_mbit"] or 0 for part in links if part["master"] == link["name"]]
+            link["speed_mbit"] = max(speeds, default=0) or None
+    return links
+
+
+def _dump(kernel: socket.socket, what: int, header_bytes: int) -> Iterator[bytes]:
+    """The body of each message that the kernel answers a dump request with."""
+    length = struct.calcsize("=IHHII") + header_bytes
+    kernel.send(struct.pack("=IHHII", length, what, _NLM_REQUEST_DUMP, 1, 0) + bytes(header_bytes))
+    while True:
+        data = kernel.recv(1 << 18)
+        while len(data) >= 16:
+            size, kind = struct.unpack_from("=IH", data)
+            if kind == _NLMSG_DONE:
+                return
+            if kind == _NLMSG_ERROR:
+                code = -struct.unpack_from("=i", data, 16)[0]
+                raise OSError(code, os.strerror(code))
+            yield data[16:size]
+            data = data[_aligned(size) :]
+
+
+def _aligned(size: int) -> int:
+    return (size + 3) & ~3
+
+
+def _attributes(data: bytes) -> Dict[int, bytes]:
+    found = {}
+    while len(data) >= 4:
+        size, kind = struct.unpack_from("=HH", data)
+        if size < 4:
+            break
+        found[kind & 0x3FFF] = data[4:size]
+        data = data[_aligned(size) :]
+    return found
+
+
+def _link(body: bytes) -> Dict[str, Any]:
+    _, hardware, index, flags, _ = struct.unpack_from("=BxHiII", body)
+    attributes = _attributes(body[16:])
+    info = _attributes(attributes.get(_IFLA_LINKINFO, b""))
+    driver = info.get(_IFLA_INFO_KIND, b"").split(b"\0")[0].decode("ascii", "replace")
+    if hardware == _ARPHRD_LOOPBACK:
+        kind = "loopback"
+    elif hardware == _ARPHRD_INFINIBAND:
+        kind = "infiniband"
+    else:
+        kind = _KINDS.get(driver, "virtual") if driver else "physical"
+    return {
+        "index": index,
+        "name": os.fsdecode(attributes[_IFLA_IFNAME].split(b"\0")[0]),
+        "up": bool(flags & _IFF_UP),
+        "carrier": bool(flags & _IFF_UP) and attributes.get(_IFLA_CARRIER, b"\0")[:1] == b"\1",
+        "kind": kind,
+        "driver": driver,
+        "mtu": _number(attributes.get(_IFLA_MTU)),
+        "master": _number(attributes.get(_IFLA_MASTER)),
+    }
+
+
+def _number(data: Optional[bytes]) -> int:
+    return int(struct.unpack("=I", data)[0]) if data else 0
+
+
+def _address(body: bytes) -> Tuple[int, Optional[str]]:
+    """The interface's index, and the address, or None for one that only counts on its own cable."""
+    family, prefix, _, scope, index = struct.unpack_from("=BBBBI", body)
+    attributes = _attributes(body[8:])
+    packed = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))  # a tunnel's ADDRESS is its other end's
+    if family not in (socket.AF_INET, socket.AF_INET6) or packed is None:
+        return index, None
+    if family == socket.AF_INET6 and scope == _SCOPE_LINK:
+        return index, None
+    return index, "%s/%d" % (ipaddress.ip_address(packed), prefix)
+
+
+def _speed_mbit(name: str, kind: str) -> Optional[int]:
+    """What was agreed with the other end of the cable, or None where the driver does not say."""
+    data = array.array("B", struct.pack("=I40x", _ETHTOOL_GSET))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            fcntl.ioctl(
+                probe.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", os.fsencode(name), data.buffer_info()[0])
+            )
+        except OSError:  # down, or its driver has nothing to say
+            return _infiniband_mbit(name) if kind == "infiniband" else None
+    low, high = struct.unpack_from("=H", data, 12)[0], struct.unpack_from("=H", data, 28)[0]
+    speed = high << 16 | low
+    if speed in _SPEED_UNKNOWN:
+        return _infiniband_mbit(name) if kind == "infiniband" else None
+    return int(speed)
+
+
+def _infiniband_mbit(name: str) -> Optional[int]:
+    """The rate of the port below an IPoIB interface, as sysfs has it: ``200 Gb/sec (4X HDR)``."""
+    try:
+        with open("/sys/class/net/%s/dev_port" % name) as file:
+            port = int(file.read()) + 1
+    except (OSError, ValueError):
+        port = 1
+    pattern = "/sys/class/net/%s/device/infiniband/*/ports/%d/rate" % (glob.escape(name), port)
+    for path in glob.glob(pattern):
+        try:
+            with open(path) as file:
+                match = re.match(r"([\d.]+) Gb/sec", file.read())
+        except OSError:
+            continue
+        if match:
+            return int(float(match.group(1)) * 1000)
+    return None

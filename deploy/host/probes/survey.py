@@ -1,0 +1,145 @@
+"""What `kit init` wants to know of a host: GPUs, cores, interfaces, and interpreters with torch. Sent to the host.
+
+Standard library only, and Python 3.8 syntax, as in `deploy/host/probes/hostfacts.py`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Dict, Iterator, List, Optional
+
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.probes import nics as interfaces
+
+_PROBE_TIMEOUT_S = 6
+_PROBES_TIMEOUT_S = 12
+"""For all of them: a home on a server that is gone must not cost the rest of the survey."""
+_MAX_INTERPRETERS = 60
+_AT_ONCE = 4
+"""Each takes some 20 ms of a core: more at once would not be sooner done."""
+
+# Where people put interpreters. In a venv or conda environment `python` is the one to name; elsewhere `python3`.
+_ENVIRONMENTS = (
+    "~/venv", "~/.venv", "~/env", "~/*conda*", "~/*forge*", "~/*", "~/*/.venv", "~/*/venv", "~/.virtualenvs/*",
+    "~/venvs/*", "~/.venvs/*", "~/envs/*", "~/*conda*/envs/*", "~/*forge*/envs/*", "~/micromamba/envs/*",
+    "~/.conda/envs/*", "/opt/*conda*", "/opt/*forge*", "/opt/*conda*/envs/*", "/opt/*forge*/envs/*", "/opt/*",
+    "/venv", "/venv/*", "/workspace/venv", "/workspace/.venv",
+)  # fmt: skip
+_PLAIN = ("/usr/bin/python3", "/usr/local/bin/python3")
+
+# What an interpreter is asked: torch is found but not imported, which takes seconds and may touch the GPUs.
+_PROBE = r"""
+import importlib.util, json, os, re, sys
+try:
+    spec = importlib.util.find_spec("torch")
+except (ImportError, ValueError):
+    spec = None
+torch = None
+if spec is not None:
+    try:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
+            torch = re.search(r"^__version__ = '([^']+)'", file.read(), re.MULTILINE).group(1)
+    except (OSError, TypeError, AttributeError):
+        try:
+            from importlib import metadata
+            torch = metadata.version("torch")
+        except Exception:
+            pass  # a folder that happens to have the name
+print("\n" + json.dumps([sys.executable, "%d.%d.%d" % sys.version_info[:3], sys.prefix, torch]))
+"""
+
+
+def survey() -> Dict[str, Any]:
+    """What there is on this host."""
+    with ThreadPoolExecutor(1) as beside:
+        gpus = beside.submit(hostfacts.gpus)
+        return {
+            "hostname": socket.gethostname(),
+            "boot_id": hostfacts.boot_id(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
+            "nics": interfaces.nics(),
+            "pythons": interpreters(),
+            "gpus": gpus.result(),
+        }
+
+
+def interpreters() -> List[Dict[str, Any]]:
+    """Each interpreter once: ``[{"path", "version", "torch", "default"}]``, the one that runs this first.
+
+    A path in the home folder begins with ``~/``, so that it reads the same on hosts whose users differ. `torch` is
+    its version or None; `default` marks the one that runs this: it is what kit takes that is told of no other.
+    """
+    found: List[Dict[str, Any]] = []
+    prefixes = set()
+    candidates = list(dict.fromkeys(_candidates()))[:_MAX_INTERPRETERS]
+    deadline = time.monotonic() + _PROBES_TIMEOUT_S
+
+    def probe(path: str) -> Optional[List[Any]]:
+        left_s = deadline - time.monotonic()
+        return _probe(path, min(left_s, _PROBE_TIMEOUT_S)) if left_s > 0 else None
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for candidate, answer in zip(candidates, pool.map(probe, candidates)):  # noqa: B905, it is 3.10's
+            if answer is None or answer[2] in prefixes:
+                continue
+            executable, version, prefix, torch = answer
+            prefixes.add(prefix)
+            found.append(
+                {
+                    "path": _from_home(executable or candidate),
+                    "version": version,
+                    "torch": torch,
+                    "default": candidate == sys.executable,
+                }
+            )
+    return found
+
+
+def _candidates() -> Iterator[str]:
+    yield sys.executable
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if os.environ.get(name):
+            yield os.path.join(os.environ[name], "bin/python")
+    for pattern in _ENVIRONMENTS:
+        for path in sorted(glob.glob(os.path.join(os.path.expanduser(pattern), "bin/python"))):
+            if os.access(path, os.X_OK):
+                yield path
+    for path in _PLAIN:
+        if os.access(path, os.X_OK):
+            yield path
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]:
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "python3.[0-9]*"))):
+            if os.path.basename(path)[8:].isdigit() and os.access(path, os.X_OK):
+                yield path
+    for path in sorted(glob.glob(os.path.expanduser("~/.pyenv/versions/*/bin/python"))):
+        yield path
+
+
+def _probe(path: str, limit_s: float) -> Optional[List[Any]]:
+    try:
+        done = subprocess.run(
+            [path, "-B", "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=limit_s,
+            cwd="/",  # `-c` looks in the current folder for torch, too
+            check=False,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None  # no interpreter, or a broken one
+    return answer if isinstance(answer, list) and len(answer) == 4 else None
+
+
+def _from_home(path: str) -> str:
+    home = os.path.expanduser("~").rstrip("/")
+    return "~" + path[len(home) :] if home and path.startswith(home + "/") else path

@@ -1,0 +1,57 @@
+"""What the file is that a command runs: Python, or another program. Sent to the host with `deploy/host/remote.py`.
+
+torchrun runs whatever it is given by its own python: the name, the ``#!`` and the mode of a script say nothing to it.
+Standard library only, and Python 3.8 syntax.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import sys
+
+_READ_BYTES = 1 << 20
+_PYTHON_LINE = re.compile(rb"#![^\n]*(?:python|pypy)")
+
+
+def kind(path: str) -> str:
+    """``python``, ``program``, or "" where there is nothing to run."""
+    if os.path.isdir(path):
+        return "python" if os.path.isfile(os.path.join(path, "__main__.py")) else ""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_READ_BYTES)
+    except ValueError:  # a null byte in its name
+        return ""
+    except OSError:  # a program that may be executed and not read
+        return "program" if os.access(path, os.X_OK) else ""
+    if path.endswith((".py", ".pyc")) or _PYTHON_LINE.match(head):
+        return "python"
+    if not head.startswith(b"#!"):
+        return "program" if head.startswith(b"\x7fELF") else "python"
+    return "python" if _imports(head) else "program"
+
+
+def _imports(source: bytes) -> bool:
+    """Whether this is Python that imports something, for all that its ``#!`` names a shell: no shell script is."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(each, (ast.Import, ast.ImportFrom)) for each in body)
+
+
+def kind_here(name: str) -> str:
+    """`kind` of an absolute path, or of a program that a rank would find on its PATH."""
+    if "/" in name:
+        return kind(name)
+    return "program" if shutil.which(name, path=rank_path()) else ""
+
+
+def rank_path() -> str:
+    """The PATH of ranks: what is installed beside their python comes first, as in an activated environment."""
+    beside = os.path.dirname(sys.executable)
+    path = os.environ.get("PATH", os.defpath)
+    return path if path.split(os.pathsep)[0] == beside else beside + os.pathsep + path

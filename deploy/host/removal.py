@@ -1,0 +1,255 @@
+"""What of a run lies on a host, and its removal, for `kit rm`. Sent to the host with `deploy/host/remote.py`.
+
+Standard library only, and Python 3.8 syntax. Only folders of one run are ever removed, known by what the run has
+written there; a link is removed as a link, and what it points to is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.host.probes import probes
+
+_OWN = ("code", "code.tree.json", "slurm", "state")  # beside the nodes' folders
+_BEAT_S = 1.0
+_GRACE_S = 5.0
+
+
+def look(
+    folder: str, run_id: str, names: Sequence[str], snapshots: str, part: Callable[[Any], None]
+) -> dict[str, Any]:
+    """What there is of a run.
+
+    Args:
+        folder: ``<workdir>/runs/<run_id>``.
+        run_id: the run's.
+        names: its nodes.
+        snapshots: where else it keeps snapshots, a folder that hosts share; "" for nowhere.
+        part: called every second, as a sign of life.
+
+    Returns:
+        ``there``, ``bytes`` of all and ``snapshots_bytes`` of the snapshots; ``shared``, a name of the folder that is
+        the same on every host that has it; ``alive``, what runs of it; ``problem``, why it must not be removed.
+    """
+    with _beating(part):
+        place = Path(folder)
+        found: dict[str, Any] = {"there": False, "bytes": 0, "snapshots_bytes": 0, "alive": [], "problem": ""}
+        found["shared"] = _read(place.parent.parent / ".id")
+        for own in (place, _half(place)):
+            if own.exists() or own.is_symlink():
+                found["there"] = True
+                found["problem"] = found["problem"] or _problem(own, place, run_id, names)
+                found["bytes"] += _size(own)
+                found["snapshots_bytes"] += sum(_size(each / "snapshots") for each in _nodes(own))
+        elsewhere = Path(snapshots)
+        for own in (elsewhere, _half(elsewhere)) if snapshots else ():
+            if own.exists() or own.is_symlink():
+                found["there"] = True
+                found["problem"] = found["problem"] or _snapshots_problem(own, elsewhere, place)
+                size = _size(own)
+                found["bytes"] += size
+                found["snapshots_bytes"] += size
+        found["alive"] = _alive(place, run_id)
+        return found
+
+
+def remove(
+    folder: str,
+    run_id: str,
+    names: Sequence[str],
+    snapshots: str,
+    keep_snapshots: bool,
+    part: Callable[[Any], None],
+) -> None:
+    """Remove what `look` has found, or all of it but the snapshots; nothing where there is nothing.
+
+    Raises:
+        RuntimeError: it must not be, and why.
+    """
+    found = look(folder, run_id, names, snapshots, part)
+    if found["problem"] or found["alive"]:
+        raise RuntimeError(found["problem"] or "; ".join(found["alive"]))
+    with _beating(part):
+        place = Path(folder)
+        shm = [(each["run"], each["node"]) for each in _runs(place, run_id)]
+        if shm:  # nobody could tell later whose it was
+            probes.clean(str(place.parent.parent), shm, _GRACE_S)
+        if keep_snapshots:
+            _strip(place)
+            return
+        if snapshots:
+            _take_away(Path(snapshots))  # first: what says whose they are goes last
+        _take_away(place)
+
+
+def _take_away(place: Path) -> None:
+    """Remove a folder: out of sight in one step, so that what is left of it, should this be broken off, is no run."""
+    half = _half(place)
+    _delete(half)
+    with contextlib.suppress(FileNotFoundError):  # another host that has the same folder was faster
+        place.rename(half)
+    _delete(half)
+
+
+def _half(place: Path) -> Path:
+    """What a run's folder is called while it is being removed."""
+    return place.with_name(".removing-" + place.name)
+
+
+def _problem(own: Path, place: Path, run_id: str, names: Sequence[str]) -> str:
+    if place.name != run_id or place.parent.name != "runs":
+        return f"{place} is no folder of the run {run_id}"
+    if own.is_symlink():
+        return f"{own} is a link, and what it points to may be anybody's"
+    if not own.is_dir():
+        return f"{own} is no folder"
+    ids = {
+        str(each): _load(each).get("run_id", "")
+        for each in own.glob("*/spec.json")
+        if not each.parent.is_symlink()
+    }
+    for path, found in ids.items():
+        if found != run_id:
+            return f"{path} is of the run '{found}'"
+    if ids or (own / "slurm" / "job.json").is_file():
+        return ""
+    # It came no further than its code; or most of it has been removed.
+    try:
+        others = sorted(each.name for each in own.iterdir() if each.name not in (*_OWN, *names))
+    except FileNotFoundError:  # another host that has the same folder removes it
+        return ""
+    if others:
+        return f"{own} says nowhere that it is of this run, and has {', '.join(others[:5])} in it"
+    return ""
+
+
+def _snapshots_problem(own: Path, folder: Path, place: Path) -> str:
+    if folder.name != place.name:
+        return f"the snapshots in {folder} are not this run's alone"
+    if own.is_symlink():
+        return f"{own} is a link, and what it points to may be anybody's"
+    if own != folder:
+        return ""  # it is half removed, and was looked at before
+    specs = [_load(each) for parent in (place, _half(place)) for each in parent.glob("*/spec.json")]
+    if not any(_same(str(_env(spec).get("NODEKIT_SNAPSHOT_DIR")), folder) for spec in specs):
+        return f"no spec.json in {place} says that {folder} is where this run has its snapshots"
+    return ""
+
+
+def _same(written: str, folder: Path) -> bool:
+    return Path(written).expanduser() == folder.expanduser()
+
+
+def _env(spec: dict[str, Any]) -> dict[str, Any]:
+    env = spec.get("env")
+    return env if isinstance(env, dict) else {}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _runs(place: Path, run_id: str) -> list[dict[str, Any]]:
+    return [each for each in probes.runs(str(place.parent.parent)) if each["run"] == run_id]
+
+
+def _alive(place: Path, run_id: str) -> list[str]:
+    found = []
+    for each in _runs(place, run_id):
+        if each["agent"]:
+            found.append(f"its agent on {each['node']} runs (pid {each['agent']})")
+        elif each["processes"]:
+            pids = ", ".join(str(process["pid"]) for process in each["processes"])
+            found.append(f"processes of {each['node']} run (pid {pids})")
+    return found
+
+
+def _nodes(place: Path) -> list[Path]:
+    """The nodes' folders in a run's: those that are no links."""
+    if place.is_symlink() or not place.is_dir():
+        return []
+    others = (each for each in place.iterdir() if each.name not in _OWN)
+    return [each for each in others if each.is_dir() and not each.is_symlink()]
+
+
+def _size(folder: Path) -> int:
+    """Bytes on disk, without what links point to."""
+    if folder.is_symlink():
+        return 0
+    total = 0
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, files in os.walk(str(folder)):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                found = os.lstat(os.path.join(parent, name))
+                if (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    total += found.st_blocks * 512
+    return total
+
+
+def _strip(place: Path) -> None:
+    """Remove all of a run's folder but the snapshots in its nodes' folders."""
+    nodes = _nodes(place)
+    for each in list(place.iterdir()) if place.is_dir() else []:
+        if each not in nodes:
+            _delete(each)
+    for node in nodes:
+        if (node / "snapshots").is_dir() and not (node / "snapshots").is_symlink():
+            for each in list(node.iterdir()):
+                if each.name != "snapshots":
+                    _delete(each)
+        else:
+            _delete(node)
+
+
+def _delete(path: Path) -> None:
+    """Remove a file, a link or a folder with all in it; none is fine."""
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        return
+    try:
+        shutil.rmtree(str(path))  # it follows no links
+    except FileNotFoundError:
+        _delete(path)  # another host removes the same
+    except PermissionError:
+        for parent, _, _ in os.walk(str(path)):  # folders that their owner may not write to, as caches have
+            os.chmod(parent, 0o700)
+        shutil.rmtree(str(path))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def _beating(part: Callable[[Any], None]) -> Iterator[None]:
+    """Give a sign of life every second: a large folder on a slow disk takes its time."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_BEAT_S):
+            part(None)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

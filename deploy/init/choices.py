@@ -1,0 +1,183 @@
+"""What `kit init` decides from what it saw: the network that hosts share, and the interpreter with torch. Pure.
+
+A thing is decided only where there is one answer; else all answers are kept, for a person to choose from.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.plan.check import OLDEST_PYTHON, OLDEST_TORCH
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Nic = Mapping[str, Any]
+"""One interface, as `deploy/host/probes/nics.py` tells it."""
+Survey = Mapping[str, Any]
+"""One host, as `deploy/host/probes/survey.py` tells it."""
+
+_NEVER = re.compile(
+    r"lo|docker.*|br-[0-9a-f]{6,}|veth.*|virbr.*|vnet\d+.*|cni.*|flannel.*|cali.*|cilium.*|lxc.*|lxdbr.*|podman.*"
+    r"|kube.*|nodelocaldns|weave.*|nerdctl.*|vmnet.*|vboxnet.*|dummy.*|ifb.*|ovs-system|idrac|usb\d+"
+)
+_OWN_CABLE = ("veth", "macvlan", "ipvlan")
+"""What a container has for a network card."""
+_NO_NETWORK = ("dummy", "ifb", "nlmon", "vcan", "can")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A network that all hosts have an address in."""
+
+    network: Network
+    nics: Mapping[str, tuple[Nic, ...]]
+    """Host → its interfaces in it."""
+    rank: int
+    """That of the worst interface, see `rank`."""
+    speed_mbit: int | None
+    """That of the slowest interface; None where one does not say."""
+
+    def names(self) -> str:
+        """The interfaces in it, each name once: ``eth0/ens5``."""
+        return "/".join(dict.fromkeys(str(nic["name"]) for nics in self.nics.values() for nic in nics))
+
+
+def rank(nic: Nic, nics: Iterable[Nic]) -> int | None:
+    """How good an interface is to train over: 0 a real one, 1 a container's, 2 a tunnel; None: never.
+
+    A bridge is what it is over: a machine's own card makes it real, Docker's has none.
+    """
+    if _NEVER.fullmatch(nic["name"]) or nic["kind"] == "loopback" or nic["driver"] in _NO_NETWORK:
+        return None
+    if nic["kind"] == "bridge":
+        parts = [part for part in nics if part["master"] == nic["name"]]
+        return 0 if any(part["kind"] in ("physical", "bond", "vlan") for part in parts) else None
+    if nic["master"] is not None:
+        return None  # its address, if it has one, is not what packets leave by
+    if nic["kind"] != "virtual":
+        return 0
+    return 1 if nic["driver"] in _OWN_CABLE else 2
+
+
+def is_usable(nic: Nic) -> bool:
+    """Whether packets can leave by it now."""
+    return bool(nic["up"] and nic["carrier"] and nic["addresses"])
+
+
+def shared_networks(surveys: Mapping[str, Survey]) -> list[Shared]:
+    """The networks that every host has a usable interface in, the best first.
+
+    An address that two hosts have (docker0's 172.17.0.1) is no way from one to the other.
+    """
+    if len(surveys) < 2:
+        return []
+    places: dict[Network, dict[str, dict[str, tuple[Nic, int]]]] = {}
+    owners: dict[str, set[str]] = {}
+    for host, survey in surveys.items():
+        for nic in survey["nics"]:
+            for written in nic["addresses"]:
+                owners.setdefault(written.split("/")[0], set()).add(host)
+    for host, survey in surveys.items():
+        for nic in survey["nics"]:
+            worth = rank(nic, survey["nics"])
+            for written in nic["addresses"] if worth is not None and is_usable(nic) else ():
+                address = ipaddress.ip_interface(written)
+                network = address.network
+                if (
+                    len(owners[written.split("/")[0]]) > 1
+                    or network.num_addresses == 1
+                    or address.is_link_local
+                ):
+                    continue
+                assert worth is not None
+                places.setdefault(network, {}).setdefault(host, {})[nic["name"]] = (nic, worth)
+    found = []
+    for network, hosts in places.items():
+        if len(hosts) == len(surveys):
+            best = {host: min(worth for _, worth in inside.values()) for host, inside in hosts.items()}
+            nics = {
+                host: tuple(nic for nic, worth in inside.values() if worth == best[host])
+                for host, inside in hosts.items()
+            }
+            speeds = [max(nic["speed_mbit"] or 0 for nic in inside) for inside in nics.values()]
+            found.append(
+                Shared(network=network, nics=nics, rank=max(best.values()), speed_mbit=min(speeds) or None)
+            )
+    found.sort(key=lambda each: (each.rank, each.network.version, -(each.speed_mbit or 0), str(each.network)))
+    return found
+
+
+def choose_network(found: Sequence[Shared]) -> Shared | None:
+    """The one network to train over: the only one of its worth, or the fastest where all tell their speed."""
+    best = [
+        each
+        for each in found
+        if (each.rank, each.network.version) == (found[0].rank, found[0].network.version)
+    ]
+    if len(best) == 1:
+        return best[0]
+    speeds = [each.speed_mbit for each in best]
+    if best and None not in speeds and speeds.count(speeds[0]) == 1:
+        return best[0]
+    return None
+
+
+def choose_nic(nics: Sequence[Nic]) -> Nic | None:
+    """The one interface of several in one network: the fastest where all tell their speed."""
+    speeds = sorted((nic["speed_mbit"] or 0 for nic in nics), reverse=True)
+    if len(nics) == 1 or (min(speeds) > 0 and speeds[0] > speeds[1]):
+        return max(nics, key=lambda nic: nic["speed_mbit"] or 0)
+    return None
+
+
+# --- interpreters -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pythons:
+    """Which interpreter the hosts are to use."""
+
+    everywhere: str | None = None
+    """The one that all hosts have, with the same torch."""
+    of_host: Mapping[str, str]
+    """Where that is not one path: each host's only one, all with the same torch. Else empty."""
+    choices: tuple[str, ...] = ()
+    """Where several are on all hosts: these."""
+    torch: str = ""
+    """The version of torch, where it is decided."""
+
+
+def fits(python: Mapping[str, Any]) -> bool:
+    """Whether kit can train with an interpreter."""
+    torch = python["torch"]
+    return bool(torch) and _numbers(torch) >= OLDEST_TORCH and _numbers(python["version"]) >= OLDEST_PYTHON
+
+
+def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
+    """The interpreter with torch that all hosts have, or what there is to choose from."""
+    usable = {
+        host: {each["path"]: each["torch"] for each in survey["pythons"] if fits(each)}
+        for host, survey in surveys.items()
+    }
+    first, *others = usable.values() if usable else [{}]
+    common = {
+        path: torch for path, torch in first.items() if all(other.get(path) == torch for other in others)
+    }
+    if len(common) == 1:
+        ((path, torch),) = common.items()
+        return Pythons(everywhere=path, of_host={}, torch=torch)
+    if common:
+        return Pythons(of_host={}, choices=tuple(common))
+    versions = {torch for found in usable.values() for torch in found.values()}
+    if len(versions) == 1 and all(len(found) == 1 for found in usable.values()):
+        return Pythons(
+            of_host={host: next(iter(found)) for host, found in usable.items()}, torch=versions.pop()
+        )
+    return Pythons(of_host={})
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])

@@ -1,0 +1,293 @@
+"""`kit init`: writes an inventory by looking: who the hosts are says a file or the user, what they have, they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nodekit.deploy.connect import cluster, sshconfig
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import on_all, open_local
+from nodekit.deploy.init import draft, draft_slurm
+from nodekit.deploy.init.draft import Looked
+from nodekit.deploy.init.draft_text import Draft, visible
+from nodekit.inventory import ansible, importers, scontrol
+from nodekit.inventory.errors import HostError, InventoryError, KitError
+from nodekit.inventory.importers import FoundHost, Imported
+
+SURVEY_TIMEOUT_S = 25.0
+"""From the call to the answer; connecting has its own deadline, `cluster.CONNECT_TIMEOUT_S`."""
+MAX_FILE_BYTES = 16 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit init` says."""
+
+    hosts: tuple[str, ...] = ()
+    """Hosts; beside a source, patterns of those to take from it."""
+    ssh_config: bool = False
+    hostfile: Path | None = None
+    ansible: Path | None = None
+    group: str | None = None
+    """Of the Ansible inventory: only this one."""
+    slurm: bool = False
+    output: Path = Path("cluster.yaml")
+    """``-`` is stdout."""
+    force: bool = False
+    """Write over an existing file."""
+    ssh: SshOptions = field(default_factory=SshOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What `kit init` did."""
+
+    draft: Draft
+    num_reached: int
+    """Hosts that answered; under Slurm 1: it did."""
+
+
+def init(options: Options, say: Callable[[str], None]) -> Written:
+    """Look, and write the inventory.
+
+    Args:
+        options: the command line's.
+        say: is told how far it is, a line at a time.
+
+    Raises:
+        KitError: a source cannot be read or names no host, or the file is there already.
+    """
+    _refuse_options(options)
+    is_file = str(options.output) != "-"
+    if is_file and not options.force and options.output.exists():
+        raise KitError(
+            f"{options.output} is there already; --force writes over it, -o FILE writes another one"
+        )
+    if is_file and not options.output.parent.is_dir():  # not only when all hosts have been looked at
+        raise KitError(f"{options.output} cannot be written: there is no folder {options.output.parent}")
+    stem = options.output.stem if is_file else "cluster"
+    told = {
+        "name": stem
+        if re.fullmatch(r"[^\x00-\x20\x7f/.-][\w -]{0,46}", stem) and stem == stem.strip()
+        else "cluster",
+        "file": str(options.output) if is_file else "cluster.yaml",
+        "command": _command(options),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    if options.slurm:
+        made, num_reached = _from_slurm(told), 1
+    else:
+        imported = _hosts(options)
+        looked = look(imported.hosts, options.ssh, say)
+        made = draft.from_hosts(looked, notes=imported.notes, **told)
+        num_reached = sum(each.survey is not None for each in looked)
+    _write(made.text, options.output if is_file else None, told["name"], force=options.force)
+    return Written(draft=made, num_reached=num_reached)
+
+
+def _refuse_options(options: Options) -> None:
+    sources = [
+        name
+        for name, given in (
+            ("--ssh-config", options.ssh_config),
+            ("--hostfile", options.hostfile),
+            ("--ansible", options.ansible),
+            ("--slurm", options.slurm),
+        )
+        if given
+    ]
+    if len(sources) > 1:
+        raise KitError(f"kit init: found {' and '.join(sources)}, wanted one of them")
+    if not sources and not options.hosts:
+        raise KitError(
+            "kit init: found no host, wanted HOST…, --ssh-config, --hostfile F, --ansible F or --slurm"
+        )
+    if options.group is not None and options.ansible is None:
+        raise KitError("kit init: found --group without --ansible, wanted both: the groups are Ansible's")
+    if options.slurm and options.hosts:
+        raise KitError("kit init: found hosts beside --slurm, wanted none: Slurm chooses its nodes itself")
+
+
+def _command(options: Options) -> str:
+    words = ["kit init", *options.hosts]
+    words += ["--ssh-config"] if options.ssh_config else []
+    words += [f"--hostfile {options.hostfile}"] if options.hostfile else []
+    words += [f"--ansible {options.ansible}"] if options.ansible else []
+    words += [f"--group {options.group}"] if options.group else []
+    words += ["--slurm"] if options.slurm else []
+    line = " ".join(words)
+    return line if len(line) <= 60 else line[:59] + "…"
+
+
+# --- who the hosts are --------------------------------------------------------------------------------------
+
+
+def _hosts(options: Options) -> Imported:
+    if options.ssh_config:
+        file = Path.home() / ".ssh/config"
+        try:
+            text = sshconfig.text(file)
+        except sshconfig.ConfigError as error:
+            raise KitError(str(error)) from error
+        found = importers.ssh_config(text, "~/.ssh/config")
+    elif options.hostfile is not None:
+        found = importers.hostfile(_read(options.hostfile), str(options.hostfile))
+    elif options.ansible is not None:
+        found = ansible.read(_read(options.ansible), str(options.ansible), options.group)
+        found = _with_absolute_keys(found, options.ansible)
+    else:
+        return importers.from_arguments(options.hosts)
+    return importers.select(found, options.hosts) if options.hosts else found
+
+
+def _with_absolute_keys(found: Imported, file: Path) -> Imported:
+    """Ansible takes a relative key from where it is run, kit from beside its inventory."""
+    hosts = tuple(
+        replace(host, identity_file=str(Path.cwd() / host.identity_file))
+        if host.identity_file and not host.identity_file.startswith("~")
+        else host
+        for host in found.hosts
+    )
+    beside = [name for name in ("group_vars", "host_vars") if (file.parent / name).is_dir()]
+    note = (
+        f"{' and '.join(beside)} beside {file} was not read; `ansible-inventory -i {file} --list > hosts.json`, and "
+        "kit init --ansible hosts.json, has what it says"
+    )
+    return Imported(hosts, (*found.notes, *([note] if beside else [])))
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.is_dir():
+            raise KitError(f"{file}: found a folder, wanted one of the files in it")
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise KitError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise KitError(f"{file}: found more than {MAX_FILE_BYTES // 1024**2} MiB, wanted a list of hosts")
+    return data.decode("utf-8-sig", "replace")
+
+
+def _from_slurm(told: dict[str, str]) -> Draft:
+    from nodekit.slurm.jobs import Slurm
+
+    link = open_local("this machine", sys.executable)
+    try:
+        slurm = Slurm(link)
+        status, out, err = slurm.run("scontrol", "show", "nodes")
+        if status != 0:
+            raise KitError(
+                f"scontrol show nodes failed: {(err or out).strip() or status}; does slurmctld run?"
+            )
+        known = slurm.partitions()
+    finally:
+        link.close()
+    default = next((name for name, each in known.items() if each.get("Default") == "YES"), None)
+    return draft_slurm.from_slurm(scontrol.partitions(out, default), default=default, **told)
+
+
+# --- what they have -----------------------------------------------------------------------------------------
+
+
+def look(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]) -> list[Looked]:
+    """What there is on each host, all asked at once; one that cannot be asked has the reason."""
+    say(f"looking at {len(hosts)} host{'s' * (len(hosts) != 1)}")
+    width = min(max(len(host.name) for host in hosts), 30)
+    lock = threading.Lock()
+
+    def ask(host: FoundHost) -> Looked:
+        start = time.monotonic()
+        looked = _ask(host, ssh)
+        with lock:
+            said = _seen(looked) if looked.survey is not None else f"not reached: {looked.problem}"
+            say(f"  {host.name:<{width}}  {visible(said)}  ({time.monotonic() - start:.1f} s)")
+        return looked
+
+    results = on_all({host.name: host for host in hosts}, ask)
+    for result in results.values():
+        if isinstance(result, Exception):
+            raise result  # our own bug: what a host can do wrong is in its Looked
+    return [result for result in results.values() if isinstance(result, Looked)]
+
+
+def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
+    from nodekit.inventory.schema import Host
+
+    is_local = host.connection == "local"
+    try:
+        link = cluster.open_link(
+            Host(
+                name=host.name,
+                address=host.address or ("127.0.0.1" if is_local else host.name),
+                connection="local" if is_local else "ssh",
+                python=sys.executable if is_local else "python3",
+                workdir="~/nodekit",
+                user=host.user,
+                port=host.port,
+                identity_file=host.identity_file and os.path.expanduser(host.identity_file),  # noqa: PTH111
+            ),
+            ssh,
+        )
+    except HostError as error:
+        return Looked(host=host, problem=error.problem)
+    try:
+        return Looked(host=host, survey=link.call("survey.survey", timeout_s=SURVEY_TIMEOUT_S))
+    except HostError as error:
+        return Looked(host=host, problem=error.problem)
+    finally:
+        link.close()
+
+
+def _seen(looked: Looked) -> str:
+    survey = looked.survey
+    assert survey is not None
+    names = sorted({gpu["name"] for gpu in survey["gpus"]})
+    gpus = f"{len(survey['gpus'])} × {' / '.join(names)}" if names else "no GPU"
+    torches = [f"torch {each['torch']} in {each['path']}" for each in survey["pythons"] if each["torch"]]
+    torch = (
+        torches[0] + (f" and {len(torches) - 1} more" if len(torches) > 1 else "") if torches else "no torch"
+    )
+    return f"{gpus}, {survey['cpus']} cores, {torch}"
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+def _write(text: str, output: Path | None, name: str, *, force: bool) -> None:
+    """Put the file in its place whole, once kit's own loader takes it.
+
+    Raises:
+        KitError: it cannot be written, or what was found makes no inventory.
+    """
+    from nodekit.inventory.load import load_inventory
+
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / f"{name}.yaml"
+        trial.write_text(text, encoding="utf-8")
+        try:
+            load_inventory(trial)
+        except InventoryError as error:
+            raise KitError(f"what was found makes no inventory:\n{error}") from error
+    if output is None:
+        return
+    try:
+        if not force:
+            with output.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return
+        beside = output.with_name(f".{output.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(output)
+    except FileExistsError:
+        raise KitError(f"{output} is there already; --force writes over it") from None
+    except OSError as error:
+        raise KitError(f"{output} cannot be written: {error.strerror or error}") from error

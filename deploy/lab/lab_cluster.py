@@ -1,0 +1,410 @@
+"""A lab: several real hosts on one Linux machine, to try kit on and to break.
+
+A host has its own network, host name, processes, disk and sshd; nothing leads outside. It keeps accidents in,
+not attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
+
+    FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
+          /lab.yaml       the inventory
+          /id_ed25519, known_hosts
+          /switch         the switch's network namespace (a mount)
+          /hosts/NAME/    net (a mount), upper (the disk), console.log; init.json, wire.json (processes)
+          /slurm/         with Slurm: see lab_slurm
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nodekit.deploy.lab import lab_disk, lab_needs, lab_network, lab_process, lab_record
+from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
+from nodekit.deploy.lab.lab_process import ProcessRecord
+from nodekit.deploy.lab.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
+from nodekit.inventory.errors import HostError, KitError
+
+T = TypeVar("T")
+
+MAX_HOSTS = 200
+SSH_DEADLINE_S = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """A lab that is there, and what can be done to it. Everything here needs root."""
+
+    folder: Path
+    name: str
+    network: str
+    """``198.18.K.0/24``; this machine is ``.1``, node1 is ``.11``."""
+    control_interface: str
+    """This machine's end of its cable to the switch."""
+    hosts: dict[str, LabHost]
+    has_slurm: bool = False
+    has_accounting: bool = False
+
+    @classmethod
+    def up(
+        cls,
+        n: int,
+        *,
+        folder: Path | None = None,
+        name: str = "lab",
+        slurm: bool = False,
+        accounting: bool = False,
+    ) -> "Lab":
+        """Make a lab of n hosts and wait until each answers by SSH; a lab that is there is left as it is.
+
+        Args:
+            n: how many hosts.
+            folder: where the lab is; None for the default.
+            name: the name in the inventory.
+            slurm: make the hosts a Slurm cluster, too, and wait until its nodes are idle.
+            accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
+        """
+        if accounting and not slurm:
+            raise KitError("accounting is Slurm's: ask for Slurm, too")
+        lab_needs.require_root()
+        lab_needs.require_programs(slurm=slurm, accounting=accounting)
+        folder = lab_folder(folder)
+        if os.path.lexists(folder / lab_record.FILE):
+            lab = cls.load(folder)
+            hint = "`kit lab down` it first, or choose another --folder"
+            if len(lab.hosts) != n:
+                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}: {hint}")
+            if (lab.has_slurm, lab.has_accounting) != (slurm, accounting):
+                found = _kind(slurm=lab.has_slurm, accounting=lab.has_accounting)
+                asked = _kind(slurm=slurm, accounting=accounting)
+                raise KitError(f"the lab in {folder} is one {found}, not {asked}: {hint}")
+            return lab
+        if not 1 <= n <= MAX_HOSTS:
+            raise KitError(f"a lab has 1 to {MAX_HOSTS} hosts, not {n}")
+        names = [host.name for host in lab_network.plan_hosts(n, str(lab_network.BENCHMARK_RANGE))]
+        lab_record.begin(folder, {"hosts": [*names, *([CONTROL] if slurm else [])], "slurm": slurm})
+        try:
+            return cls._make(n, folder, name, slurm=slurm, accounting=accounting)
+        except BaseException:
+            down(folder)
+            raise
+
+    @classmethod
+    def load(cls, folder: Path | None = None) -> "Lab":
+        """The lab in a folder."""
+        lab_needs.require_root()
+        folder = lab_folder(folder)
+        try:
+            record = lab_record.read(folder)
+        except FileNotFoundError:
+            raise KitError(f"no lab in {folder}: `kit lab up 3` makes one") from None
+        del record["made"]
+        if not record or not os.path.ismount(folder / "switch"):
+            raise KitError(
+                f"the lab in {folder} is not whole (its `up` is still at work or was cut short, or the "
+                "machine was restarted): `kit lab down` removes what is left of it"
+            )
+        hosts = {host["name"]: LabHost(**host) for host in record.pop("hosts")}
+        return cls(folder=folder, hosts=hosts, **record)
+
+    @classmethod
+    def _make(cls, n: int, folder: Path, name: str, *, slurm: bool, accounting: bool) -> "Lab":
+        (folder / "hosts").mkdir()
+        network = LabNetwork.make(folder)
+        lab_needs.provide_disks(folder)
+        hosts = {host.name: host for host in lab_network.plan_hosts(n, network.network)}
+        lab = cls(folder, name, network.network, network.control_interface, hosts, slurm, accounting)
+        network = lab._network  # which knows the hosts
+        addresses = {host.name: host.address for host in hosts.values()}
+        public_key = lab_disk.make_key(lab.identity_file, comment=f"the lab {name}")
+        hidden = [Path("/tmp"), Path("/var/tmp"), lab_disk.root_home(), folder]  # noqa: S108
+        if slurm:
+            hidden += STATE_FOLDERS
+            lab.slurm.write_files()
+            lab.slurm.start_control(public_key=public_key, hidden=hidden)
+
+        def build(host: LabHost) -> str:
+            host_key = lab_disk.write_disk(
+                lab._folder_of(host),
+                name=host.name,
+                addresses={"control": lab_network.control_address(lab.network), **addresses},
+                public_key=public_key,
+                hidden=hidden,
+                shared=[lab.slurm.shared] if slurm else [],
+                daemons=lab.slurm.daemons_of(host) if slurm else [],
+            )
+            if slurm:
+                lab.slurm.copy_to(host)
+            network.plug_in(host)
+            lab._boot(host)
+            _greet(host)
+            return host_key
+
+        host_keys = _each(hosts, build)
+        lab.known_hosts.write_text(lab_disk.known_hosts_file(addresses, host_keys))
+        lab.inventory.write_text(
+            lab_disk.inventory_file(
+                name,
+                network=lab.network,
+                identity_file=lab.identity_file,
+                known_hosts=lab.known_hosts,
+                addresses=addresses,
+            )
+        )
+        if slurm:
+            lab.slurm.wait_idle()
+        record = asdict(lab) | {"hosts": [asdict(host) for host in hosts.values()]}
+        del record["folder"]
+        lab_record.complete(folder, record)
+        return lab
+
+    @property
+    def inventory(self) -> Path:
+        """The inventory for `kit up`."""
+        return self.folder / "lab.yaml"
+
+    @property
+    def identity_file(self) -> Path:
+        """The private key that every host lets in as root."""
+        return self.folder / "id_ed25519"
+
+    @property
+    def known_hosts(self) -> Path:
+        """Every host's key."""
+        return self.folder / "known_hosts"
+
+    @property
+    def slurm(self) -> LabSlurm:
+        """Its Slurm cluster; KitError if it was made without."""
+        if not self.has_slurm:
+            raise KitError(f"the lab in {self.folder} has no Slurm: `kit lab up --slurm` makes one that has")
+        return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
+
+    def down(self) -> None:
+        """Remove the lab; what it did not make in its folder stays."""
+        down(self.folder)
+
+    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> "subprocess.CompletedProcess[Any]":
+        """Run a command inside a host, as root with a bare environment; kwargs are subprocess.run's."""
+        kwargs = {"env": self.host_environment, "timeout": 60, **kwargs}
+        return subprocess.run(self.enter_argv(host, *argv), **kwargs)
+
+    def enter_argv(self, host: str, *argv: str) -> list[str]:
+        """What to run on this machine so that argv runs inside a host, in its folder ``/``."""
+        init = self._init(host)
+        if init is None or not init.is_alive:
+            raise HostError(host, f"has crashed: `kit lab revive {host}` starts it again")
+        return ["nsenter", f"--target={init.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--", *argv]
+
+    @property
+    def host_environment(self) -> dict[str, str]:
+        """The environment that `run` gives a command."""
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        return {"PATH": path, "HOME": str(lab_disk.root_home()), "USER": "root", "LANG": "C.UTF-8"}
+
+    def ssh_argv(self, host: str, *command: str) -> list[str]:
+        """What to run on this machine to log in to a host with the stock ssh client."""
+        files = {"UserKnownHostsFile": self.known_hosts, "IdentityFile": self.identity_file}
+        options = [f"-o{option}={_quote_for_ssh(path)}" for option, path in files.items()]
+        login = f"root@{self._host(host).address}"
+        return ["ssh", "-F", "none", *options, "-oIdentitiesOnly=yes", "-oBatchMode=yes", login, *command]
+
+    def is_alive(self, host: str) -> bool:
+        """Whether the host runs, cut off or not."""
+        init = self._init(host)
+        return init is not None and init.is_alive
+
+    def status(self, host: str) -> str:
+        """``up`` or ``crashed``, and what is wrong with its link, as in ``up, cut, slow``."""
+        faults = self._network.status(self._host(host))
+        return ", ".join(["up" if self.is_alive(host) else "crashed", *faults])
+
+    def processes(self, host: str) -> dict[int, list[str]]:
+        """Every process of a host, its init and sshd too: pid *on this machine* → argv."""
+        init = self._init(host)
+        found: dict[int, list[str]] = {}
+        if init is None or not init.is_alive:
+            return found
+        namespace = Path(f"/proc/{init.pid}/ns/pid").readlink()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if (entry / "ns/pid").readlink() == namespace:
+                    argv = (entry / "cmdline").read_bytes().split(b"\0")[:-1]
+                    found[int(entry.name)] = [os.fsdecode(word) for word in argv]
+        return found
+
+    def crash(self, host: str) -> None:
+        """End every process of a host at once; peers see RST. Cut its cable first for a power loss."""
+        if init := self._init(host):
+            lab_process.kill(init)
+
+    def revive(self, host: str) -> None:
+        """Start a crashed host again, with the same disk, address and host key; its link stays as it is."""
+        if not self.is_alive(host):
+            self._boot(self._host(host))
+
+    def cut(self, host: str) -> None:
+        """Pull a host's cable out of the switch: nothing arrives any more, and no RST says so."""
+        self._network.cut(self._host(host))
+
+    def cut_control(self, host: str) -> None:
+        """Lose every packet between this machine and a host; the other hosts still reach it."""
+        self._network.cut_control(self._host(host))
+
+    def slow(
+        self,
+        host: str,
+        *,
+        delay_ms: float = 0,
+        rate_mbit: float | None = None,
+        loss_percent: float | None = None,
+    ) -> None:
+        """Slow a host's link both ways: packets wait to *and* from it, a round trip 2 × delay_ms."""
+        self._network.slow(
+            self._host(host), delay_ms=delay_ms, rate_mbit=rate_mbit or 0, loss_percent=loss_percent or 0
+        )
+
+    def mend(self, host: str) -> None:
+        """Undo cut, cut_control and slow."""
+        self._network.mend(self._host(host))
+
+    @property
+    def _network(self) -> LabNetwork:
+        return LabNetwork(self.folder, self.network, self.control_interface, self.hosts.values())
+
+    def _host(self, name: str) -> LabHost:
+        if name not in self.hosts:
+            raise HostError(name, f"no such host in the lab: it has {', '.join(self.hosts)}")
+        return self.hosts[name]
+
+    def _folder_of(self, host: LabHost) -> Path:
+        return self.folder / "hosts" / host.name
+
+    def _init(self, host: str) -> ProcessRecord | None:
+        return ProcessRecord.read(self._folder_of(self._host(host)) / "init.json")
+
+    def _boot(self, host: LabHost) -> None:
+        """Start a host and wait until its sshd listens."""
+        folder = self._folder_of(host)
+        log = folder / "console.log"
+        lab_process.start(
+            ["nsenter", "--net=net", *lab_network.script_argv("lab_host.py")],
+            record=folder / "init.json",
+            log=log,
+            cwd=folder,
+            env=lab_disk.environment(),
+        )
+        init = self._init(host.name)
+        assert init is not None
+        deadline = time.monotonic() + SSH_DEADLINE_S
+        while not _is_listening(init):
+            if not init.is_alive:
+                raise HostError(host.name, f"ended as it started; {lab_process.tail(log)}")
+            if time.monotonic() > deadline:
+                raise HostError(host.name, f"no sshd after {SSH_DEADLINE_S} s; {lab_process.tail(log)}")
+            time.sleep(0.01)
+
+
+def down(folder: Path | None = None) -> list[str] | None:
+    """Remove what is left of the lab in a folder, exactly that.
+
+    Returns:
+        What is left in the folder, for `kit lab up` did not make it; None if there is no lab.
+
+    Raises:
+        KitError: what is there is no lab, or something else is mounted in it; nothing was touched.
+    """
+    lab_needs.require_root()
+    folder = lab_folder(folder)
+    if not os.path.lexists(folder / lab_record.FILE):
+        return None
+    with lab_record.opened(folder) as (place, record):
+        _remove(place, record["made"], folder)
+        left = {path.name for path in place.iterdir()}
+        if "hosts" in left and not (place / "hosts").is_symlink():
+            left = left - {"hosts"} | {f"hosts/{path.name}" for path in (place / "hosts").iterdir()}
+    if not left:
+        folder.rmdir()
+    return sorted(left)
+
+
+def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
+    """Remove what was made in a lab's folder, and its record at the end; no link is followed, and no mount entered."""
+    hosts = (
+        []
+        if (place / "hosts").is_symlink()
+        else [place / "hosts" / name for name in (*made["hosts"], "trial")]
+    )
+    own = {"switch", "hosts", *(f"hosts/{path.name}/net" for path in hosts)}
+    if others := sorted(set(lab_record.mounts_below(place)) - own):
+        shown = ", ".join(str(folder / path) for path in others)
+        raise KitError(f"{shown}: mounted in the lab, by somebody else; umount it, and kit lab down again")
+    records = [ProcessRecord.read(path / name) for path in hosts for name in ("init.json", "wire.json")]
+    lab_process.kill(*(record for record in records if record))
+    lab_network.unmount(place)
+    for path in (*hosts, *([place / "slurm"] if made["slurm"] else [])):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # something else is in it, or it is a link
+        (place / "hosts").rmdir()
+    files = ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub")
+    for name in (*files, lab_record.DRAFT, lab_record.FILE):
+        with contextlib.suppress(IsADirectoryError):
+            (place / name).unlink(missing_ok=True)
+
+
+def _kind(*, slurm: bool, accounting: bool) -> str:
+    """A kind of lab, in words."""
+    return "with Slurm and its accounting" if accounting else "with Slurm" if slurm else "without Slurm"
+
+
+def lab_folder(folder: Path | None) -> Path:
+    """The folder asked for, or the default one, in the XDG state folder."""
+    if folder is not None:
+        return folder.absolute()
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(state) / "nodekit/lab"
+
+
+def _quote_for_ssh(path: Path) -> str:
+    """A file's name in ssh's configuration language, which an option on the command line is read as, too."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
+
+
+def _greet(host: LabHost) -> None:
+    """HostError unless a host's sshd answers this machine over the lab's network."""
+    try:
+        with socket.create_connection((host.address, 22), timeout=SSH_DEADLINE_S) as connection:
+            answer = connection.recv(4)
+    except OSError as error:
+        raise HostError(
+            host.name, f"no SSH at {host.address} from this machine: {error} (a firewall?)"
+        ) from error
+    if answer != b"SSH-":
+        raise HostError(host.name, f"its sshd at {host.address} answers {answer!r}")
+
+
+def _is_listening(init: ProcessRecord) -> bool:
+    """Whether something listens on port 22 in a host: asked of the kernel, for its cable may be cut."""
+    with contextlib.suppress(OSError):
+        sockets = Path(f"/proc/{init.pid}/net/tcp").read_text().splitlines()[1:]
+        return any(line.split()[1].endswith(":0016") and line.split()[3] == "0A" for line in sockets)
+    return False
+
+
+def _each(hosts: dict[str, LabHost], function: Callable[[LabHost], T]) -> dict[str, T]:
+    """Call a function for all hosts at once; if it failed for some, one error has every host's reason."""
+    with ThreadPoolExecutor(max_workers=min(len(hosts), 16)) as pool:
+        futures = {name: pool.submit(function, host) for name, host in hosts.items()}
+    errors = {name: error for name, future in futures.items() if (error := future.exception())}
+    for error in errors.values():
+        if not isinstance(error, KitError):
+            raise error
+    if errors:
+        reasons = (str(e) if isinstance(e, HostError) else f"{name}: {e}" for name, e in errors.items())
+        raise KitError("\n".join(reasons)) from next(iter(errors.values()))
+    return {name: future.result() for name, future in futures.items()}

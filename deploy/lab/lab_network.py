@@ -1,0 +1,289 @@
+"""The lab's network: a switch, a cable to each host and one to this machine, and what can go wrong with them.
+
+The switch is a bridge in a network namespace of its own, so that neither this machine's firewall (Docker's
+may drop bridged frames) nor its routes have a say, and all of it goes when the namespace does.
+"""
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodekit.deploy.lab import lab_process
+from nodekit.deploy.lab.lab_disk import environment
+from nodekit.deploy.lab.lab_process import ProcessRecord
+from nodekit.inventory.errors import HostError, KitError
+
+BENCHMARK_RANGE = ipaddress.IPv4Network("198.18.0.0/15")
+"""Reserved for tests like these (RFC 2544), so it is no one's real network."""
+FIRST_HOST = 10
+"""node1 is 198.18.K.11: its last digits say which one it is."""
+INTERFACES = ("eth0", "ens5", "enp3s0f1", "ib0", "eno1", "bond0", "enp129s0np0", "hsn0")
+LINK_DEADLINE_S = 10
+"""The kernel takes up to 1 s to notice that a cable is back."""
+NOWHERE = "02:00:00:00:00:00"
+"""A hardware address that no one has."""
+SHARE_OF_NEIGHBOURS = 0.25
+"""Of the kernel's one neighbour table for all namespaces: other labs, and this machine itself, need the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabHost:
+    """One host of a lab, as the network knows it."""
+
+    name: str
+    address: str
+    interface: str
+    """Its network interface; every host's has another name."""
+    port: str
+    """The switch's end of its cable."""
+
+
+def hardware_address(host: LabHost) -> str:
+    """The one of its interface: locally administered, and as different as the address."""
+    return ":".join(f"{byte:02x}" for byte in (2, 0, *ipaddress.IPv4Address(host.address).packed))
+
+
+def neighbours_fit(num_hosts: int, limit: Path = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")) -> bool:
+    """Whether the kernel's table has room for what the hosts of a lab learn of each other.
+
+    Args:
+        num_hosts: of the lab; each learns of every other one, and of this machine.
+        limit: the file that says how many entries the table takes.
+    """
+    try:
+        room = int(limit.read_text())
+    except (OSError, ValueError):  # this is a container: its kernel's settings are not shown
+        room = 1024  # what comes with every kernel
+    return num_hosts * (num_hosts + 1) <= room * SHARE_OF_NEIGHBOURS
+
+
+def script_argv(name: str) -> list[str]:
+    """The command that runs a script beside this file, without site-packages: it starts in 15 ms."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name(name))]
+
+
+def call(argv: Sequence[str], *, doing: str, cwd: Path, stdin: str = "") -> str:
+    """Run a program of the machine's; returns its output, KitError with its own words if it fails."""
+    answer = subprocess.run(
+        argv, input=stdin, capture_output=True, text=True, timeout=30, cwd=cwd, env=environment()
+    )
+    if answer.returncode != 0:
+        said = answer.stderr.strip() or f"{argv[0]} exited with {answer.returncode}"
+        raise KitError(f"the lab could not {doing}: {said}")
+    return answer.stdout
+
+
+def plan_hosts(n: int, network: str) -> list[LabHost]:
+    """The hosts of a lab on this network: names, addresses, and interfaces that all have different names."""
+    first = ipaddress.IPv4Network(network).network_address
+    return [
+        LabHost(
+            name=f"node{i}",
+            address=str(first + FIRST_HOST + i),
+            interface=INTERFACES[i - 1] if i <= len(INTERFACES) else f"enp{i}s0",
+            port=f"port{i}",
+        )
+        for i in range(1, n + 1)
+    ]
+
+
+def control_address(network: str) -> str:
+    """This machine's address in the lab."""
+    return str(ipaddress.IPv4Network(network).network_address + 1)
+
+
+class LabNetwork:
+    """The network of the lab in a folder. Paths given to ``ip`` are relative: it cannot quote every name."""
+
+    def __init__(
+        self, folder: Path, network: str, control_interface: str, hosts: Iterable[LabHost] = ()
+    ) -> None:
+        """The network in a folder.
+
+        Args:
+            folder: the lab's.
+            network: as ``198.18.K.0/24``.
+            control_interface: this machine's end of its cable to the switch.
+            hosts: all of the lab's.
+        """
+        self.folder = folder
+        self.network = network
+        self.control_interface = control_interface
+        hosts = list(hosts)
+        # Of many hosts, the entries that they learn would overflow the table of the whole machine. Permanent ones are
+        # not counted, and nothing outside of the lab has to change for them.
+        self._known = [] if neighbours_fit(len(hosts)) else hosts
+
+    @classmethod
+    def make(cls, folder: Path) -> "LabNetwork":
+        """Make the switch and connect this machine to it, on the first of our networks that is free."""
+        _make_namespace(folder / "switch")
+        taken = {
+            route.get("dst")
+            for route in json.loads(
+                call(["ip", "-4", "-json", "route"], doing="see the routes", cwd=folder) or "[]"
+            )
+        }
+        for k, subnet in enumerate(BENCHMARK_RANGE.subnets(new_prefix=24)):
+            # A link's name is taken by one lab only, even if two are made at this moment.
+            lab = cls(folder, str(subnet), f"lab{k}")
+            if str(subnet) in taken or Path("/sys/class/net", lab.control_interface).exists():
+                continue
+            try:
+                lab._on_machine(
+                    f"link add name {lab.control_interface} type veth peer name control netns ./switch"
+                )
+            except KitError as error:
+                if "File exists" in str(error):
+                    continue
+                raise
+            lab._on_machine(
+                f"address add {control_address(lab.network)}/24 dev {lab.control_interface}",
+                f"link set {lab.control_interface} up",
+            )
+            lab._on_switch(
+                "link add name bridge type bridge", "link set bridge up", "link set control master bridge up"
+            )
+            return lab
+        raise KitError(
+            f"every network in {BENCHMARK_RANGE} is in use: `kit lab down` those that are not needed"
+        )
+
+    def plug_in(self, host: LabHost) -> None:
+        """Make a host's network namespace, with a cable to the switch."""
+        _make_namespace(self.folder / "hosts" / host.name / "net")
+        self._on_switch(
+            f"link add name {host.port} type veth peer name {host.interface} "
+            f"address {hardware_address(host)} netns ./hosts/{host.name}/net",
+            f"link set {host.port} master bridge up",
+        )
+        self._on_host(
+            host,
+            "link set lo up",
+            f"address add {host.address}/24 dev {host.interface}",
+            f"link set {host.interface} up",
+            *(_knows(host, other) for other in self._known if other != host),
+        )
+
+    def cut(self, host: LabHost) -> None:
+        """Pull a host's cable out of the switch."""
+        self._on_switch(f"link set {host.port} down")
+
+    def cut_control(self, host: LabHost) -> None:
+        """Lose every packet between this machine and a host, both ways, with no answer to either."""
+        lost = f"lladdr {NOWHERE} nud permanent dev"
+        self._on_machine(f"neighbour replace {host.address} {lost} {self.control_interface}")
+        self._on_host(host, f"neighbour replace {control_address(self.network)} {lost} {host.interface}")
+
+    def slow(self, host: LabHost, *, delay_ms: float, rate_mbit: float, loss_percent: float) -> None:
+        """Put lab_wire.py between a host's cable and the switch (0: no limit)."""
+        self._take_out_wire(host)
+        near, far = f"{host.port}near", f"{host.port}far"
+        settings = [str(delay_ms / 1000), str(rate_mbit), str(loss_percent / 100)]
+        self._on_switch(f"link add name {near} type veth peer name {far}", f"link set {near} up")
+        lab_process.start(
+            ["nsenter", "--net=switch", *script_argv("lab_wire.py"), host.port, near, *settings],
+            record=self._wire_record(host),
+            log=self.folder / "hosts" / host.name / "console.log",
+            cwd=self.folder,
+            env=environment(),
+        )
+        self._on_switch(f"link set {host.port} nomaster", f"link set {far} master bridge up")
+
+    def mend(self, host: LabHost) -> None:
+        """Undo cut, cut_control and slow, and return when the link carries again."""
+        self._take_out_wire(host)
+        self._on_switch(f"link set {host.port} master bridge up")
+        deadline = time.monotonic() + LINK_DEADLINE_S
+        while json.loads(self._on_host(host, f"link show dev {host.interface}"))[0]["operstate"] != "UP":
+            if time.monotonic() > deadline:
+                raise HostError(host.name, f"its link is still down after {LINK_DEADLINE_S} s")
+            time.sleep(0.02)
+        # What cut_control put there, and lost questions for an address, which are asked again only after 1 s.
+        forget = f"neighbour flush to {host.address} nud all"
+        self._on_machine(f"{forget} dev {self.control_interface}")
+        for namespace in self.folder.glob("hosts/*/net"):
+            self._ip(["nsenter", f"--net=hosts/{namespace.parent.name}/net"], forget)
+        self._on_host(host, f"neighbour flush dev {host.interface} nud all")
+        others = [other for other in self._known if other != host]
+        if others:
+            self._on_host(host, *(_knows(host, other) for other in others))
+        for other in others:
+            self._on_host(other, _knows(other, host))
+
+    def status(self, host: LabHost) -> list[str]:
+        """What is wrong with a host's link: any of ``cut``, ``slow``, ``control cut``."""
+        port = json.loads(self._on_switch(f"link show dev {host.port}"))
+        neighbours = json.loads(
+            self._on_machine(f"neighbour show to {host.address} dev {self.control_interface} nud permanent")
+        )
+        wire = ProcessRecord.read(self._wire_record(host))
+        slow = wire is not None and wire.is_alive
+        found = {
+            "cut": "UP" not in port[0]["flags"] or not (slow or "master" in port[0]),
+            "slow": slow,
+            "control cut": bool(neighbours),
+        }
+        return [word for word, is_so in found.items() if is_so]
+
+    def _take_out_wire(self, host: LabHost) -> None:
+        wire = ProcessRecord.read(self._wire_record(host))
+        if wire is None:
+            return
+        lab_process.kill(wire)
+        self._on_switch(f"link delete {host.port}near")
+        self._wire_record(host).unlink()
+
+    def _wire_record(self, host: LabHost) -> Path:
+        return self.folder / "hosts" / host.name / "wire.json"
+
+    def _on_machine(self, *lines: str) -> str:
+        return self._ip([], *lines)
+
+    def _on_switch(self, *lines: str) -> str:
+        return self._ip(["nsenter", "--net=switch"], *lines)
+
+    def _on_host(self, host: LabHost, *lines: str) -> str:
+        return self._ip(["nsenter", f"--net=hosts/{host.name}/net"], *lines)
+
+    def _ip(self, enter: list[str], *lines: str) -> str:
+        return call(
+            [*enter, "ip", "-json", "-batch", "-"],
+            doing=f"set up its network ({lines[0]})",
+            cwd=self.folder,
+            stdin="\n".join(lines) + "\n",
+        )
+
+
+def _knows(host: LabHost, other: LabHost) -> str:
+    """What tells a host where another one is, once and for all."""
+    return f"neighbour replace {other.address} lladdr {hardware_address(other)} nud permanent dev {host.interface}"
+
+
+def unmount(folder: Path) -> None:
+    """Let go of the network namespaces, whose links go with them, and of the disks if they are in memory."""
+    on_switch = ["nsenter", "--net=switch"]
+    mounts = [*folder.glob("hosts/*/net"), folder / "switch", folder / "hosts"]
+    if os.path.ismount(folder / "switch"):
+        # A namespace dies some time after its last mount; this machine's end of the cable must not linger.
+        links = json.loads(call([*on_switch, "ip", "-json", "link"], doing="see its switch", cwd=folder))
+        if any(link["ifname"] == "control" for link in links):
+            call([*on_switch, "ip", "link", "delete", "control"], doing="unplug this machine", cwd=folder)
+    if mounted := [f"./{path.relative_to(folder)}" for path in mounts if os.path.ismount(path)]:
+        call(["umount", "--lazy", "--", *mounted], doing="unmount what it had made", cwd=folder)
+
+
+def _make_namespace(path: Path) -> None:
+    """A network namespace that lives as long as it is mounted on this path."""
+    path.touch()
+    call(
+        ["unshare", f"--net={path.name}", "true"],
+        doing="make a network namespace (is this a container without --privileged?)",
+        cwd=path.parent,
+    )

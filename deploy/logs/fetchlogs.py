@@ -1,0 +1,216 @@
+"""Copies the nodes' logs into the run's record on this machine, each time only what is new."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.connect.link import on_all
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.logs.loglines import Source
+from nodekit.inventory.errors import KitError
+
+if TYPE_CHECKING:
+    from nodekit.deploy.connect.link import Link
+    from nodekit.deploy.records.runs import Run
+
+FILE = "fetched.json"
+CALL_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Fetched:
+    """What a fetch has brought."""
+
+    folder: Path
+    num_nodes: int = 0
+    num_bytes: int = 0
+    """That were new."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Node → why its logs are not here."""
+
+    def text(self) -> str:
+        """For people."""
+        nodes = f"{self.num_nodes} node" + ("" if self.num_nodes == 1 else "s")
+        lines = [f"logs of {nodes} are in {_shown(self.folder)} ({self.num_bytes / 1e6:.1f} MB new)"]
+        return "\n".join([*lines, *(f"not fetched: {why}" for why in self.failed.values())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """The logs of one node, as they were fetched."""
+
+    source: Source
+    time: float
+    is_whole: bool
+    """Whether nothing can have been written since."""
+
+    def line(self) -> str:
+        """What to say of it where it is shown in place of the node's own."""
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time))
+        return f"{self.source.node}: this is the copy that was fetched {when}"
+
+
+def folder_of(run: Run) -> Path:
+    """Where the logs of a run are fetched to."""
+    return run.folder / "logs"
+
+
+def copies(run: Run) -> dict[str, Copy]:
+    """The logs of each node that were fetched."""
+    folder = folder_of(run)
+    found = {}
+    for node, each in _read(folder).items():
+        found[node] = Copy(
+            source=Source(node=node, folder=str(folder / node), clock_offset=each["clock_offset"]),
+            time=each["time"],
+            # A run that goes on after it was stopped is another generation.
+            is_whole=each["is_over"] and each["generation"] == run.generation,
+        )
+    return found
+
+
+def fetch_run(
+    run: Run, links: Mapping[str, Link], output: str | None = None, *, nodes: Sequence[str] = ()
+) -> Fetched:
+    """Copy the logs of `nodes`, by default all, as far as they have a link; other copies stay as they are."""
+    sources = [
+        Source(
+            node=name,
+            folder=f"{run.nodes[name]['node_dir']}/logs",
+            clock_offset=run.clock_offsets.get(name, 0.0),
+            link=link,
+        )
+        for name, link in links.items()
+        if name in (nodes or run.nodes)
+    ]
+    fetched = fetch(sources, Path(output) if output else folder_of(run), run)
+    for name in nodes or run.nodes:
+        if name not in links:
+            fetched.failed[name] = f"{name} cannot be reached"
+    return fetched
+
+
+def fetch(sources: Sequence[Source], folder: Path, run: Run) -> Fetched:
+    """Copy the logs of some nodes into ``folder/NODE``."""
+    from nodekit.deploy.records import runs
+
+    fetched = Fetched(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise KitError(f"{folder}: cannot be made to fetch logs to ({error.strerror})") from error
+    with _alone(folder):
+        results = on_all({each.node: each for each in sources}, lambda each: _fetch(each, folder / each.node))
+        _take_down(sources, results, fetched, run, is_over=run.state in runs.ENDED)
+    return fetched
+
+
+def _take_down(
+    sources: Sequence[Source],
+    results: Mapping[str, int | Exception],
+    fetched: Fetched,
+    run: Run,
+    *,
+    is_over: bool,
+) -> None:
+    """Write down what is here now, and since when."""
+    told = _read(fetched.folder)
+    for source in sources:
+        result = results[source.node]
+        if isinstance(result, KitError):
+            fetched.failed[source.node] = str(result)
+        elif isinstance(result, OSError):
+            fetched.failed[source.node] = f"{source.node}: cannot be written here ({result})"
+        elif isinstance(result, Exception):
+            raise result
+        else:
+            fetched.num_nodes += 1
+            fetched.num_bytes += result
+            told[source.node] = {
+                "time": time.time(),
+                "clock_offset": source.clock_offset,
+                "generation": run.generation,
+                "is_over": is_over,
+            }
+    write_private(str(fetched.folder / FILE), json.dumps(told, indent=1).encode())
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    from nodekit.deploy.records import runs
+
+    file = runs.locked(folder / "lock")
+    if file is None:
+        raise KitError(f"{_shown(folder)}: another kit is fetching logs to it; wait for that one")
+    with file:
+        yield
+
+
+def at_the_end(run: Run, links: Mapping[str, Link], say: Callable[[str], None]) -> None:
+    """What `logs: {fetch: true}` asks for when a run is over; it changes nothing of how that ended."""
+    say("fetching the logs")
+    quietly(lambda: fetch_run(run, dict(links)), run, say)
+
+
+def quietly(fetch: Callable[[], Fetched], run: Run, say: Callable[[str], None]) -> None:
+    """Fetch, and say what came of it; Ctrl-C ends only this."""
+    try:
+        say(fetch().text())
+    except (KitError, OSError) as error:
+        say(f"not fetched: {error}")
+    except KeyboardInterrupt:
+        say(f"not all fetched: kit logs {run.run_id} --fetch goes on with it")
+
+
+def _fetch(source: Source, folder: Path) -> int:
+    """Bring a node's copies up to date; how many bytes that took."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    num_bytes = 0
+    for name, (size, changed) in source.call("files").items():
+        path = folder / os.path.basename(name)  # noqa: PTH119  # whatever a host says, it is written nowhere else
+        is_marks = name.endswith(".times")  # they are small, and may have been written anew
+        if path.exists():
+            there = path.stat()
+            if is_marks and there.st_size == size and abs(there.st_mtime - changed) < 1e-3:
+                continue
+        else:
+            path.touch(mode=0o600)
+        with path.open("r+b") as file:
+            at = file.seek(0, os.SEEK_END)
+            if at > size or is_marks:
+                at = 0
+                file.truncate(0)
+            while at < size:
+                piece = source.call("piece", file=name, start=at)
+                data = zlib.decompress(base64.b64decode(piece["data"])) if piece["data"] else b""
+                if not data and piece["begin"] <= at:
+                    break  # it is there no more
+                file.seek(piece["begin"])  # a hole there is one here
+                file.write(data)
+                at = piece["begin"] + len(data)
+                num_bytes += len(data)
+            file.truncate(at)
+        os.utime(path, (changed, changed))
+    return num_bytes
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _shown(path: Path) -> str:
+    home = str(Path.home())
+    return f"~{str(path)[len(home) :]}" if str(path).startswith(home + "/") else str(path)

@@ -1,0 +1,179 @@
+"""What is told of a run, in words: a message for its start, a failure, the recovery and the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy.records import events
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import Run
+
+MAX_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One thing to tell."""
+
+    kind: str
+    """start, failure, recovery, end; test."""
+    run: str
+    time: float
+    text: str
+    """What happened, in words; one or two lines, the last of which says how to look."""
+    node: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    state: str = ""
+    goodput: float | None = None
+    """Share of the time that trained steps which count; at the end."""
+
+    def body(self) -> bytes:
+        """The JSON object that is sent; ``text`` and ``content`` are where chat services look for the words."""
+        return json.dumps({**vars(self), "content": self.text}).encode()
+
+    def env(self) -> dict[str, str]:
+        """The same for a command that reads no JSON."""
+        values = {
+            "NODEKIT_NOTIFY": self.kind,
+            "NODEKIT_RUN_ID": self.run,
+            "NODEKIT_TEXT": self.text,
+            "NODEKIT_NODE": self.node or "",
+            "NODEKIT_STEP": "" if self.step is None else str(self.step),
+        }
+        return {name: value.replace("\0", "") for name, value in values.items()}
+
+
+@dataclass
+class Story:
+    """Makes messages of a run's events; pure. A failure and all that comes of it are told once."""
+
+    run: str
+    look: str = "kit status"
+    """The command that shows more, without the run's id."""
+    _nodes: int = 0
+    _failed_at: float | None = None
+    """When what has not been recovered from began."""
+    _failed_step: int | None = None
+    _attempt: str = ""
+    """The last one that was told of: what fails in it is no news."""
+    _last: dict[str, Any] = field(default_factory=dict)
+    _away: set[str] = field(default_factory=set)
+    """Nodes that the supervisor cannot see: that alone keeps nobody from training."""
+    _has_ended: bool = False
+
+    def tell(self, event: Event) -> Message | None:
+        """What is to be told of an event; None: nothing."""
+        self._note(event)
+        if event.kind == "run-started":
+            self._failed_at, self._has_ended = None, False
+            nodes = event.get("nodes") or ()
+            command = list(event.get("command") or ())
+            shown = shlex.join(command[2:] if command[:2] == ["python", "-u"] else command)
+            verb = "goes on" if event.get("goes_on") else "has started"
+            return self._message("start", event, f"{verb} on {_count(len(nodes), 'node')}: {shown}")
+        if event.kind == "run-ended" and not self._has_ended:
+            self._has_ended = True
+            state, why = str(event.get("state")), str(event.get("verdict") or "")
+            words = {"succeeded": "is done", "failed": "has failed", "stopped": "was stopped"}.get(
+                state, state
+            )
+            return self._message("end", event, f"{words}: {_short(why)}" if why else words, state=state)
+        if self._has_ended:
+            return None
+        if (problem := _problem(event, self._away)) and self._failed_at is None:
+            self._failed_at, self._failed_step = event.time, self._last.get("step")
+            self._attempt = str(event.get("attempt") or self._attempt)
+            return self._message("failure", event, problem)
+        if event.kind == "first-step" and self._failed_at is not None:
+            if str(event.get("attempt")) == self._attempt:
+                return None
+            seconds = event.time - self._failed_at
+            took = f" after {seconds:.1f} s" if seconds >= 0 else ""  # by clocks that have not jumped
+            text = f"trains again{took}, from step {event.get('step'):,}"
+            if self._nodes:
+                text += f", on {_count(self._nodes, 'node')}"
+            self._failed_at = None
+            return self._message("recovery", event, text)
+        return None
+
+    def reached(self, step: int, total_steps: int | None) -> None:
+        """How far the run is, from what is fresher than its events."""
+        self._last.update(step=step, total_steps=total_steps)
+
+    def _note(self, event: Event) -> None:
+        if event.kind == "unreachable" and event.about:
+            self._away.add(event.about)
+        elif event.kind == "reached" and event.about:
+            self._away.discard(event.about)
+        for name in ("step", "total_steps"):
+            if isinstance(value := event.get(name), int):
+                self._last[name] = value
+        if event.kind == "rendezvous":
+            self._nodes = len(event.get("members") or ())
+        if event.kind in ("workers-started", "rendezvous") and self._failed_at is None:
+            self._attempt = str(event.get("attempt") or "")
+
+    def _message(self, kind: str, event: Event, text: str, state: str = "") -> Message:
+        step, total = self._last.get("step"), self._last.get("total_steps")
+        if kind in ("failure", "end") and step is not None:
+            text += f" (step {step:,}{f' of {total:,}' if total else ''})"
+        return Message(
+            kind=kind,
+            run=self.run,
+            time=event.time,
+            text=f"{self.run} {text}\n{self.look} {self.run}",
+            node=event.about,
+            step=step,
+            total_steps=total,
+            state=state,
+        )
+
+
+def _problem(event: Event, away: Collection[str]) -> str:
+    """What has failed, in words; "" where nothing has."""
+    node = event.about
+    if event.kind == "worker-failed":
+        code, error = event.get("exitcode"), str(event.get("error") or "").strip()
+        last = _short(error.splitlines()[-1]) if error else "it wrote nothing"
+        how = f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit status {code}"
+        return f"failed on {node}: rank {event.get('rank')} ended with {how}: {last}"
+    if event.kind == "hang":
+        return f"hangs: {_short(str(event.get('text') or 'no rank gets on'))}"
+    if event.kind == "membership" and event.get("lost"):
+        lost = ", ".join(sorted(away)) or _count(int(event.get("lost")), "node")
+        return f"has lost {lost}"
+    if event.kind == "no-quorum":
+        return f"waits: {', '.join(event.get('members') or ())} are no majority"
+    if event.kind == "store-lost":
+        return "has lost its rendezvous host"
+    return ""
+
+
+def with_goodput(message: Message, run: Run) -> Message:
+    """The message of a run's end, with the share of its time that trained steps which count."""
+    try:
+        from nodekit.deploy.story.history import History
+
+        goodput = History.of(events.read(run.folder), now=message.time).goodput
+    except Exception:  # the end is told all the same
+        return message
+    if goodput.total_s <= 0:
+        return message
+    first, _, look = message.text.partition("\n")
+    text = f"{first}; goodput {goodput.share:.0%} of {goodput.total_s:.0f} s\n{look}"
+    return dataclasses.replace(message, text=text, goodput=goodput.share)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 1]}…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,440 @@
+"""What was found on the hosts, and whether a job can start on them."""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+import posixpath
+import re
+import shlex
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.plan.findings import Finding
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Environment, Host, Inventory
+from nodekit.training.engines import LIBRARIES
+from nodekit.training.reporting.trackers import TRACKERS
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 10)
+NEEDED_BYTES = 100 * 1024**2
+FACTS_TIMEOUT_S = 15.0
+PINGS = 3  # the shortest round trip of so many says most about the clock
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface of a host, with its addresses without prefix lengths."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found on one host."""
+
+    host: str
+    hostname: str
+    user: str
+    python: str
+    """The version of the host's interpreter."""
+    executable: str
+    torch: str | None
+    """The version of torch there; None: no torch."""
+    modules: tuple[str, ...]
+    """Which of the libraries are there that only some ways to train need."""
+    clock_offset_s: float
+    """The host's clock minus ours, to within `clock_error_s`."""
+    cpus: int
+    interfaces: tuple[Interface, ...]
+    routes: Mapping[str, str | None]
+    """Address of another host → the address this one sends from to reach it."""
+    num_gpus: int
+    workdir: str
+    """Absolute."""
+    workdir_id: str
+    """The same on two hosts when they share the folder."""
+    workdir_problem: str | None
+    free_bytes: int
+    rsync: bool
+    boot_id: str
+    has_kit: bool
+    rtt_s: float = 0.0
+    """The shortest round trip of a call."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What the command runs there: an absolute path, or a program of the PATH → its `programs.kind`."""
+
+    @property
+    def clock_error_s(self) -> float:
+        """How wrong `clock_offset_s` may be: the answer was on its way for some part of the round trip."""
+        return self.rtt_s / 2
+
+
+def gather(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    *,
+    kit_digest: str,
+    peers: Mapping[str, tuple[str, ...]],
+    files: Sequence[str] = (),
+) -> dict[str, Facts]:
+    """Ask every host at once for its facts; `files` are those that the command runs there.
+
+    Raises:
+        KitError: with one line per host that gave none.
+    """
+    hosts = {host.name: host for host in inventory.hosts}
+
+    def ask(link: Link) -> Facts:
+        found = link.call(
+            "hostfacts.facts",
+            timeout_s=FACTS_TIMEOUT_S,
+            workdir=hosts[link.host].workdir,
+            kit_digest=kit_digest,
+            peers=peers[link.host],
+            modules=(*LIBRARIES, *TRACKERS),
+            files=files,
+        )
+        return facts_of(link, found)
+
+    return all_or_raise(on_all(links, ask))
+
+
+def facts_of(link: Link, found: Mapping[str, Any]) -> Facts:
+    """What `hostfacts.facts` has found on a host, and what the link itself tells: its round trip, and the clock.
+
+    Raises:
+        HostError: the connection is gone.
+    """
+    rtt_s, offset_s = min(_ask_time(link) for _ in range(PINGS))
+    return facts_from(link.host, found, rtt_s=rtt_s, offset_s=offset_s)
+
+
+def _ask_time(link: Link) -> tuple[float, float]:
+    """A round trip, and the host's clock minus ours in its middle."""
+    before, started = time.time(), time.perf_counter()
+    there = link.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
+    rtt_s = time.perf_counter() - started
+    return rtt_s, there - (before + rtt_s / 2)
+
+
+def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: float) -> Facts:
+    """Facts from what a host has answered; pure."""
+    return Facts(
+        host=host,
+        rtt_s=rtt_s,
+        hostname=found["hostname"],
+        user=found["user"],
+        python=found["python"],
+        executable=found["executable"],
+        torch=found["torch"],
+        modules=tuple(found["modules"]),
+        clock_offset_s=offset_s,
+        cpus=found["cpus"],
+        interfaces=tuple(
+            Interface(each["name"], each["up"], tuple(each["addresses"])) for each in found["interfaces"]
+        ),
+        routes=found["routes"],
+        num_gpus=len(found["gpus"]),
+        workdir=found["workdir"],
+        workdir_id=found.get("workdir_id", ""),
+        workdir_problem=found["workdir_problem"],
+        free_bytes=found.get("free_bytes", 0),
+        rsync=found["rsync"],
+        boot_id=found["boot_id"],
+        has_kit=found["has_kit"],
+        files=found.get("files", {}),
+    )
+
+
+def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
+    """Have links go on in the environments the inventory asks for; those still to be made: host → interpreter."""
+    if inventory.environment is None:
+        return {}
+    from nodekit.deploy.environment import environment  # most inventories have none
+
+    limit_s = inventory.timings.environment
+    entered = environment.enter(links, inventory.hosts, inventory.environment, timeout_s=limit_s, build=False)
+    return {name: entered.python[name] for name in entered.missing}
+
+
+def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> list[Finding]:
+    """All but what was said of the software of hosts whose environment is still to be made."""
+    return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
+
+
+def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results, when no host failed; else one error with a line per host that did."""
+    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
+    if not failures:
+        return dict(results)
+    for failure in failures.values():
+        if not isinstance(failure, KitError):
+            raise failure  # our own bug: its traceback is worth more than a summary
+    first = next(iter(failures.values()))
+    if len(failures) == 1:
+        raise first
+    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
+
+
+def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
+    """Everything that would keep the job from running, on every host; pure."""
+    return [HostError(each.host, each.text) for each in needed(inventory, facts)]
+
+
+def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
+    """What `examine` tells of: a failure for each thing without which no job can start; pure."""
+    problems: list[Finding] = []
+    torches = collections.Counter(found.torch for found in facts.values() if found.torch)
+    common = torches.most_common(1)[0][0] if torches else None
+    for host in inventory.hosts:
+        if (found := facts.get(host.name)) is None:
+            continue
+        checks = (
+            ("software", _python_problem(found)),
+            ("software", _torch_problem(found, common, torches, inventory.environment)),
+            ("workdir", _workdir_problem(found)),
+            ("gpus", _gpu_problem(host, found)),
+            ("software", _file_problem(host, found, inventory)),
+        )
+        for check, problem in checks:
+            if problem:
+                text, wanted, cure = problem
+                problems.append(
+                    Finding(
+                        check=check, host=host.name, level="failure", found=text, wanted=wanted, cure=cure
+                    )
+                )
+    return problems
+
+
+def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
+    """How far each host's clock is from the others', against the time after which a node counts as lost; pure."""
+    if not facts:
+        return []
+    limit_s = inventory.timings.keep_alive * inventory.timings.lost_after
+    middle = _middle_clock(list(facts.values()))
+    findings = []
+    for name, found in facts.items():
+        skew_s = found.clock_offset_s - middle.clock_offset_s
+        error_s = found.clock_error_s + middle.clock_error_s
+        if abs(skew_s) - error_s <= limit_s:
+            text = f"{round(skew_s * 1000) or 0:+d} ms" if abs(skew_s) < 1 else f"{skew_s:+.1f} s"
+            findings.append(Finding(check="clock", host=name, level="ok", found=text))
+            continue
+        findings.append(
+            Finding(
+                check="clock",
+                host=name,
+                level="warning",
+                found=f"its clock is {skew_s:+.1f} s (± {error_s:.3f} s) from the other hosts'",
+                wanted=f"within {limit_s:g} s (timings.keep_alive × lost_after): torch compares the nodes' clocks "
+                "to tell who is alive",
+                cure="sudo timedatectl set-ntp true",
+            )
+        )
+    return findings
+
+
+def _middle_clock(facts: Sequence[Facts]) -> Facts:
+    """Whose clock is taken for right: the middle one, for it may be ours that is not; of two the one nearer to ours."""
+    if len(facts) == 2:
+        return min(facts, key=lambda found: abs(found.clock_offset_s))
+    return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
+
+
+_Problem = tuple[str, str, str]  # what was found, what was wanted, what mends it
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
+
+
+def _python_problem(found: Facts) -> _Problem | None:
+    if _version(found.python) >= OLDEST_PYTHON:
+        return None
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    return (
+        f"{found.executable} is Python {found.python}",
+        f"{wanted} or newer",
+        "set `python:` to a newer interpreter there",
+    )
+
+
+def _torch_problem(
+    found: Facts, common: str | None, torches: Mapping[str, int], environment: Environment | None
+) -> _Problem | None:
+    if environment is not None and found.torch is None:
+        return (
+            f"no torch in the environment ({found.executable})",
+            "",
+            "add it to what the inventory's `environment:` names, or set `system_site_packages: true` there where the "
+            "host's own python has it",
+        )
+    if environment is not None and len(torches) > 1 and found.torch != common:
+        return (
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
+            "the same on all",
+            f"write torch=={str(common).split('+')[0]} where the inventory's `environment:` points to",
+        )
+    if found.torch is None:
+        return (
+            f"no torch in {found.executable}",
+            "",
+            "set `python:` to an interpreter there that has it, "
+            f"or install it: {found.executable} -m pip install torch",
+        )
+    if _version(found.torch) < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        return (
+            f"torch {found.torch}",
+            f"{wanted} or newer (older ones load unsafe snapshots)",
+            f"{found.executable} -m pip install -U torch",
+        )
+    if len(torches) > 1 and found.torch != common:
+        return (
+            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
+            "the same on all",
+            f"{found.executable} -m pip install torch=={str(common).split('+')[0]}",
+        )
+    return None
+
+
+def _workdir_problem(found: Facts) -> _Problem | None:
+    if found.workdir_problem:
+        return (
+            f"its workdir cannot be used: {found.workdir_problem}",
+            "a folder that kit may write to",
+            _workdir_cure(found.workdir_problem, found),
+        )
+    if found.free_bytes >= NEEDED_BYTES:
+        return None
+    return (
+        f"only {found.free_bytes / 1024**2:.0f} MiB free in {found.workdir}",
+        f"at least {NEEDED_BYTES // 1024**2} MiB",
+        _workdir_cure("No space left", found),
+    )
+
+
+def _workdir_cure(problem: str, found: Facts) -> str:
+    if "No space" in problem or "quota" in problem:
+        return make_room(found)
+    if "Permission denied" in problem:
+        return f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}, or set `workdir:` to another folder"
+    return "set `workdir:` to a folder that can be made and written to there"
+
+
+def make_room(found: Facts, of: str = "") -> str:
+    """What to do about a full disk: the folder itself may not be there yet."""
+    parent = shlex.quote(posixpath.dirname(found.workdir) or "/")
+    return f"see what fills it with `du -x{of}hd2 {parent}`, or set `workdir:` to another disk"
+
+
+def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
+    wanted = host.gpus
+    listed = f"nvidia-smi lists {found.num_gpus}"
+    cure = "correct `gpus:`, or look for the lost one: sudo dmesg | grep -i nvrm"
+    if isinstance(wanted, int) and wanted > found.num_gpus:
+        return f"`gpus: {wanted}`, but {listed}", "", cure
+    if isinstance(wanted, tuple):
+        absent = [index for index in wanted if index >= found.num_gpus]
+        if absent:
+            return f"`gpus:` names {absent}, but {listed} (numbered from 0)", "", cure
+    return None
+
+
+def _file_problem(host: Host, found: Facts, inventory: Inventory) -> _Problem | None:
+    absent = [name for name, kind in found.files.items() if not kind]
+    if not absent:
+        return None
+    name = absent[0]
+    code = Path(inventory.job.code).expanduser().resolve()
+    if not Path(name).is_absolute():
+        if "PATH" in {**host.env, **inventory.job.env}:
+            return None  # ranks look in other places
+        return (
+            f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
+            "",
+            "install it there, or give its path",
+        )
+    cure = "lay it at the same place on each host, or into the folder that is synced (job.code)"
+    if Path(name).is_relative_to(code):
+        cure = f"it lies in the folder that is synced, so say {Path(name).relative_to(code)}"
+    return f"no {name} there, which the command runs", "", cure
+
+
+def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, ...]) -> tuple[str, str]:
+    """The interface the job's traffic takes on a host, and its address there; pure.
+
+    The one the inventory names, else the one with an address in `network:`, else the one that routes to the
+    other hosts.
+
+    Raises:
+        HostError: there is no such interface, or no single one.
+    """
+    by_name = {interface.name: interface for interface in found.interfaces}
+    have = ", ".join(f"{each.name} ({each.addresses[0]})" for each in found.interfaces if each.addresses)
+    if host.interface is not None:
+        if (chosen := by_name.get(host.interface)) is None:
+            raise HostError(host.name, f"no interface '{host.interface}'; it has {have}")
+        return _usable(host, chosen, network)
+    if network is not None:
+        wanted = ipaddress.ip_network(network)
+        inside = [
+            (each, address)
+            for each in found.interfaces
+            for address in each.addresses
+            if ipaddress.ip_address(address) in wanted
+        ]
+        if not inside:
+            raise HostError(host.name, f"no interface has an address in `network: {wanted}`; it has {have}")
+        if len({each.name for each, _ in inside}) > 1:
+            names = " and ".join(each.name for each, _ in inside)
+            raise HostError(
+                host.name, f"{names} both have an address in `network: {wanted}`; name one as `interface:`"
+            )
+        return _usable(host, inside[0][0], network)
+    sources = {source for peer in peers if (source := found.routes.get(peer))}
+    chosen_by_route = {
+        each.name: each for each in found.interfaces for address in each.addresses if address in sources
+    }
+    if not peers:  # a single node talks to itself alone
+        sources, chosen_by_route = {"127.0.0.1"}, {"lo": by_name["lo"]} if "lo" in by_name else {}
+    if len(chosen_by_route) == 1:
+        return _usable(host, next(iter(chosen_by_route.values())), None, sources)
+    if not chosen_by_route:
+        raise HostError(
+            host.name,
+            f"no route to the other hosts ({', '.join(peers)}); name the network they share as `network:` "
+            f"or this host's `interface:`; it has {have}",
+        )
+    raise HostError(
+        host.name,
+        f"the other hosts are reached over {' and '.join(sorted(chosen_by_route))}; "
+        "name the network they share as `network:`",
+    )
+
+
+def _usable(
+    host: Host, interface: Interface, network: Any, sources: set[str] | None = None
+) -> tuple[str, str]:
+    if not interface.up:
+        raise HostError(
+            host.name, f"interface '{interface.name}' is down: sudo ip link set {interface.name} up"
+        )
+    if not interface.addresses:
+        raise HostError(host.name, f"interface '{interface.name}' has no address")
+    inside = [
+        address
+        for address in interface.addresses
+        if (network is not None and ipaddress.ip_address(address) in ipaddress.ip_network(network))
+        or (sources is not None and address in sources)
+    ]
+    return interface.name, (inside or list(interface.addresses))[0]

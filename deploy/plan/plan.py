@@ -1,0 +1,450 @@
+"""What each node will run, exactly: pure, from the inventory and what was found on the hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.host import programs
+from nodekit.deploy.plan.check import Facts, choose_interface
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.fields import size_bytes
+from nodekit.inventory.schema import Host, Inventory
+from nodekit.training import options
+from nodekit.training.engines import EngineError, lacking
+from nodekit.training.engines.deepspeed_config import read_config
+from nodekit.training.reporting import trackers
+from nodekit.training.tasks import TaskError
+from nodekit.training.tasks.rows import read_splits
+
+TRAINING_MODULE = ("-m", "nodekit.training")
+PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
+_LAUNCHERS = {
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
+    "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun",
+}  # fmt: skip
+
+
+# Doubled braces are another tool's templates, and `${node}` is a shell's or Hydra's own.
+_WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """What one node will run."""
+
+    name: str
+    node_rank: int
+    """The rank the node takes when all nodes are there; rank 0's node holds `master_addr`."""
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    master_addr: str
+    master_port: int
+    interface: str
+    local_addr: str
+    """This node's address on `interface`."""
+    gpus: tuple[int, ...]
+    """The GPUs its workers use, by nvidia-smi's index; empty: CPU and gloo."""
+    max_restarts: int
+    env: Mapping[str, str]
+    """What the workers get besides torchrun's own variables; secrets are not among it."""
+    secrets: tuple[str, ...]
+    """Names of the variables whose values travel apart and are written nowhere."""
+    argv: tuple[str, ...]
+    python: str
+    code_dir: str
+    node_dir: str
+    """This node's folder of the run: spec, status, logs, snapshots, output."""
+    kit_dir: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: what all its nodes will do."""
+
+    run_id: str
+    nodes: tuple[NodePlan, ...]
+
+    def to_json(self) -> str:
+        """The plan for programs: an object with ``run_id`` and ``nodes``."""
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+
+    def to_text(self) -> str:
+        """The plan for people: a block per node."""
+        spares = len(self.nodes) - len(self.active)
+        blocks = [
+            f"run {self.run_id}: {len(self.active)} node(s), world size {self.world_size}"
+            + (f", {spares} spare(s)" if spares else "")
+        ]
+        for node in self.nodes:
+            env = "\n".join(f"              {key}={shlex.quote(value)}" for key, value in node.env.items())
+            blocks.append(
+                f"{node.name}{'' if node in self.active else ' (spare)'}\n"
+                f"  node_rank   {node.node_rank} of {node.max_nodes}"
+                + (f" (goes on with {node.min_nodes})" if node.min_nodes < node.max_nodes else "")
+                + f"\n  workers     {node.nproc_per_node} on {_devices(node)}\n"
+                f"  interface   {node.interface} ({node.local_addr})\n"
+                f"  rendezvous  {node.master_addr}:{node.master_port}\n"
+                f"  command     {shlex.join(node.argv)}\n"
+                f"  in          {node.code_dir}\n"
+                f"  python      {node.python}\n"
+                + (f"  secrets     {', '.join(node.secrets)}\n" if node.secrets else "")
+                + f"  environment\n{env}"
+            )
+        return "\n\n".join(blocks)
+
+    @property
+    def active(self) -> tuple[NodePlan, ...]:
+        """The nodes that the job starts on; the others are spares."""
+        return self.nodes[: self.nodes[0].max_nodes]
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers when all nodes are there."""
+        return sum(node.nproc_per_node for node in self.active)
+
+
+def argv_of(
+    inventory: Inventory, command: Sequence[str] | None, kinds: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """What a rank runs: the command line's command, the inventory's, or the shared module.
+
+    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered. As under
+    torchrun, a script is Python whatever its name, its ``#!`` and its mode are; other programs are executed.
+
+    Args:
+        inventory: its `job.code` is where a script is looked at.
+        command: the user's, in place of the inventory's.
+        kinds: absolute path → its `programs.kind` on the hosts.
+
+    Raises:
+        KitError: it is another launcher.
+    """
+    argv = tuple(command or inventory.job.command or TRAINING_MODULE)
+    begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
+    target = argv[begin:] or argv  # the interpreter alone is a program as any other
+    _refuse_launcher(target)
+    name = target[0]
+    is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
+    if name == "-m" or name.endswith(".py") or is_script:
+        return (PYTHON, "-u", *target)
+    if begin or not name:
+        return argv
+    own = Path(inventory.job.code).expanduser() / name
+    kind = kinds.get(name, "") if Path(name).is_absolute() else programs.kind(str(own))
+    if kind == "python":
+        return (PYTHON, "-u", *target)
+    return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
+
+
+def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) -> tuple[str, ...]:
+    """A command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced, for scripts that read no environment.
+
+    All else stays byte for byte, other braces too: ``{{node}}``, ``${node}``, ``{"a": 1}``.
+    """
+    values = {"snapshot_dir": snapshot_dir, "run_id": run_id, "node": node}
+    return tuple(_WORD.sub(lambda found: values[found[1]], each) for each in argv)
+
+
+def _refuse_launcher(target: tuple[str, ...]) -> None:
+    """Each rank would launch a world of its own, and train apart from all others with nothing looking wrong."""
+    name = target[1] if target[0] == "-m" and len(target) > 1 else Path(target[0]).name
+    if name not in _LAUNCHERS:
+        return
+    script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
+    instead = shlex.join(target[script:]) if script is not None else "train.py …"
+    raise KitError(
+        f"the command begins with {name}; kit starts the ranks on all hosts in its place. "
+        f"Give the script alone: kit up … -- {instead}"
+    )
+
+
+def refuse_options(
+    argv: Sequence[str],
+    code: Path,
+    *,
+    world_size: int,
+    env: Mapping[str, str],
+    modules: Mapping[str, Collection[str]],
+) -> None:
+    """Look at what the shared training module would be asked for, if that is what runs, before anything is started.
+
+    Args:
+        argv: what would run.
+        code: the folder that is synced: rows of text in it are looked at, too.
+        world_size: the number of ranks.
+        env: what they would find in their environment.
+        modules: host → those of engines.LIBRARIES and trackers.TRACKERS that are there.
+
+    Raises:
+        KitError: it would refuse that.
+    """
+    asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)})
+    if asked is None:
+        return
+    problems = {
+        host: lacking(asked.engine, found) or trackers.lacking(asked.track, found)
+        for host, found in modules.items()
+    }
+    if without := [host for host, problem in problems.items() if problem]:
+        raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
+    own = asked.deepspeed_config
+    if own is not None and not own.is_absolute() and (code / own).is_file():
+        try:
+            read_config(dataclasses.replace(asked, deepspeed_config=code / own))
+        except EngineError as error:
+            raise KitError(str(error)) from error
+    if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
+        return  # another folder than that of the code is the hosts' own
+    if (code / asked.data).is_dir():
+        try:
+            read_splits(code / asked.data)
+        except TaskError as error:
+            raise KitError(str(error)) from error
+
+
+def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Options | None:
+    """What a command asks of the shared training module; None where it is another's, or asks for its help.
+
+    Raises:
+        KitError: the module would refuse that.
+    """
+    if tuple(argv[2:4]) != TRAINING_MODULE:
+        return None
+    arguments = argv[4:]
+    if {"-h", "--help"} & set(arguments):
+        return None
+    try:
+        return options.read(arguments, env)
+    except options.OptionsError as error:
+        raise KitError(str(error)) from None
+
+
+def _devices(node: NodePlan) -> str:
+    return f"GPU {', '.join(map(str, node.gpus))}" if node.gpus else "CPU, gloo"
+
+
+def build(
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    run_id: str,
+    peers: Mapping[str, tuple[str, ...]],
+    master_port: int,
+    kit_digest: str,
+    command: Sequence[str] | None = None,
+) -> Plan:
+    """Put together what each node runs; hosts that no facts are of are left out, and keep their node_rank.
+
+    Args:
+        peers: host → addresses of the others, as `facts` has routes to them.
+        master_port: found free on the first of them.
+        command: the user's, in place of the inventory's.
+
+    Raises:
+        KitError: with one line for each host whose interface or GPUs are not clear.
+    """
+    hosts = [host for host in inventory.hosts if host.name in facts]
+    kinds = next((found.files for found in facts.values() if found.files), {})
+    argv = argv_of(inventory, command, kinds)
+    gpus = share_gpus(hosts, facts)
+    chosen: dict[str, tuple[str, str]] = {}
+    problems: list[str] = []
+    for host in hosts:
+        try:
+            chosen[host.name] = choose_interface(host, facts[host.name], inventory.network, peers[host.name])
+        except HostError as error:
+            problems.append(str(error))
+    with_gpus = [host.name for host in hosts if gpus[host.name]]
+    if with_gpus and len(with_gpus) < len(hosts):
+        without = [host.name for host in hosts if not gpus[host.name]]
+        problems.append(
+            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
+            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
+        )
+    if problems:
+        raise KitError("\n".join(problems))
+    master_addr = chosen[hosts[0].name][1]
+    num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
+    threads = share_threads(facts, num_workers)
+    nodes = []
+    for node_rank, host in enumerate(inventory.hosts):
+        if host not in hosts:
+            continue
+        found = facts[host.name]
+        interface, address = chosen[host.name]
+        run_dir = f"{found.workdir}/runs/{run_id}"
+        node_dir = f"{run_dir}/{host.name}"
+        env = (
+            _environment(found, interface, gpus[host.name], run_id, node_dir)
+            | _snapshot_environment(inventory, run_id)
+            | ({"OMP_NUM_THREADS": "1"} if num_workers[host.name] > 1 else {})  # as torchrun does
+            | threads[host.name]
+            | dict(host.env)
+            | dict(inventory.job.env)
+        )
+        nodes.append(
+            NodePlan(
+                name=host.name,
+                node_rank=node_rank,
+                min_nodes=inventory.nodes.min,
+                max_nodes=inventory.nodes.max,
+                nproc_per_node=num_workers[host.name],
+                master_addr=master_addr,
+                master_port=master_port,
+                interface=interface,
+                local_addr=address,
+                gpus=gpus[host.name],
+                max_restarts=inventory.job.max_restarts,
+                env=env,
+                secrets=inventory.job.secrets,
+                argv=filled(argv, snapshot_dir=env["NODEKIT_SNAPSHOT_DIR"], run_id=run_id, node=host.name),
+                python=found.executable,
+                code_dir=f"{run_dir}/code",
+                node_dir=node_dir,
+                kit_dir=f"{found.workdir}/kit/{kit_digest}",
+            )
+        )
+    return Plan(run_id, tuple(nodes))
+
+
+def _environment(
+    found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
+) -> dict[str, str]:
+    env = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": nccl_name(interface, found),
+        "NODEKIT_RUN_ID": run_id,
+        "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
+        "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
+    }
+    if found.num_gpus and len(gpus) < found.num_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return env
+
+
+def _snapshot_environment(inventory: Inventory, run_id: str) -> dict[str, str]:
+    env = {
+        "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
+        "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
+        "PYTHONFAULTHANDLER": "1",  # a rank that crashes or hangs can then say where
+    }
+    if inventory.snapshots.shared is not None:
+        env["NODEKIT_SNAPSHOT_DIR"] = f"{inventory.snapshots.shared}/{run_id}"
+        env["NODEKIT_SNAPSHOT_SHARED"] = "1"
+    return env
+
+
+def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[str]) -> NodePlan:
+    """A node's plan when its host is back, perhaps at another address or with other names.
+
+    Raises:
+        HostError: its interface is not clear.
+    """
+    host = next(each for each in inventory.hosts if each.name == node.name)
+    interface, address = choose_interface(host, found, inventory.network, tuple(peers))
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl_name(interface, found)}
+    env = {**node.env, **names, **host.env, **inventory.job.env}
+    return dataclasses.replace(
+        node, interface=interface, local_addr=address, python=found.executable, env=env
+    )
+
+
+def spec_of(
+    node: NodePlan,
+    inventory: Inventory,
+    *,
+    run_id: str,
+    nodes: Sequence[str],
+    electorate: Electorate,
+    master_addr: str,
+    master_port: int,
+    is_host: bool,
+    token: str,
+    grace_s: float,
+    skew_s: float = 0.0,
+    joins: bool = False,
+) -> AgentSpec:
+    """What a node's agent is given for one generation; pure."""
+    timings = inventory.timings
+    return AgentSpec(
+        run_id=run_id,
+        generation=electorate.generation,
+        name=node.name,
+        node_rank=node.node_rank,
+        nodes=tuple(nodes),
+        electorate=electorate.nodes,
+        electorate_version=electorate.version,
+        min_nodes=node.min_nodes,
+        max_nodes=node.max_nodes,
+        nproc_per_node=node.nproc_per_node,
+        master_addr=master_addr,
+        master_port=master_port,
+        is_host=is_host,
+        local_addr=node.local_addr,
+        max_restarts=node.max_restarts,
+        argv=node.argv,
+        env=node.env,
+        code_dir=node.code_dir,
+        node_dir=node.node_dir,
+        grace_s=grace_s,
+        keep_alive_s=timings.keep_alive,
+        lost_after=timings.lost_after,
+        last_call_s=timings.last_call,
+        wait_s=timings.wait,
+        hang=timings.hang,
+        skew_s=skew_s,
+        copies=1 if inventory.snapshots.shared is not None else inventory.snapshots.copies,
+        keep_log_bytes=size_bytes(inventory.logs.keep),
+        token=token,
+        joins=joins,
+    )
+
+
+def nccl_name(interface: str, found: Facts) -> str:
+    """NCCL reads a name as a prefix: eth1 would take eth10 too, and then `=` asks for exactly this one."""
+    others = [each.name for each in found.interfaces if each.name != interface]
+    return f"={interface}" if any(name.startswith(interface) for name in others) else interface
+
+
+def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each host: those it names, or all; local hosts, which are one machine, share them evenly.
+
+    With fewer GPUs than such hosts none of them takes one: two ranks on one GPU is an error to NCCL.
+    """
+    local = [host for host in hosts if host.connection == "local" and host.gpus is None]
+    shares: dict[str, tuple[int, ...]] = {}
+    for host in hosts:
+        num_gpus = facts[host.name].num_gpus
+        if isinstance(host.gpus, tuple):
+            shares[host.name] = host.gpus
+        elif isinstance(host.gpus, int):
+            shares[host.name] = tuple(range(host.gpus))
+        elif host in local:
+            each, place = num_gpus // len(local), local.index(host)
+            shares[host.name] = tuple(range(place * each, (place + 1) * each))
+        else:
+            shares[host.name] = tuple(range(num_gpus))
+    return shares
+
+
+def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:
+    """OMP_NUM_THREADS for nodes that are one machine; elsewhere it is left to torch, as torchrun does.
+
+    Each would start a thread per core, and together they would spend their time waiting for each other.
+    """
+    shared: dict[str, dict[str, str]] = {}
+    for name, found in facts.items():
+        machine = [other for other, each in facts.items() if each.boot_id == found.boot_id]
+        workers = sum(num_workers[other] for other in machine)
+        shared[name] = {"OMP_NUM_THREADS": str(max(1, found.cpus // workers))} if len(machine) > 1 else {}
+    return shared

@@ -1,0 +1,249 @@
+"""What the job's script imports, read from the code as it lies here; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodekit.deploy.host import programs
+from nodekit.deploy.plan import plan
+from nodekit.deploy.sync import selection
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import Inventory
+
+MAX_FILES = 500  # of the project's own, that the script imports
+_MAX_ENTRIES = 20_000  # of the project's folder, that are looked through for a name
+_SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
+# Options whose value is the next word, and those with which no script is read.
+_SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
+_PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
+_NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
+_NO_CODE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
+# Those whose packages have other names than what is imported.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "sentence_transformers": "sentence-transformers",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What the job runs, if that is Python of its own."""
+
+    name: str = ""
+    """As in the command; "" where there is none to look at."""
+    source: str = ""
+    imports: tuple[str, ...] = ()
+    """Top-level names that it needs to start, its own modules' too, without those that are in the code."""
+
+
+def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
+    """The file that a job's Python runs, in the code as it lies here; None for a module, a program, or the hosts' own.
+
+    Raises:
+        KitError: it, or another file that the command cannot begin without, would not be on the hosts.
+    """
+    argv = plan.argv_of(inventory, command)
+    code = Path(inventory.job.code).expanduser()
+    for name in _needed(argv)[1]:
+        if not Path(name).is_absolute():
+            _refuse_absent(code, name, argv)
+    # What begins with a dash is -m, or an option of the interpreter.
+    if argv[:2] != (plan.PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
+        return None
+    path = code / argv[2]
+    if Path(argv[2]).is_absolute():
+        return None
+    path = path / "__main__.py" if path.is_dir() else path
+    return None if b"\0" in path.read_bytes() else path  # an archive, or compiled
+
+
+def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
+    """What a command cannot begin without and only the hosts have: absolute paths, and programs of their PATH.
+
+    Args:
+        argv: what a rank runs (`plan.argv_of`).
+    """
+    programs, files = _needed(argv)
+    return (*programs, *(each for each in files if Path(each).is_absolute()))
+
+
+def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The programs of the PATH, and the files, that a command begins with, as far as that is known."""
+    program, *words = argv
+    found: tuple[list[str], list[str]] = ([], [program]) if "/" in program else ([program], [])
+    if program == plan.PYTHON:
+        found = [], []  # the node's own
+    name = Path(program).name
+    script = None
+    if name == "env":
+        words = list(itertools.dropwhile(lambda word: "=" in word, words))
+        more = _needed(words) if words and not words[0].startswith("-") else ([], [])
+        return found[0] + more[0], found[1] + more[1]
+    if name in _SHELLS:
+        script = _first_operand(words, valued=_SHELL_VALUED)
+    elif re.fullmatch(r"(python|pypy)[\d.]*", name):
+        script = _first_operand(words, valued=_PYTHON_VALUED)
+    return found[0], found[1] + ([] if script is None else [script])
+
+
+def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | None:
+    """What an interpreter reads; None where that is no file: -c, -m, -s, or stdin."""
+    is_value = False
+    for number, word in enumerate(words):
+        if is_value:
+            is_value = False
+        elif word == "--":
+            return next(iter(words[number + 1 :]), None)
+        elif not word.startswith(("-", "+")):
+            return word
+        elif _NO_SCRIPT.match(word):
+            return None
+        else:
+            is_value = valued.fullmatch(word) is not None
+    return None
+
+
+def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
+    root = code.resolve()
+    path, within = code / name, os.path.normpath(name)
+    if within == os.pardir or within.startswith(os.pardir + os.sep):
+        real = path.resolve()
+        if real.is_relative_to(root):
+            raise KitError(f"{name} would be another file on the hosts; say {real.relative_to(root)}")
+        both = os.path.commonpath([root, real])
+        raise KitError(
+            f"{name} lies outside of {root}, the folder that is synced, and so would not be on the hosts; "
+            f"copy it into that folder, or set job.code to one that holds both ({both})"
+        )
+    if not path.exists():
+        raise KitError(
+            f"no {name} in {root}, the folder that is synced; run kit from your code's folder, "
+            "or set job.code"
+        )
+    if (why := selection.why_left_out(root, within)) is not None:
+        raise KitError(
+            f"{name} is not sent to the hosts: {why.source} ignores it; write {why.line} into "
+            f"{root / selection.IGNORE_FILE}"
+        )
+    kind = programs.kind(str(path))
+    if not kind:
+        raise KitError(
+            f"{name} is a folder without a __main__.py, so python cannot run it; name a file in it"
+        )
+    if name == argv[0] and kind == "program" and not os.access(path, os.X_OK):
+        raise KitError(f"{name} is not executable; chmod +x {shlex.quote(name)}")
+
+
+def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
+    """The script of a job.
+
+    Raises:
+        KitError: it is not there.
+    """
+    code = Path(inventory.job.code).expanduser()
+    argv = plan.argv_of(inventory, command)
+    roots = [code]
+    if (path := find(inventory, command)) is not None:
+        roots = [path.parent, code]
+    elif argv[:3] != (plan.PYTHON, "-u", "-m") or argv[2:4] == plan.TRAINING_MODULE or len(argv) < 4:
+        return Script()  # what the shared module needs besides torch, `plan.refuse_options` knows
+    else:
+        module = argv[3]
+        path = _file_of([code], module.split("."))
+        if path is not None and path.name == "__init__.py":
+            path = path.with_name("__main__.py")
+        if path is None or not path.is_file():
+            return Script(name=module, imports=(module.partition(".")[0],))
+    source = path.read_text(encoding="utf-8", errors="replace")
+    imports = tuple(sorted(_outside(path, roots)))
+    return Script(name=str(path.relative_to(code)), source=source, imports=imports)
+
+
+def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:
+    """Of names that a host lacks, those that the project has nowhere: some scripts change their sys.path."""
+    left = set(missing) if script.source else set()
+    for number, (_, folders, files) in enumerate(os.walk(code)):
+        if not left or number > _MAX_ENTRIES:
+            break
+        folders[:] = [each for each in folders if each not in _NO_CODE]
+        left -= {*folders, *(each.partition(".")[0] for each in files)}
+    return [name for name in missing if name in left or not script.source]
+
+
+def _outside(script: Path, roots: list[Path]) -> set[str]:
+    """Follow imports through the project's own files, to those that leave it."""
+    outside: set[str] = set()
+    waiting, seen = [script], {script}
+    while waiting and len(seen) <= MAX_FILES:
+        path = waiting.pop()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are the job's, which will say them itself
+                tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        except (SyntaxError, ValueError, RecursionError):  # the hosts' interpreters say that of the script
+            continue
+        for level, parts in _imports(tree.body):
+            where = roots if level == 0 else [path.parents[level - 1]]
+            files = [_file_of(where, parts[:length]) for length in range(1, len(parts) + 1)]
+            if level == 0 and files[0] is None and not any((root / parts[0]).is_dir() for root in roots):
+                outside.add(parts[0])
+            for file in files:
+                if file is not None and file not in seen:
+                    seen.add(file)
+                    waiting.append(file)
+    return outside - {"nodekit", "__future__", "__main__"}
+
+
+def _file_of(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
+    for root in roots:
+        place = root.joinpath(*parts)
+        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def _imports(body: Sequence[ast.stmt]) -> Iterator[tuple[int, list[str]]]:
+    """Each import that is done whenever the module is: (level, parts of the name).
+
+    Not those in functions, in an `if` (a version, TYPE_CHECKING), or in a `try` that is ready to do without.
+    """
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                yield 0, alias.name.split(".")
+        elif isinstance(statement, ast.ImportFrom):
+            parts = statement.module.split(".") if statement.module else []
+            for alias in statement.names:
+                if parts or alias.name != "*":
+                    yield statement.level, [*parts, alias.name]
+        elif isinstance(statement, ast.If):
+            if "__name__" in ast.dump(statement.test):  # if __name__ == "__main__":
+                yield from _imports(statement.body)
+        elif isinstance(statement, ast.Try):
+            if not any(_catches_import_error(handler) for handler in statement.handlers):
+                yield from _imports(statement.body)
+        elif isinstance(statement, ast.With):
+            yield from _imports(statement.body)
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    names = {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)}
+    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})

@@ -1,0 +1,236 @@
+"""The column gpus of `kit check`: pure, from what nvidia-smi and the kernel have said on the hosts."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding, Level
+from nodekit.deploy.preflight import nvidia_smi
+from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError
+from nodekit.deploy.preflight.software import unseen
+from nodekit.inventory.schema import Inventory
+
+OFF_THE_BUS = 79
+# Xid → what it means, of those that are the GPU's own and not the program's (NVIDIA's list of Xid errors).
+HARDWARE_XIDS = {
+    48: "an ECC error that could not be corrected",
+    62: "its microcontroller halted",
+    63: "a row of its memory is to be replaced",
+    64: "a row of its memory could not be replaced",
+    74: "an NVLink error",
+    79: "it has fallen off the bus",
+    92: "many ECC errors",
+    94: "an ECC error, contained",
+    95: "an ECC error, not contained",
+    119: "its system processor does not answer",
+    120: "an error of its system processor",
+}
+
+
+def findings(
+    inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]]
+) -> list[Finding]:
+    """What is wrong with the GPUs that the job would use; `check.needed` has those that are not there."""
+    found: list[Finding] = []
+    used = plan.share_gpus([host for host in inventory.hosts if host.name in facts], facts)
+    kinds: dict[str, str] = {}
+    joined: dict[str, str] = {}
+    for host in facts:
+        told = probes[host]["gpus"]
+        if "error" in told:
+            found.append(unseen("gpus", host, told["error"]))
+        elif told["problem"] and (level := _level_of_none(inventory, host, told["num_cards"])) != "ok":
+            found.append(_silent(host, told["problem"], level))
+        elif not used[host]:
+            nothing = "none" if not facts[host].num_gpus else "not used"
+            found.append(Finding(check="gpus", host=host, level="ok", found=nothing))
+        else:
+            try:
+                smi = nvidia_smi.parse(told["smi"])
+            except SmiError as error:
+                found.append(unseen("gpus", host, str(error)))
+                continue
+            own = [gpu for gpu in smi.gpus if gpu.index in used[host]]
+            names = collections.Counter(_short(gpu.name) for gpu in own)
+            kinds[host] = ", ".join(f"{number} × {name}" for name, number in names.items())
+            joined[host] = _joined(told, used[host])
+            found += [
+                *_other_models(inventory, host, own),
+                *_host(host, smi, own, told, _own_pids(probes[host])),
+            ] or [Finding(check="gpus", host=host, level="ok", found=kinds[host])]
+    return [*found, *_unequal(kinds, joined)]
+
+
+def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:
+    """How bad it is that a host has no GPUs to use: it may be meant."""
+    wanted = next(each.gpus for each in inventory.hosts if each.name == host)
+    if wanted is None:
+        return "warning" if num_cards else "ok"
+    return "failure" if wanted else "ok"
+
+
+def _other_models(inventory: Inventory, host: str, own: Sequence[Gpu]) -> list[Finding]:
+    """Those that are not what the inventory says."""
+    wanted = next(each.gpu_model for each in inventory.hosts if each.name == host)
+    if wanted is None:
+        return []
+    others = [gpu for gpu in own if wanted.casefold() not in gpu.name.casefold()]
+    if not others:
+        return []
+    return [
+        Finding(
+            check="gpus",
+            host=host,
+            level="failure",
+            found=", ".join(f"GPU {gpu.index} is: {gpu.name}" for gpu in others),
+            wanted=f"`gpu_model: {wanted}`",
+            cure="name those to use as `gpus: [0, 1]`, or mend `gpu_model:` in the inventory",
+        )
+    ]
+
+
+def _short(name: str) -> str:
+    for word in ("NVIDIA ", "GeForce ", "Tesla "):
+        name = name.removeprefix(word)
+    return name
+
+
+def _joined(told: Mapping[str, Any], used: tuple[int, ...]) -> str:
+    links = nvidia_smi.links(nvidia_smi.parse_matrix(told["topo"]), used)
+    peers = nvidia_smi.links(nvidia_smi.parse_matrix(told["p2p"]), used)
+    return f"{links} without P2P ({peers})" if peers not in ("", "OK") else links
+
+
+def _silent(host: str, problem: str, level: Level) -> Finding:
+    return Finding(
+        check="gpus",
+        host=host,
+        level=level,
+        found=f"nvidia-smi: {problem}",
+        wanted="its list of GPUs",
+        cure="see what the driver says with `sudo dmesg | grep -i nvrm`, or set `gpus: 0` to train on the CPU",
+    )
+
+
+def _own_pids(probe: Mapping[str, Any]) -> dict[int, str]:
+    """Processes of runs of ours: pid → the run."""
+    return {each["pid"]: run["run"] for run in probe["runs"].get("runs", ()) for each in run["processes"]}
+
+
+def _host(
+    host: str, smi: Smi, own: list[Gpu], told: Mapping[str, Any], own_pids: Mapping[int, str]
+) -> list[Finding]:
+    found: list[Finding] = []
+
+    def add(level: Level, text: str, wanted: str, cure: str) -> None:
+        found.append(Finding(check="gpus", host=host, level=level, found=text, wanted=wanted, cure=cure))
+
+    for gpu in own:
+        name = f"GPU {gpu.index}"
+        for process in gpu.processes:
+            if process.kind == "G":  # a desktop's, small and always there
+                continue
+            owner = told["owners"].get(str(process.pid), "")
+            whose = f" of {owner}" if owner else " (of another container)"
+            run = own_pids.get(process.pid)
+            memory = f", {process.memory_mib} MiB" if process.memory_mib is not None else ""
+            cure = (
+                f"kit down {run}, or kit clean"
+                if run
+                else f"end it there, once {owner or 'its owner'} agrees"
+            )
+            cure += "; or name other GPUs as `gpus: [0, 1]`"
+            text = f"{name} is used by pid {process.pid}{whose}: {process.name or '?'}{memory}"
+            add("warning", text + (f", of {run}" if run else ""), "a free GPU", cure)
+        if gpu.is_broken:
+            add(
+                "failure",
+                f"{name}: a row of its memory could not be replaced",
+                "a whole GPU",
+                "have it exchanged",
+            )
+        elif gpu.uncorrectable:
+            text = f"{name}: {gpu.uncorrectable} uncorrectable ECC errors since the driver was loaded"
+            add(
+                "failure",
+                text,
+                "none",
+                f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it), or restart the host",
+            )
+        elif gpu.needs_reset:
+            text = f"{name}: a repair of its memory waits for a reset"
+            add(
+                "warning",
+                text,
+                "a GPU without one",
+                f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it)",
+            )
+        if gpu.slowdowns:
+            text = f"{name} is slowed down: {', '.join(gpu.slowdowns)}"
+            add(
+                "warning",
+                text,
+                "full clocks",
+                f"see to its cooling and power: nvidia-smi -q -i {gpu.index} -d PERFORMANCE",
+            )
+        xids = [xid for xid in nvidia_smi.parse_xids(told["xid"]) if xid.bus == gpu.bus]
+        for number in sorted({xid.number for xid in xids} & HARDWARE_XIDS.keys()):
+            times = sum(xid.number == number for xid in xids)
+            text = f"{name}: Xid {number} ({HARDWARE_XIDS[number]}) × {times} since the last boot"
+            level: Level = "failure" if number == OFF_THE_BUS else "warning"
+            add(level, text, "none", "restart the host; if it comes again, have the GPU exchanged")
+    listed = {gpu.bus for gpu in smi.gpus}
+    for bus in sorted(
+        {
+            xid.bus
+            for xid in nvidia_smi.parse_xids(told["xid"])
+            if xid.number == OFF_THE_BUS and xid.bus not in listed
+        }
+    ):
+        add(
+            "failure",
+            f"the GPU at {bus} has fallen off the bus (Xid {OFF_THE_BUS})",
+            "all GPUs",
+            "restart the host",
+        )
+    if lacking := [str(gpu.index) for gpu in own if gpu.persistence is False]:
+        text = f"persistence mode is off (GPU {', '.join(lacking)}): each start waits for the driver"
+        add("warning", text, "on", "sudo nvidia-smi -pm 1")
+    return found
+
+
+def _unequal(kinds: Mapping[str, str], joined: Mapping[str, str]) -> list[Finding]:
+    """Hosts whose GPUs, or how these are joined, differ from most hosts'."""
+    found = []
+    for what, values, cure in (
+        ("its GPUs are", kinds, "the slowest sets the pace: leave it out, or give it a smaller share"),
+        (
+            "its GPUs are joined by",
+            joined,
+            "compare `nvidia-smi topo -m` there; is an NVLink bridge or a BIOS setting missing?",
+        ),
+    ):
+        if len(set(values.values())) < 2:
+            continue
+        common, number = collections.Counter(values.values()).most_common(1)[0]
+        found += [
+            Finding(
+                check="gpus",
+                host=host,
+                level="warning",
+                found=f"{what} {value or 'nothing'}, but {number} of the hosts have {common or 'nothing'}",
+                wanted="the same on all",
+                cure=cure,
+            )
+            for host, value in values.items()
+            if value != common and (values is kinds or kinds[host] == _common(kinds))
+        ]
+    return found
+
+
+def _common(values: Mapping[str, str]) -> str:
+    return collections.Counter(values.values()).most_common(1)[0][0]

@@ -1,0 +1,183 @@
+"""What earlier runs of ours have left on the hosts: found for `kit check`, ended by `kit clean`, by recorded ids."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host import remote
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.preflight import nvidia_smi
+from nodekit.deploy.preflight.software import unseen
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.supervise.judge import FINAL
+from nodekit.inventory.schema import Inventory
+
+LOOK_TIMEOUT_S = 15.0
+GRACE_S = 10.0
+STOP_MARGIN_S = 20.0
+RECENT_S = 120.0  # ranks that said something since are at work
+ENDING_S = 60.0  # so long an agent whose run is over may take to end
+
+# left: the agent is gone; forgotten: it is there, and the run is over; running: leave it alone
+Standing = Literal["left", "forgotten", "running"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """Something of one run on one host."""
+
+    host: str
+    run: str
+    node: str
+    node_dir: str
+    standing: Standing
+    still_trains: bool
+    text: str
+    """What it is."""
+
+
+def lefts(
+    host: str, found: Sequence[Mapping[str, Any]], records: Mapping[str, Run], gpu_of: Mapping[int, int]
+) -> list[Left]:
+    """From what `probes.runs` has found on a host; pure.
+
+    Args:
+        records: run id → the run on record here; those that others have started are not among them.
+        gpu_of: pid → the GPU it uses.
+    """
+    return [
+        Left(
+            host=host,
+            run=each["run"],
+            node=each["node"],
+            node_dir=each["node_dir"],
+            standing=_standing(each, records.get(each["run"])),
+            still_trains=each["agent"] is not None
+            or (bool(each["processes"]) and each["quiet_s"] < RECENT_S),
+            text=_text(each, gpu_of),
+        )
+        for each in found
+    ]
+
+
+def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
+    if found["agent"] is None:
+        return "left"
+    is_over = record is not None and record.state in runs.ENDED
+    if (is_over or found["state"] in FINAL) and found["quiet_s"] > ENDING_S:
+        return "forgotten"
+    if is_over and found["state"] not in FINAL:
+        return "forgotten"
+    return "running"
+
+
+def _text(found: Mapping[str, Any], gpu_of: Mapping[int, int]) -> str:
+    parts = []
+    if found["agent"] is not None:
+        parts.append(f"agent {found['agent']} ({found['state'] or 'starting'})")
+    for each in found["processes"]:
+        rank = "" if each["rank"] is None else f"rank {each['rank']}, "
+        held = [f"{each['rss_bytes'] / 1e6:.0f} MB"]
+        if each["pid"] in gpu_of:
+            held.append(f"GPU {gpu_of[each['pid']]}")
+        held += [f"port {port}" for port in each["ports"]]
+        parts.append(f"pid {each['pid']} ({rank}{', '.join(held)})")
+    if found["shm"]:
+        size_mb = sum(each["size_bytes"] for each in found["shm"]) / 1e6
+        parts.append(f"{len(found['shm'])} segments of shared memory, {size_mb:.0f} MB")
+    return ", ".join(parts)
+
+
+def findings(
+    inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]]
+) -> list[Finding]:
+    """The column leftovers of `kit check`."""
+    records = {run.run_id: run for run in runs.all_runs()}
+    found = []
+    told: set[tuple[str, str]] = set()
+    for host in facts:
+        if "error" in (own := probes[host]["runs"]):
+            found.append(unseen("leftovers", host, own["error"]))
+            continue
+        mine = _first(facts[host].boot_id, own["runs"], told)
+        gpu_of = nvidia_smi.gpu_of(probes[host]["gpus"].get("smi", ""))
+        here = lefts(host, mine, records, gpu_of)
+        bad = [each for each in here if each.standing != "running"]
+        found += [_finding(each, inventory) for each in bad]
+        if not bad:
+            running = ", ".join(sorted({each.run for each in here}))
+            text = f"{running} runs" if running else "none"
+            found.append(Finding(check="leftovers", host=host, level="ok", found=text))
+    return found
+
+
+def _first(
+    boot_id: str, found: Sequence[Mapping[str, Any]], told: set[tuple[str, str]]
+) -> list[Mapping[str, Any]]:
+    """Those not told of before: hosts may be folders of one machine, and then each of them sees the same."""
+    new = [each for each in found if (boot_id, each["node_dir"]) not in told]
+    told.update((boot_id, each["node_dir"]) for each in new)
+    return new
+
+
+def _finding(left: Left, inventory: Inventory) -> Finding:
+    if left.standing == "forgotten":
+        what, cure = "is over, but runs here", f"kit down {left.run}"
+    else:
+        what, cure = "has lost its agent and left", f"kit clean {shlex.quote(str(inventory.path))}"
+    return Finding(
+        check="leftovers",
+        host=left.host,
+        level="failure",
+        found=f"{left.run} {what}: {left.text}",
+        wanted="nothing of runs that are over",
+        cure=cure,
+    )
+
+
+def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
+    """What is left on each host, running runs too; an exception where it cannot be told."""
+    records = {run.run_id: run for run in runs.all_runs()}
+    workdirs = {host.name: host.workdir for host in inventory.hosts}
+    told: set[tuple[str, str]] = set()
+
+    def ask(link: Link) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        boot_id = link.call("hostfacts.boot_id", timeout_s=LOOK_TIMEOUT_S)
+        return boot_id, link.call("probes.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[link.host])
+
+    found: dict[str, list[Left] | Exception] = {}
+    for host, answer in on_all(links, ask).items():
+        if isinstance(answer, Exception):
+            found[host] = answer
+            continue
+        boot_id, own = answer
+        mine = _first(boot_id, own, told)
+        found[host] = lefts(host, mine, records, {})
+    return found
+
+
+def end(links: Mapping[str, Link], inventory: Inventory, chosen: Sequence[Left]) -> dict[str, Exception]:
+    """End what was chosen, by what is recorded of it, looked up anew: host → what went wrong there."""
+    workdirs = {host.name: host.workdir for host in inventory.hosts}
+
+    def act(link: Link) -> None:
+        own = [each for each in chosen if each.host == link.host]
+        for each in own:
+            if each.standing == "forgotten":
+                timeout_s = GRACE_S + STOP_MARGIN_S + remote.COPYING_GRACE_S
+                link.call("stop", timeout_s=timeout_s, node_dir=each.node_dir, grace_s=GRACE_S)
+        names = [(each.run, each.node) for each in own]
+        timeout_s = GRACE_S + STOP_MARGIN_S
+        link.call(
+            "probes.clean", timeout_s=timeout_s, workdir=workdirs[link.host], names=names, grace_s=GRACE_S
+        )
+
+    hosts = {each.host for each in chosen}
+    results = on_all({host: link for host, link in links.items() if host in hosts}, act)
+    return {host: result for host, result in results.items() if isinstance(result, Exception)}

@@ -1,0 +1,194 @@
+"""The network part of `kit check`: the chosen interfaces, and every ordered pair of hosts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from secrets import token_hex
+from typing import Any
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.plan import check
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.preflight.network import nethost, netpairs
+from nodekit.deploy.preflight.network.netpairs import End
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.schema import Host, Inventory
+
+RENDEZVOUS_PORT = 29500
+"""torchrun's. kit itself takes a free port, so that of this one only a warning is given."""
+MAX_SAMPLED, MIN_SAMPLED = 16, 4
+MAX_CONNECTIONS = 4096
+"""Of one host to the others: with many hosts fewer ports are tried of each."""
+_SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
+FINISH_S = 1.0
+_LEAST_S = 1.5  # with less than this, hosts that are well would seem not to answer
+_USUAL_MTU = 1500
+
+
+def network_findings(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    deadline_s: float,
+    port: int | None = None,
+) -> list[Finding]:
+    """Everything that keeps the hosts from each other, on the interfaces that a job would take.
+
+    Args:
+        links: to the hosts; one that is not among them is left out.
+        inventory: what the cluster is.
+        facts: of the same hosts.
+        deadline_s: how long it may take; a host that does not answer in time is named.
+        port: the one that the job's rendezvous needs. None: any will do, and torchrun's is tried.
+    """
+    left_s = netpairs.deadline(deadline_s - FINISH_S)
+    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    if left_s() < _LEAST_S:
+        return [nethost.not_tried(host.name, deadline_s) for host in hosts]
+    wanted_port = RENDEZVOUS_PORT if port is None else port
+    chosen, problems = choose(inventory, hosts, facts)
+    found: list[Finding] = []
+    with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
+        here, silent = told_apart(answers)
+        nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
+        unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
+        ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
+        pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
+        names, _ = told_apart(_own_names(links, [name for name in here if name in chosen], left_s=left_s))
+        # The one whose call was dropped knows nothing of why; the hosts at both ends may.
+        before = {name: answer["neighbours"] for name, answer in here.items()}
+        after = {name: answer["neighbours"] for name, answer in names.items()}
+        closed = [key for key, pair in pairs.items() if pair.failed]
+        neighbours = nethost.neighbour_findings(before, after, lost=closed, num_hosts=len(hosts))
+        # Where the kernel says why, no firewall is to blame.
+        full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
+        pairs = {key: pair for key, pair in pairs.items() if not (pair.failed and full & set(key))}
+        ill = {name for key, pair in pairs.items() if pair.failed for name in key}
+        firewalls = netpairs.ask_firewalls(links, ill, left_s=left_s)
+    for host in hosts:
+        name = host.name
+        if (silence := silent.get(name) or silent_later.get(name)) is not None:
+            found.append(nethost.no_answer(name, silence))
+        elif name in problems:
+            found.append(nethost.unchosen(host, problems[name], here[name]["nics"], inventory))
+        elif name in unlinked:
+            found.append(nethost.no_carrier(name, nics[name]))
+    found += neighbours
+    found += nethost.port_findings(here, wanted_port, matters=port is not None)
+    found += netpairs.judge(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
+    linked = {name: nic for name, nic in nics.items() if nic is not None and name not in unlinked}
+    found += nethost.mtu_findings(linked) + nethost.speed_findings(linked)
+    if len(hosts) > 1:  # a single host talks to itself alone
+        for name, answer in names.items():
+            found += nethost.name_findings(name, chosen[name][1], answer)
+    found += nethost.rdma_findings(
+        {name: answer["rdma"] for name, answer in here.items()},
+        linked,
+        env={host.name: {**host.env, **inventory.job.env} for host in hosts},
+        with_gpus={host.name for host in hosts if facts[host.name].num_gpus},
+    )
+    ill = {name for finding in found if finding.level == "failure" for name in finding.hosts}
+    found += [nethost.fine(end, nics[name]) for name, end in ends.items() if name not in ill]
+    place = {host.name: index for index, host in enumerate(hosts)}
+    return sorted(found, key=lambda finding: place[finding.hosts[0]])
+
+
+def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
+    """What hosts have answered, and why the others did not."""
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
+    for answer in answers.values():
+        if isinstance(answer, Exception) and not isinstance(answer, HostError):
+            raise answer  # our own bug
+    return {name: answer for name, answer in answers.items() if name not in silent}, silent
+
+
+def _own_names(
+    links: Mapping[str, Link], names: Sequence[str], *, left_s: Callable[[], float]
+) -> dict[str, Any]:
+    limit_s = min(nethost.NAME_S, left_s() / 2)
+    if limit_s < _LEAST_S / 10:
+        return {}
+    return on_all(
+        {name: links[name] for name in names},
+        lambda link: link.call("netprobe.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
+    )
+
+
+def choose(
+    inventory: Inventory, hosts: Sequence[Host], facts: Mapping[str, Facts]
+) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
+    """Host → interface and address, as a run would choose them, and host → why there is none."""
+    peers = cluster.peer_addresses(inventory.hosts)
+    chosen: dict[str, tuple[str, str]] = {}
+    problems: dict[str, HostError] = {}
+    for host in hosts:
+        try:
+            chosen[host.name] = check.choose_interface(
+                host, facts[host.name], inventory.network, peers[host.name]
+            )
+        except HostError as error:
+            problems[host.name] = error
+    return chosen, problems
+
+
+@contextlib.contextmanager
+def listening(
+    links: Mapping[str, Link],
+    hosts: Sequence[Host],
+    facts: Mapping[str, Facts],
+    chosen: Mapping[str, tuple[str, str]],
+    port: int | None,
+    *,
+    left_s: Callable[[], float],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Let every host listen; yields the session and what each has said of itself. At the end all let go."""
+    session, token = token_hex(8), token_hex(16)
+    num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
+    first_at: dict[tuple[str, str], str] = {}
+    for host in hosts:  # local hosts are one machine: the port is that of one of them
+        address = chosen.get(host.name, ("", ""))[1]
+        first_at.setdefault((facts[host.name].boot_id, address), host.name)
+    limit_s = left_s() * _SHARE_TO_BEGIN
+
+    def begin(link: Link) -> Any:
+        address = chosen[link.host][1] if link.host in chosen else None
+        return link.call(
+            "netprobe.begin",
+            timeout_s=limit_s,
+            session=session,
+            name=link.host,
+            token=token,
+            address=address,
+            port=port if link.host in first_at.values() else None,
+            num_sampled=num_sampled,
+            lifetime_s=left_s() + FINISH_S,
+        )
+
+    own = {host.name: links[host.name] for host in hosts}
+    try:
+        yield session, on_all(own, begin)
+    finally:
+        on_all(own, lambda link: link.call("netprobe.finish", timeout_s=FINISH_S, session=session))
+
+
+def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End:
+    """A host that listens, from what it said."""
+    nic = _nic(chosen, answer)
+    low, high = answer["range"]
+    return End(
+        host=name,
+        address=chosen[1],
+        interface=chosen[0],
+        mtu=nic["mtu"] if nic else _USUAL_MTU,
+        ports=tuple(answer["ports"]),
+        udp_port=answer["udp_port"],
+        port_range=(low, high),
+    )
+
+
+def _nic(chosen: tuple[str, str], answer: Mapping[str, Any]) -> Any:
+    return next((nic for nic in answer["nics"] if nic["name"] == chosen[0]), None)

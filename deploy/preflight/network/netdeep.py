@@ -1,0 +1,396 @@
+"""The end of `kit check --deep`: a real rendezvous and one all-reduce over all hosts, or who waited for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy.connect.link import BOOT, Link, on_all, source
+from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.preflight.network import firewall, netpairs
+from nodekit.deploy.preflight.network.netcheck import FINISH_S, choose, end_of, listening, told_apart
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.schema import Host, Inventory
+
+NUMEL = 1 << 18
+"""1 MB of floats: enough for packets that are too large for the way to be among them."""
+GROUP_S = {"gloo": 10.0, "nccl": 30.0}
+"""How long a process group that all have come to may take."""
+CALL_S = 2.0
+GRACE_S = 2.0  # for the others to say what they saw when one has failed
+PATIENCE_S = 5.0  # with a host that does not get through to a rendezvous which is there
+_POLL_S = 0.5
+_MAX_DIAGNOSIS_S, _DIAGNOSIS_SHARE = 8.0, 0.3  # what is left of the deadline to find out why
+# stage → what a host does from there on
+_DOES = {
+    "": "did not start",
+    "imports": "imports torch",
+    "calls": "calls the rendezvous",
+    "arrived": "waits for the others",
+    "complete": "connects to the others",
+    "group": "reduces",
+    "reduced": "is done",
+}
+_STAGES = list(_DOES)
+# gloo's errors name the address, as remote=[198.18.0.11]:43210 or [::ffff:198.18.0.11]:43210
+_REMOTE = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:(\d+)")
+
+
+@dataclass
+class Progress:
+    """How far one host came."""
+
+    stage: str = ""
+    seconds: float = 0.0
+    problem: str = ""
+    """Why it does not reach the rendezvous."""
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    status: int | None = None
+    errors: str = ""
+    lost: str = ""
+    """Why it could not be started, or the host does not answer any more."""
+    python: str = "python"
+
+    def take(self, line: str) -> None:
+        """One line that the job has said."""
+        try:
+            said = json.loads(line)
+        except ValueError:  # a library that prints
+            return
+        self.stage, self.seconds = said["stage"], said["s"]
+        self.problem = said.get("problem", "")
+        if self.stage == "reduced":
+            self.reduced = said
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reduced what all gave."""
+        return self.status == 0 and bool(self.reduced.get("is_right"))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it would not have come any further by itself."""
+        return bool(self.lost or self.problem or self.status)
+
+    def reached(self, stage: str) -> bool:
+        """Whether it has come that far."""
+        return _STAGES.index(self.stage) >= _STAGES.index(stage)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One host that did not get through to another."""
+
+    source: str
+    target: str
+    port: int
+    problem: str
+
+
+def deep_findings(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    *,
+    deadline_s: float,
+    port: int = 0,
+) -> list[Finding]:
+    """Let a process on every host meet the others as torch does and reduce one tensor; nothing of it stays.
+
+    Args:
+        links: to the hosts; one that is not among them is left out.
+        inventory: what the cluster is.
+        facts: of the same hosts.
+        deadline_s: how long all of it may take, finding out why it failed included.
+        port: of the rendezvous, on the first host; 0: a free one, as a run takes.
+    """
+    left_s = netpairs.deadline(deadline_s - FINISH_S)
+    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    if not hosts:
+        return []
+    chosen, problems = choose(inventory, hosts, facts)
+    if problems:
+        return [
+            _failure(name, error.problem, "an interface to meet the others on", f"see {inventory.path}")
+            for name, error in problems.items()
+        ]
+    limit_s = deadline_s - min(_MAX_DIAGNOSIS_S, deadline_s * _DIAGNOSIS_SHARE) - FINISH_S
+    gpus = plan.share_gpus(hosts, facts)
+    backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
+    with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
+        here, silent = told_apart(answers)
+        if silent:
+            return [
+                _failure(
+                    name,
+                    error.problem,
+                    "an answer from its python",
+                    f"log in to {name} and see: uptime; dmesg",
+                )
+                for name, error in silent.items()
+            ]
+        first = hosts[0]
+        try:
+            port = links[first.name].call(
+                "netprobe.hold",
+                timeout_s=CALL_S,
+                session=session,
+                address=chosen[first.name][1],
+                port=port,
+            )
+        except HostError as error:
+            return [
+                _failure(
+                    first.name,
+                    f"port {port} cannot be listened at: {error.problem}",
+                    f"port {port} free for the rendezvous",
+                    f"on {first.name}: sudo ss -ltnp 'sport = :{port}' names who has it",
+                )
+            ]
+        settings = {
+            "world_size": len(hosts),
+            "backend": backend,
+            "master_addr": chosen[first.name][1],
+            "master_port": port,
+            "limit_s": limit_s,
+            "group_s": min(GROUP_S[backend], limit_s),
+            "numel": NUMEL,
+        }
+        environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
+        progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
+        if all(each.is_done for each in progress.values()):
+            return _fine(progress, backend)
+        on_all(  # what still hangs, so that the hosts are free to find out why
+            {host.name: links[host.name] for host in hosts},
+            lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
+        )
+        ends = {
+            name: end_of(name, chosen[name], answer)
+            for name, answer in here.items()
+            if not progress[name].lost
+        }
+        broken, calls = _told(progress, chosen, port, {name: here[name]["range"] for name in here})
+        pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
+        ill = {name for key, pair in pairs.items() if pair.failed for name in key}
+        ill |= {name for call in calls for name in (call.source, call.target)}
+        firewalls = netpairs.ask_firewalls(links, ill & set(ends), left_s=left_s)
+    called = [_called(call, chosen, firewalls) for call in calls]
+    known = {finding.host for finding in called}
+    judged = netpairs.judge(pairs, ends, firewalls, port=port, port_matters=True)
+    return [
+        _summary(progress, backend),
+        *broken,
+        *called,
+        *(dataclasses.replace(finding, check="deep") for finding in judged if finding.host not in known),
+    ]
+
+
+def _environment(
+    host: Host,
+    inventory: Inventory,
+    facts: Mapping[str, Facts],
+    chosen: Mapping[str, tuple[str, str]],
+    gpus: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
+    """What the processes of a run would have, as far as it touches the network."""
+    interface = chosen[host.name][0]
+    env = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": plan.nccl_name(interface, facts[host.name]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if gpus[host.name]:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[host.name]))
+    return {**env, **host.env, **inventory.job.env}
+
+
+def _run(
+    links: Mapping[str, Link],
+    session: str,
+    hosts: Sequence[Host],
+    facts: Mapping[str, Facts],
+    settings: Mapping[str, Any],
+    environments: Mapping[str, Mapping[str, str]],
+    *,
+    limit_s: float,
+) -> dict[str, Progress]:
+    """Start it on all hosts and follow it to its end, or until the time is over or one has failed."""
+    left_s = netpairs.deadline(limit_s)
+    first = hosts[0].name
+    ranks = {host.name: rank for rank, host in enumerate(hosts)}
+    progress = {host.name: Progress(python=facts[host.name].executable) for host in hosts}
+    failed = threading.Event()
+    program = source("nodekit.deploy.preflight.network.netdeep_job")
+
+    def follow(link: Link) -> None:
+        own, seen = progress[link.host], 0
+        grace_s: Callable[[], float] | None = None
+        patience_s: Callable[[], float] | None = None
+        try:
+            link.call(
+                "netprobe.start_job",
+                timeout_s=CALL_S,
+                session=session,
+                argv=[facts[link.host].executable, "-c", BOOT],
+                program=program,
+                settings={**settings, "rank": ranks[link.host]},
+                env=environments[link.host],
+            )
+            while own.status is None and left_s() and not (grace_s and not grace_s()):
+                wait_s = min(_POLL_S, left_s())
+                said = link.call(
+                    "netprobe.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
+                )
+                seen += len(said["lines"])
+                for line in said["lines"]:
+                    own.take(line)
+                own.status, own.errors = said["status"], said["errors"]
+                if not (own.problem and progress[first].reached("arrived")):
+                    patience_s = None
+                elif patience_s is None:
+                    patience_s = netpairs.deadline(PATIENCE_S)
+                if own.status or (patience_s and not patience_s()):
+                    failed.set()
+                if failed.is_set() and grace_s is None:
+                    grace_s = netpairs.deadline(GRACE_S)
+        except HostError as error:
+            own.lost = error.problem
+            failed.set()
+
+    on_all({host.name: links[host.name] for host in hosts}, follow)
+    return progress
+
+
+# --- what it says ---------------------------------------------------------------------------------------------
+
+
+def _failure(host: str, found: str, wanted: str, cure: str, hosts: tuple[str, ...] = ()) -> Finding:
+    return Finding(
+        check="deep", host=host, level="failure", found=found, wanted=wanted, cure=cure, hosts=hosts
+    )
+
+
+def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:
+    return [
+        Finding(
+            check="deep", host=name, level="ok", found=f"{backend}, {each.reduced['seconds'] * 1000:.0f} ms"
+        )
+        for name, each in progress.items()
+    ]
+
+
+def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
+    """Who waited for whom, and what each that did not come was at; pure."""
+    arrived = [name for name, each in progress.items() if each.reached("arrived")]
+    absent = [name for name in progress if name not in arrived]
+    if absent:
+        # Where one has failed the others are given no time to arrive.
+        late = [name for name in absent if progress[name].has_failed] or absent
+        found = f"{', '.join(arrived)} waited for " if arrived else "did not arrive: "
+        found += ", ".join(f"{name} ({_doing(progress[name])})" for name in late)
+        if on_the_way := [name for name in absent if name not in late]:
+            found += f"; {', '.join(on_the_way)} {'was' if len(on_the_way) == 1 else 'were'} still on the way"
+    else:
+        late = [name for name, each in progress.items() if not each.is_done]
+        doing = ", ".join(f"{name} {_doing(each)}" for name, each in progress.items())
+        found = f"all arrived, but there was no all-reduce ({backend}): {doing}"
+    return _failure(
+        ", ".join(late),
+        found,
+        f"a rendezvous of {len(progress)} hosts and one all-reduce",
+        "mend what is named with it; kit check without --deep tries every pair of hosts",
+        tuple(late),
+    )
+
+
+def _doing(each: Progress) -> str:
+    if each.lost:
+        return each.lost
+    ended = f", then ended ({_end_words(each)})" if each.status else ""
+    return f"{_DOES[each.stage]}{f' ({each.problem})' if each.problem else ''}{ended}"
+
+
+def _end_words(each: Progress) -> str:
+    """How its process ended, with the last line that says why."""
+    status = each.status or 0
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    lines = [line.strip() for line in each.errors.splitlines()]
+    last = next(
+        (
+            line
+            for line in reversed(lines)
+            if re.match(r"[\w.]*(Error|Exception)\b|terminate| *what\(\)", line)
+        ),
+        "",
+    )
+    last = re.sub(r"\[/\S+\] ", "", last)  # where in its own source
+    return f"{how}: {last[:200]}" if last else how
+
+
+def _told(
+    progress: Mapping[str, Progress],
+    chosen: Mapping[str, tuple[str, str]],
+    port: int,
+    ranges: Mapping[str, Sequence[int]],
+) -> tuple[list[Finding], list[Call]]:
+    """What the hosts themselves say: why torch does not run, and who did not get through to whom; pure."""
+    first = next(iter(progress))
+    by_address = {address: name for name, (_, address) in chosen.items()}
+    broken: list[Finding] = []
+    calls: list[Call] = []
+    for name, each in progress.items():
+        if each.lost:
+            cure = f"on {name}: {each.python} -c 'import torch'; uptime; dmesg | tail"
+            broken.append(_failure(name, each.lost, "a python that starts, and a host that answers", cure))
+        elif each.stage == "calls" and each.problem:
+            calls.append(Call(name, first, port, each.problem))
+        elif each.status and not each.reached("arrived"):
+            broken.append(
+                _failure(
+                    name,
+                    f"{_DOES[each.stage]}, then ended ({_end_words(each)})",
+                    "a python whose torch runs",
+                    f"on {name}: {each.python} -c 'import torch, torch.distributed'",
+                )
+            )
+        elif each.status and "closed by peer" not in each.errors:  # which is said of one that failed before
+            for address, number in reversed(_REMOTE.findall(each.errors)):
+                if (other := by_address.get(address, name)) != name:
+                    problem = "refused" if "refused" in each.errors else "no answer"
+                    calls.append(Call(name, other, meant(int(number), *ranges[other]), problem))
+                    break
+    return broken, calls
+
+
+def meant(port: int, low: int, high: int) -> int:
+    """The port that gloo means: as of torch 2.13 it prints most the wrong way around, as their two bytes are sent."""
+    swapped = (port & 0xFF) << 8 | port >> 8
+    return swapped if low <= swapped <= high else port
+
+
+def _called(
+    call: Call, chosen: Mapping[str, tuple[str, str]], firewalls: Mapping[str, Mapping[str, Any]]
+) -> Finding:
+    cure, because = firewall.cure(
+        firewalls,
+        source=call.source,
+        target=call.target,
+        addresses={name: address for name, (_, address) in chosen.items()},
+        interfaces={name: interface for name, (interface, _) in chosen.items()},
+        port=call.port,
+    )
+    return _failure(
+        f"{call.source} → {call.target}",
+        f"port {call.port} {call.problem}" + (f"; {because}" if because else ""),
+        f"TCP to {chosen[call.target][1]}:{call.port}, where {call.target} listens",
+        cure,
+        (call.source, call.target),
+    )

@@ -1,0 +1,242 @@
+"""The columns workdir and software of `kit check`: pure, from what the hosts have answered."""
+
+from __future__ import annotations
+
+import collections
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.plan import script as scripts
+from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room
+from nodekit.deploy.plan.findings import Finding, Level
+from nodekit.deploy.plan.script import Script
+from nodekit.inventory.schema import Inventory
+
+FEW_BYTES = 1024**3
+FEW_INODES = 10_000
+FEW_FILES = 1024  # open at once: connections to all peers, data loaders' workers, logs
+FEW_SHM_BYTES = 256 * 1024**2  # data loaders and NCCL; a container has 64 MiB unless told otherwise
+UNLIMITED = -1
+# CUDA's major version → the oldest Linux driver that runs it (CUDA's release notes, minor version compatibility).
+OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
+
+
+def findings(
+    inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]], script: Script
+) -> list[Finding]:
+    """Everything but what `check.needed` finds."""
+    found = []
+    env = {host.name: {**host.env, **inventory.job.env} for host in inventory.hosts}
+    for host in facts:
+        found += _workdir(host, facts[host], probes[host]["workdir"])
+        found += _software(
+            host, facts[host], probes[host], script, Path(inventory.job.code).expanduser(), env[host]
+        )
+    pythons = {host: _minor(each.python) for host, each in facts.items()}
+    found += _differing(
+        "Python", pythons, "warning", lambda *_: "set `python:` to the same version everywhere"
+    )
+    # Where torch itself differs, `check.needed` has told, and the rest follows from that.
+    torch = _most_common(each.torch or "" for each in facts.values())
+    same = [host for host, each in facts.items() if each.torch == torch]
+    cuda = {host: str(probes[host]["software"].get("cuda") or "") for host in same}
+    nccl = {host: str(probes[host]["software"].get("nccl") or "") for host in same}
+
+    def install(host: str, package: str) -> str:
+        return f"{facts[host].executable} -m pip install {package}"
+
+    wheels = "https://download.pytorch.org/whl/cu"
+    version = torch.partition("+")[0]
+    found += _differing(
+        "CUDA runtime",
+        cuda,
+        "failure",
+        lambda host, common: install(
+            host, f"--force-reinstall torch=={version} --index-url {wheels}{common.replace('.', '')}"
+        ),
+    )
+    found += _differing(
+        "NCCL",
+        nccl,
+        "failure",
+        lambda host, common: install(host, f"nvidia-nccl-cu{cuda[host].partition('.')[0]}=={common}"),
+    )
+    return found
+
+
+def _most_common(values: Iterable[str]) -> str:
+    return max(collections.Counter(values).items(), key=lambda each: each[1], default=("", 0))[0]
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _differing(
+    name: str, versions: Mapping[str, str], level: Level, cure: Callable[[str, str], str]
+) -> list[Finding]:
+    """The hosts that differ from most of them, each with `cure(host, what most have)`; who has none says nothing."""
+    have = {host: version for host, version in versions.items() if version}
+    if len(set(have.values())) < 2:
+        return []
+    common, number = collections.Counter(have.values()).most_common(1)[0]
+    return [
+        Finding(
+            check="software",
+            host=host,
+            level=level,
+            found=f"{name} {version}, but {number} of the hosts have {common}",
+            wanted="the same on all",
+            cure=cure(host, common),
+        )
+        for host, version in have.items()
+        if version != common
+    ]
+
+
+def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]:
+    if facts.workdir_problem:
+        return []  # as `check.needed` tells
+    if "error" in place:
+        return [unseen("workdir", host, place["error"])]
+    quoted = shlex.quote(facts.workdir)
+    fill = make_room(facts)
+
+    def finding(level: Level, found: str, wanted: str, cure: str) -> Finding:
+        return Finding(check="workdir", host=host, level=level, found=found, wanted=wanted, cure=cure)
+
+    found = []
+    if place["problem"]:
+        full = place["errno"] in ("ENOSPC", "EDQUOT")
+        cure = fill if full else f"sudo chown {facts.user} {quoted}, or set `workdir:` to another folder"
+        wanted = "a folder that kit may write to"
+        found.append(finding("failure", f"nothing can be written to {place['problem']}", wanted, cure))
+    elif NEEDED_BYTES <= facts.free_bytes < FEW_BYTES:  # less is a failure that `check.needed` tells of
+        free = f"{facts.free_bytes / 1024**2:.0f} MiB free in {facts.workdir}"
+        found.append(finding("warning", free, "1 GiB or more, for snapshots and logs", fill))
+    inodes = place["free_inodes"]
+    if inodes is not None and inodes < FEW_INODES:
+        wanted = f"{FEW_INODES} or more"
+        cure = (
+            f"see what has so many files with `du --inodes -xd2 {quoted}`, or set `workdir:` to another disk"
+        )
+        level: Level = "failure" if inodes < 100 else "warning"
+        found.append(finding(level, f"{inodes} inodes free in {facts.workdir}", wanted, cure))
+    found += [
+        finding("warning", line, "some room below your quota", fill) for line in over_quota(place["quota"])
+    ]
+    return found or [Finding(check="workdir", host=host, level="ok", found=_size(facts.free_bytes))]
+
+
+def over_quota(text: str) -> list[str]:
+    """Of what ``quota -w -p`` says, the file systems where the soft limit is passed: marked by an asterisk."""
+    found = []
+    for line in text.splitlines():
+        words = line.split()
+        for place, noun in ((1, "KiB"), (5, "files")):
+            if len(words) >= 9 and words[place].endswith("*"):
+                used, soft = words[place].rstrip("*"), words[place + 1]
+                found.append(f"{used} {noun} used of a quota of {soft} on {words[0]}")
+    return found
+
+
+def _size(size_bytes: float) -> str:
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
+    return next((f"{size_bytes / unit:.0f} {name}" for name, unit in units if size_bytes >= unit), "full")
+
+
+def _software(
+    host: str,
+    facts: Facts,
+    probe: Mapping[str, Any],
+    script: Script,
+    code: Path,
+    env: Mapping[str, str],
+) -> list[Finding]:
+    own = probe["software"]
+    if "error" in own:
+        return [unseen("software", host, own["error"])]
+
+    def finding(level: Level, found: str, wanted: str, cure: str) -> Finding:
+        return Finding(check="software", host=host, level=level, found=found, wanted=wanted, cure=cure)
+
+    found = []
+    if own["syntax"]:
+        what = f"{script.name} is no Python to {facts.executable} ({facts.python}): {own['syntax']}"
+        cure = f"correct {script.name} {own['syntax'].partition(':')[0]}"
+        found.append(finding("failure", what, "a script that compiles", cure))
+    if missing := scripts.without_own(script, own["missing"], code):
+        packages = " ".join(scripts.DISTRIBUTIONS.get(name, name) for name in missing)
+        what = f"no {', '.join(missing)} in {facts.executable}"
+        wanted = f"what {script.name} imports"
+        found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
+    found += [
+        finding(*each) for each in (_driver(own["cuda"], probe["gpus"]), *_limits(facts, own, env)) if each
+    ]
+    return found or [Finding(check="software", host=host, level="ok", found=f"torch {facts.torch}")]
+
+
+_Told = tuple[Level, str, str, str]
+
+
+def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> _Told | None:
+    match = re.search(r"<driver_version>([\d.]+)", gpus.get("smi", ""))
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    if match is None or oldest is None or tuple(map(int, match[1].split("."))) >= oldest:
+        return None
+    wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
+    return (
+        "failure",
+        f"NVIDIA driver {match[1]}, and torch is built for CUDA {cuda}",
+        f"driver {wanted} or newer",
+        "install a newer driver, or a torch for an older CUDA (https://pytorch.org/get-started/previous-versions)",
+    )
+
+
+def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Sequence[_Told | None]:
+    nofile, memlock, shm = own["nofile"][0], own["memlock"][0], own["shm"]
+    conf = "/etc/security/limits.d/nodekit.conf"
+    told: list[_Told | None] = []
+    is_told = env.keys() & {
+        "LC_ALL",
+        "LC_CTYPE",
+        "LANG",
+        "PYTHONUTF8",
+    }  # the job has another one than the probe
+    if not is_told and (own["locale"] or own["encoding"].lower() != "utf-8"):
+        what = own["locale"] or f"the encoding of file names is {own['encoding']}"
+        told.append(
+            ("warning", f"locale: {what}", "one with UTF-8", "set `env: {LC_ALL: C.UTF-8}` for this host")
+        )
+    if nofile != UNLIMITED and nofile < FEW_FILES:
+        cure = f"echo '{facts.user} - nofile 65536' | sudo tee -a {conf}, and log in anew"
+        told.append(("warning", f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure))
+    if own["infiniband"] and memlock != UNLIMITED:
+        cure = f"echo '{facts.user} - memlock unlimited' | sudo tee -a {conf}, and log in anew"
+        what = f"ulimit -l (locked memory) is {memlock // 1024} KiB, and there is InfiniBand"
+        told.append(("warning", what, "unlimited, or RDMA fails", cure))
+    if shm is None or not shm["writable"]:
+        cure = "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+        told.append(("failure", "no /dev/shm that can be written to", "shared memory", cure))
+    elif shm["free_bytes"] < FEW_SHM_BYTES:
+        free, size = shm["free_bytes"] / 1024**2, shm["size_bytes"] / 1024**2
+        cure = "sudo mount -o remount,size=50% /dev/shm (docker: --shm-size=8g)"
+        what = f"/dev/shm has {free:.0f} of {size:.0f} MiB free"  # noqa: S108
+        wanted = f"{FEW_SHM_BYTES // 1024**2} MiB or more, for data loaders and NCCL"
+        told.append(("warning", what, wanted, cure))
+    return told
+
+
+def unseen(check: str, host: str, error: str) -> Finding:
+    """A part of a host that could not be looked at."""
+    return Finding(
+        check=check,
+        host=host,
+        level="warning",
+        found=f"could not be looked at: {error}",
+        wanted="an answer",
+        cure="look at the host itself; tell us, if it is well",
+    )

@@ -1,0 +1,203 @@
+"""A run's events (docs/events.md): read, followed while they are written, gathered from its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.host import present
+from nodekit.deploy.host.remote import append_private
+
+FILE = "events.jsonl"
+MAX_KEPT = 20_000  # events while there is no room for them on the disk
+_REWRITTEN = (present.KIND, present.MOVED)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event."""
+
+    time: float
+    """Seconds since 1970, by the supervisor's clock."""
+    node: str | None
+    """Whose agent wrote it; None for the supervisor."""
+    kind: str
+    fields: Mapping[str, Any]
+    """All others."""
+    end: int | None = field(default=None, compare=False)
+    """Where its line ends in the run's file, if it was read from there: events are told apart and ordered by that."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One of the other fields."""
+        return self.fields.get(name, default)
+
+    @property
+    def about(self) -> str | None:
+        """The node it is about: the writer's, or the one that the supervisor names."""
+        return self.node or self.fields.get("about")
+
+
+def parse(line: str | bytes) -> Event | None:
+    """An event from its line; None for one that is torn, or no event."""
+    try:
+        fields = json.loads(line)
+        return Event(float(fields.pop("time")), fields.pop("node"), str(fields.pop("kind")), fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
+    """What has happened, by some lines, in the order of time; what two supervisors have gathered is there once."""
+    found: dict[Any, Event] = {}
+    for number, line in enumerate(lines):
+        if (event := parse(line)) and event.kind not in _REWRITTEN:
+            at = event.get("at")
+            found[(event.node, *at) if at else number] = event
+    return sorted(found.values(), key=lambda event: event.time)
+
+
+def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
+    """What has happened, by some lines, as they have it; without those that are torn."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            fields = json.loads(line)
+            if fields["kind"] not in _REWRITTEN:
+                found.append(fields)
+    return found
+
+
+def read(folder: Path) -> list[Event]:
+    """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file."""
+    try:
+        return parse_all((folder / FILE).read_bytes().splitlines())
+    except OSError:
+        return []
+
+
+def now(folder: Path) -> dict[str, dict[str, Any]]:
+    """What each node of that run does, as it was last heard of."""
+    return present.statuses(str(folder))
+
+
+class Follower:
+    """Reads a file of events while it grows, in the order in which they came in: no clock that jumps changes that."""
+
+    def __init__(self, folder: Path, *, offset: int = 0) -> None:
+        """From byte `offset` on."""
+        self._path = folder / FILE
+        self._offset = offset
+        self._read: dict[str, tuple[str, int]] = {}
+
+    def more(self) -> list[Event]:
+        """What is new since the last call; what two supervisors have gathered is there once."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        found = []
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._offset += len(line)
+            event = parse(line)
+            if event is None or event.kind in _REWRITTEN:
+                continue
+            if event.node and (at := event.get("at")):
+                if _is_read(self._read, event.node, *at):
+                    continue
+                self._read[event.node] = (at[0], at[1])
+            found.append(dataclasses.replace(event, end=self._offset))
+        return found
+
+
+def _is_read(read: Mapping[str, tuple[str, int]], node: str, file: str, end: int) -> bool:
+    known, offset = read.get(node, ("", 0))
+    return file == known and end <= offset
+
+
+class Gatherer:
+    """Adds events to the run's file, those of nodes each once, whoever did it before; by several threads, if need be.
+
+    What the disk has no room for is kept until it has, as many as `MAX_KEPT`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Find out what is there already, and mend a last line that a crash has torn."""
+        self._path = folder / FILE
+        self._present = present.Present(str(self._path))
+        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._read: dict[str, tuple[str, int]] = {}
+        self._lock = threading.Lock()
+        self._kept: list[bytes] = []
+        self.num_lost = 0
+        """How many could not even be kept."""
+        with contextlib.suppress(OSError):
+            data = self._path.read_bytes()
+            for event in filter(
+                None, map(parse, data.splitlines())
+            ):  # by their order: a node's clock may jump
+                if event.node and (at := event.get("at")):
+                    self._read[event.node] = (at[0], at[1])
+            if data and not data.endswith(b"\n"):
+                append_private(str(self._path), b"\n")
+
+    def at(self, node: str) -> tuple[str, int]:
+        """Which file of a node was read last, and how far."""
+        return self._read.get(node, ("", 0))
+
+    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
+        """Add what was found on a node: (file, where its line ends, line); False: there is no room.
+
+        `clock_offset` is its clock minus ours.
+        """
+        lines = []
+        for file, end, text in found:
+            if _is_read(self._read, node, file, end):
+                continue
+            self._read[node] = (file, end)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                fields = json.loads(text)
+                if fields["kind"] in _REWRITTEN:
+                    continue  # `heard` is told of these
+                lines.append(
+                    json.dumps({**_by_our_clock(fields, clock_offset), "at": [file, end]}).encode() + b"\n"
+                )
+        return self.add(*lines)
+
+    def add(self, *lines: bytes) -> bool:
+        """Add lines to the run's file, with those that were kept; False: there is no room."""
+        with self._lock:
+            self._kept += lines
+            self.num_lost += max(0, len(self._kept) - MAX_KEPT)
+            del self._kept[:-MAX_KEPT]
+            try:
+                if self._kept:
+                    append_private(str(self._path), b"".join(self._kept))
+            except OSError:
+                return False
+            self._kept.clear()
+            return True
+
+    def heard(self, node: str, status: Mapping[str, Any], *, clock_offset: float) -> None:
+        """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
+        if status == self._statuses.get(node) or "time" not in status:
+            return
+        failures = [_by_our_clock(each, clock_offset) for each in status.get("failures", ())]
+        with contextlib.suppress(OSError):
+            self._present.write({**_by_our_clock(status, clock_offset), "failures": failures, "node": node})
+            self._statuses[node] = status
+
+
+def _by_our_clock(fields: Mapping[str, Any], clock_offset: float) -> dict[str, Any]:
+    """What a node has told, with its times by the clock here; `clock_offset` is its clock minus ours."""
+    times = {
+        name: fields[name] - clock_offset for name in ("time", "when", "progress_time") if fields.get(name)
+    }
+    return {**fields, **times}

@@ -1,0 +1,270 @@
+"""`kit report`: writes what a run was, and what became of it, as one HTML page to keep, send and print."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.commands import arguments, helptext
+from nodekit.inventory.errors import HostError, KitError
+
+if TYPE_CHECKING:  # `kit --help` needs none of these
+    from nodekit.deploy.connect.cluster import SshOptions
+    from nodekit.deploy.connect.link import Link
+    from nodekit.deploy.output.redact import Redactor
+    from nodekit.deploy.records.events import Event
+    from nodekit.deploy.records.runs import Run
+    from nodekit.deploy.story.history import History, Point
+    from nodekit.inventory.schema import Host
+
+ASK_TIMEOUT_S = 8.0
+"""For all that the hosts are asked: a report waits for none that is off."""
+LOSS_POINTS = 600
+END_MARGIN_S = 0.5
+"""A step's line may be a moment younger than the end of its attempt, by another node's clock."""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command line of `kit report`."""
+    command = arguments.add(
+        commands,
+        "report",
+        run_report,
+        "write a run's report: one HTML page to keep, send and print",
+        helptext.REPORT,
+    )
+    command.add_argument(
+        "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write it there, - for stdout (RUN.html, here)"
+    )
+    command.add_argument("--offline", action="store_true", help="ask no host for anything")
+    command.add_argument(
+        "--json", action="store_true", help="what the page is made from, for programs, on stdout"
+    )
+    arguments.add_ssh(command)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write the report of one run; the exit status."""
+    from nodekit.deploy.records import runs
+
+    if args.json and args.output is not None:
+        raise KitError("kit report: found --json and --output, wanted one of them; --json writes to stdout")
+    options = arguments.ssh_options(args)
+    run = runs.find(args.run_id)
+    if args.json:
+        print(to_json(run, options))
+        return 0
+    text = build(run, options, offline=args.offline)
+    if str(args.output) == "-":
+        sys.stdout.write(text)
+        return 0
+    path = args.output or Path(f"{run.run_id}.html")
+    write(path, text)
+    print(
+        f"{path.resolve()} is written ({len(text.encode()) / 1000:,.0f} kB); any browser shows and prints it"
+    )
+    return 0
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, in one step.
+
+    Raises:
+        KitError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise KitError(
+            f"{path}: cannot be written: {error.strerror}; kit report -o FILE writes it elsewhere"
+        ) from error
+
+
+def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, History]:
+    """The record, the events without secrets, what takes these out, and the history."""
+    from nodekit.deploy.output.redact import Redactor
+    from nodekit.deploy.records import runs
+    from nodekit.deploy.records.past import past
+    from nodekit.deploy.story.history import History
+
+    run, events = past(run, options)
+    redactor = Redactor(run.inventory, known=[run.token] if run.token else [])
+    if redactor.warning:
+        options.notice(f"warning: {redactor.warning}")
+    # Before anything is told of them: what shortens a text might cut a secret so that nobody knows it again.
+    events = redactor.tree(events)
+    now = time.time()
+    if run.state in runs.ENDED and run.ended:  # its last event may be lost
+        now = run.ended
+    least = min((int(node["min_nodes"]) for node in run.nodes.values()), default=None)
+    history = History.of(events, now=now, min_nodes=least)
+    if history.ended is None and run.state in runs.ENDED:
+        history = dataclasses.replace(
+            history, ended=run.ended, state=run.state, verdict=redactor.text(run.verdict)
+        )
+    return run, events, redactor, history
+
+
+def to_json(run: Run, options: SshOptions) -> str:
+    """What the page is made from, but for the single events; without secrets."""
+    run, _, redactor, history = _story(run, options)
+    values = dataclasses.asdict(dataclasses.replace(history, samples={}))
+    del values["samples"]
+    for attempt, found in zip(values["attempts"], history.attempts, strict=True):
+        del attempt["steps"]  # of the samples
+        attempt.update(trained_s=found.trained_s, steps_per_s=found.steps_per_s)
+    values["goodput"]["share"] = history.goodput.share
+    values["curves"] = {
+        "loss": [dataclasses.asdict(point) for point in history.losses()],
+        "steps_per_s": [dataclasses.asdict(point) for point in history.speeds()],
+    }
+    unknown = {"secrets_not_looked_for": redactor.unknown} if redactor.unknown else {}
+    shown = redactor.tree({"run_id": run.run_id, **values, "inventory": run.inventory})
+    return json.dumps({**shown, **unknown}, indent=2, ensure_ascii=False, default=str)
+
+
+def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
+    """The page of a run."""
+    from nodekit.deploy.report import report_page
+
+    run, events, redactor, history = _story(run, options)
+    losses, versions, asked = (
+        ([], {}, "No host was asked for this page.") if offline or run.slurm else _ask(run, options, history)
+    )
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime())
+    return report_page.page(
+        report_page.Source(
+            run=run,
+            history=history,
+            events=events,
+            redactor=redactor,
+            written=f"kit {metadata.version('nodekit')} on {made}: kit report {shlex.quote(run.run_id)}",
+            losses=losses,
+            versions=versions,
+            asked=asked,
+        )
+    )
+
+
+def _ask(
+    run: Run, options: SshOptions, history: History
+) -> tuple[list[Point], dict[str, dict[str, Any]], str]:
+    """A finer loss curve and the versions, from the hosts that answer in time; and what to say of that."""
+    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, list[list[float]]] = {}
+    asking = threading.Thread(target=_ask_hosts, args=(run, options, found, curves), daemon=True)
+    asking.start()
+    asking.join(ASK_TIMEOUT_S)
+    versions, known = dict(found), dict(curves)
+    unheard = len(run.nodes) - len(versions)
+    asked = f"{len(versions)} of {len(run.nodes)} hosts answered when this was written"
+    if unheard:
+        asked += "; what the others would have said is as it was recorded"
+    losses = finer(history, known, run.clock_offsets) if known else []
+    if losses:
+        asked += f"; the loss curve is from metrics.jsonl of {', '.join(sorted(known))}"
+    return losses, versions, f"{asked}."
+
+
+def finer(
+    history: History, curves: Mapping[str, Sequence[Sequence[float]]], offsets: Mapping[str, float]
+) -> list[Point]:
+    """The loss curve of some nodes' ``metrics.jsonl``, and of the samples where none of them took part; pure.
+
+    Args:
+        history: of the run.
+        curves: node → ``[step, time by its clock, loss]``.
+        offsets: node → its clock minus ours.
+    """
+    from nodekit.deploy.story.history import Point, standing
+
+    sampled = history.losses()
+    parts = []
+    for attempt in history.attempts:
+        end = math.inf if attempt.ended is None else attempt.ended + END_MARGIN_S
+        found: list[Point] = []
+        for name in attempt.members:
+            own = [
+                (int(step), time - offsets.get(name, 0.0), value)
+                for step, time, value in curves.get(name, ())
+            ]
+            inside = [each for each in own if attempt.started <= each[1] <= end]
+            found = found or [Point(step, value, time, attempt.attempt) for step, time, value in inside]
+        parts.append(found or [point for point in sampled if point.attempt == attempt.attempt])
+    return standing(parts)
+
+
+def _ask_hosts(
+    run: Run, options: SshOptions, found: dict[str, dict[str, Any]], curves: dict[str, list[list[float]]]
+) -> None:
+    """Ask all hosts at once; what comes in is put into `found` and `curves` as it comes."""
+    import contextlib
+
+    from nodekit.deploy.connect import cluster
+    from nodekit.deploy.connect.link import on_all
+    from nodekit.inventory.load import restore
+
+    class Quiet(cluster.SshOptions):
+        """Asks nobody at the terminal: a question would outlast the deadline."""
+
+        def ask_passphrase(self, path: str) -> str:
+            raise KitError(f"{path} has a passphrase, and nobody is asked for it")
+
+    quiet = Quiet(options.accept_new_host_keys, notice=lambda _: None, open=options.open)
+    until = time.monotonic() + ASK_TIMEOUT_S
+
+    def ask(host: Host) -> None:
+        with contextlib.suppress(KitError, HostError):
+            link = cluster.open_link(host, quiet, timeout_s=ASK_TIMEOUT_S / 2)
+            try:
+                _ask_one(run, link, host.name, until, found, curves)
+            finally:
+                link.close()
+
+    with contextlib.suppress(KitError):
+        hosts = restore(run.inventory).hosts
+        on_all({host.name: host for host in hosts if host.name in run.nodes}, ask)
+
+
+def _ask_one(
+    run: Run,
+    link: Link,
+    name: str,
+    until: float,
+    found: dict[str, dict[str, Any]],
+    curves: dict[str, list[list[float]]],
+) -> None:
+    left = max(0.5, until - time.monotonic())
+    path = f"{run.nodes[name]['node_dir']}/output/metrics.jsonl"
+    points = link.call("points.losses", timeout_s=left, path=path, most=LOSS_POINTS)
+    if points:
+        curves[name] = points
+    left = max(0.5, until - time.monotonic())
+    facts = link.call("hostfacts.facts", timeout_s=left, workdir="~")
+    gpus = [str(each.get("name", "GPU")) if isinstance(each, dict) else str(each) for each in facts["gpus"]]
+    found[name] = {
+        "hostname": facts["hostname"],
+        "python": facts["python"],
+        "torch": facts["torch"],
+        "cpus": facts["cpus"],
+        "gpus": gpus,
+    }

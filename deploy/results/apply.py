@@ -1,0 +1,264 @@
+"""`kit test` and `kit predict`: run a run's own code on its trained weights, where they lie, and show what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.output import terminal
+from nodekit.deploy.plan import plan
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.load import restore
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MODULE = "nodekit.training.apply"
+CALL_TIMEOUT_S = 30.0
+_NO_TERMINAL_WIDTH = 10_000
+_SAID_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    weights: str
+    """best or last."""
+    timeout_s: float
+    json: bool
+    ssh: SshOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where weights were found."""
+
+    node: str
+    folder: str
+    step: int
+
+
+def test(run: Run, options: Options) -> int:
+    """Print how good a run's weights are on its test data."""
+    told = _apply(run, options, ["--test", "--json"])
+    if options.json:
+        print(json.dumps(told, ensure_ascii=False, indent=2))
+        return 0
+    if "lacks" in told:
+        means = ", ".join(f"{name} {value:.4f}" for name, value in told["means"].items())
+        lacks = " and ".join(f"{name}()" for name in told["lacks"])
+        print(f"{told['num']} samples: {means or 'nothing was measured'}")
+        print(f"For precision and recall of each class the task lacks {lacks} (see nodekit.training.Task).")
+        return 0
+    _print(classes_table(told), "", confusion_table(told))
+    return 0
+
+
+def predict(run: Run, texts: Sequence[str], options: Options) -> int:
+    """Print the label of each text, by a run's weights."""
+    told = _apply(run, options, ["--predict"], text=json.dumps(list(texts)))
+    if options.json:
+        print(json.dumps(told, ensure_ascii=False, indent=2))
+    else:
+        _print(texts_table(told["texts"]))
+    return 0
+
+
+def read_texts(path: str) -> list[str]:
+    """The lines of a UTF-8 file; ``-`` is stdin.
+
+    Raises:
+        KitError: there is none, or one is empty.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise KitError(f"{path}: {error.strerror}; wanted a file with a text on each line") from error
+    name = "stdin" if path == "-" else path
+    try:
+        content = raw.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise KitError(f"{name}:{line}: found the byte 0x{raw[error.start]:02x}, wanted UTF-8") from error
+    if not content.strip():
+        raise KitError(f"{name}: found no text, wanted one on each line")
+    lines = [line.strip() for line in content.split("\n")]
+    if "" in lines:
+        raise KitError(f"{name}:{lines.index('') + 1}: found an empty line, wanted a text")
+    return lines
+
+
+def folders(node: Mapping[str, Any], weights: str) -> list[str]:
+    """Where a node of a run may have its weights: pure, from its plan on record."""
+    asked = plan.training_options(node["argv"], node["env"])
+    if asked is None or asked.output is None:
+        return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
+    output = posixpath.join(node["code_dir"], str(asked.output))
+    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
+    own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
+    return [posixpath.join(each, weights) for each in own]
+
+
+def classes_table(told: Mapping[str, Any]) -> Table:
+    """Precision, recall and F1 of each class, and their means."""
+    found = _table("", "precision", "recall", "f1", "support")
+    means = [
+        {"label": f"{name} mean", **told[name], "support": told["num"]} for name in ("macro", "weighted")
+    ]
+    for each in told["classes"]:
+        found.add_row(*_cells(each))
+    found.add_section()
+    found.add_row(_text("accuracy"), "", "", f"{told['accuracy']:.4f}", str(told["num"]))
+    for each in means:
+        found.add_row(*_cells(each))
+    return found
+
+
+def confusion_table(told: Mapping[str, Any]) -> Table:
+    """A row for each right class, a column for each that was said."""
+    labels = [each["label"] for each in told["classes"]]
+    found = _table("right \\ said", *labels)
+    for label, row in zip(labels, told["confusion"], strict=True):
+        found.add_row(_text(label), *map(str, row))
+    return found
+
+
+def texts_table(texts: Sequence[Mapping[str, Any]]) -> Table:
+    """Label, probability and text."""
+    found = _table("label", "probability", "text")
+    found.columns[2].justify = "left"
+    for each in texts:
+        found.add_row(_text(each["label"]), f"{each['probability']:.4f}", _text(each["text"]))
+    return found
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        found.add_column(_text(column), justify="right" if number else "left", overflow="fold")
+    return found
+
+
+def _text(content: str) -> Any:
+    from rich.text import Text
+
+    return Text(content)  # as it is: a label may look like rich's markup
+
+
+def _cells(each: Mapping[str, Any]) -> list[Any]:
+    numbers = [f"{each[name]:.4f}" for name in ("precision", "recall", "f1")]
+    return [_text(each["label"]), *numbers, str(each["support"])]
+
+
+def _print(*parts: Any) -> None:
+
+    console = terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH)
+    for part in parts:
+        console.print(part)
+
+
+def _apply(run: Run, options: Options, arguments: Sequence[str], *, text: str = "") -> dict[str, Any]:
+    """Run the module on a node that has the weights, and take what it prints.
+
+    Raises:
+        KitError: no node has them, or it fails there.
+    """
+    with _nodes(run, options) as (nodes, links):
+        place = _find(run, nodes, links, options.weights)
+        node = nodes[place.node]
+        print(
+            f"{options.weights} of {run.run_id}, step {place.step}, on {place.node}:{place.folder} "
+            f"(waiting {options.timeout_s:g} s at most)",
+            file=sys.stderr,
+            flush=True,
+        )
+        done = links[place.node].stream(
+            "attend",
+            lambda _: None,
+            argv=[node["python"], "-m", MODULE, place.folder, *arguments],
+            cwd=node["code_dir"],
+            kit_dir=node["kit_dir"],
+            env=node["env"],
+            limit_s=options.timeout_s,
+            text=text,
+        )
+    if done["status"] is None:
+        raise HostError(
+            place.node,
+            f"no result within {options.timeout_s:g} s, and it was stopped; give more with --timeout",
+        )
+    said = done["err"].strip().splitlines()
+    if done["status"] != 0:
+        prefix = f"python -m {MODULE}: "
+        worded = [line.removeprefix(prefix) for line in said if line.startswith(prefix)]
+        raise HostError(
+            place.node, "\n".join(worded or said[-_SAID_LINES:]) or f"exit status {done['status']}"
+        )
+    told: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
+    return told
+
+
+@contextlib.contextmanager
+def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Link]]]:
+    """The plans of a run's nodes, and links to those that can be reached."""
+    if not run.slurm:
+        with cluster.links(restore(run.inventory).hosts, options.ssh, some=True) as links:
+            yield run.nodes, links
+        return
+    from nodekit.slurm.login import login
+    from nodekit.slurm.show import record_of
+
+    # The nodes were the job's; what they wrote lies in the folder that the login node shares.
+    with login(restore(run.inventory), options.ssh) as link:
+        record = record_of(run, link)
+        nodes = record.nodes if record else {}
+        yield nodes, dict.fromkeys(nodes, link)
+
+
+def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights: str) -> Place:
+    """The newest of a run's weights: a node that was lost may have older ones."""
+    there = [name for name in nodes if name in links]
+    places = {name: folders(nodes[name], weights) for name in there}
+
+    def look(name: str) -> list[Place]:
+        found = []
+        for folder in places[name]:
+            path = posixpath.join(folder, "nodekit.json")
+            text = links[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
+            if text is not None:
+                found.append(Place(node=name, folder=folder, step=json.loads(text).get("step", 0)))
+        return found
+
+    results = on_all({name: name for name in there}, look)
+    found = [place for result in results.values() if not isinstance(result, Exception) for place in result]
+    if found:
+        return max(found, key=lambda place: place.step)
+    looked = [f"{name}:{folder}" for name in there for folder in places[name]]
+    failed = [str(result) for result in results.values() if isinstance(result, Exception)]
+    failed += [f"{name}: not reached" for name in nodes if name not in links]
+    other = "last" if weights == "best" else "best"
+    state = "is running" if run.state in runs.LIVE else f"has {run.state}"
+    raise KitError(
+        "\n".join(
+            [
+                f"{run.run_id} has no {weights} weights (yet; it {state}): looked for "
+                f"{', '.join(looked) or 'them on no node'}. The shared training module writes them after an "
+                f"evaluation; perhaps it has --weights {other}",
+                *failed,
+            ]
+        )
+    )

@@ -1,0 +1,359 @@
+"""`kit rm`: removes runs, from the nodes first and from the record last, so that nothing is left that nobody knows."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.commands import arguments, helptext
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run, SupervisorLock
+from nodekit.inventory.errors import KitError
+
+if TYPE_CHECKING:
+    from nodekit.deploy.connect.cluster import SshOptions
+    from nodekit.deploy.connect.link import Link
+
+SILENCE_S = 30.0
+_ID = re.compile(r".+-\d{4}-\d{6}-[0-9a-f]{4}(\.\d+)?")
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([dhw])")
+_HOURS = {"h": 1, "d": 24, "w": 168}
+
+
+@dataclass
+class Place:
+    """A run's folder on one host."""
+
+    host: str
+    folder: str
+    snapshots: str = ""
+    """Where else it keeps snapshots."""
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What `removal.look` says."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for the same folder, on whichever of the hosts that share it."""
+        return (self.found["shared"], "") if self.found["shared"] else (self.host, self.folder)
+
+
+@dataclass
+class Removal:
+    """What there is of a run, and what is against its removal."""
+
+    run: Run
+    places: list[Place] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Hosts that cannot be reached."""
+
+    def lines(self, *, keep_snapshots: bool) -> list[str]:
+        """What goes, for people; a folder that several hosts share is told once."""
+        lines, told = [f"{self.run.run_id}  {self.run.state}"], set()
+        for place in self.places:
+            if not place.found["there"] or place.key in told:
+                continue
+            told.add(place.key)
+            size, held = place.found["bytes"], place.found["snapshots_bytes"]
+            what = f"{_bytes(size - held)}; snapshots {'stay' if keep_snapshots else _bytes(held)}"
+            lines.append(f"  {place.host}:{place.folder}  {what if held else _bytes(size)}")
+            if place.snapshots and held and not keep_snapshots:
+                lines.append(f"  {place.host}:{place.snapshots}  among these snapshots")
+        lines += [f"  {host}: cannot be reached; what is there stays" for host in self.lost]
+        return [*lines, f"  the record in {self.run.folder}"]
+
+
+def age_s(written: str) -> float:
+    """Seconds, from ``30d``, ``12h`` or ``2w``.
+
+    Raises:
+        KitError: it is none of these.
+    """
+    found = _AGE.fullmatch(written)
+    if not found:
+        raise KitError(f"--older-than: found '{written}', wanted days, hours or weeks, as 30d, 12h or 2w")
+    return float(found[1]) * _HOURS[found[2]] * 3600
+
+
+def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], list[str]]:
+    """The runs to remove; of a sweep all, where its id is named. And what else there is to say.
+
+    Raises:
+        KitError: no such run, or nothing was asked for.
+    """
+    if not names and older_than is None:
+        raise KitError("kit rm: wanted RUN…, or --older-than 30d; kit runs shows which there are")
+    on_record, notes = runs.all_runs(), []
+    found: dict[str, Run] = {}
+    for name in names:
+        if _ID.fullmatch(name) and not any(run.run_id.startswith(name) for run in on_record):
+            notes.append(f"{name} is not on record: nothing to remove")
+            continue
+        found.update({run.run_id: run for run in runs.sweep(name) or [runs.find(name)]})
+    if older_than is not None:
+        before = time.time() - age_s(older_than)
+        wanted = list(found.values()) if names else on_record
+        found = {run.run_id: run for run in wanted if (run.ended or run.created) < before}
+        for run in [run for run in found.values() if run.state in runs.LIVE]:
+            notes.append(f"{run.run_id} is {run.state}, and stays")
+            del found[run.run_id]
+        if not found:
+            notes.append(f"no run that ended more than {older_than} ago")
+    return list(found.values()), notes
+
+
+def places_of(run: Run) -> list[Place]:
+    """Where the nodes of a run have it, as it is on record; pure."""
+    found = []
+    for name, node in run.nodes.items():
+        shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
+        found.append(Place(name, str(Path(node["node_dir"]).parent), shared))
+    return found
+
+
+@contextlib.contextmanager
+def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, Link]]]:
+    """What there is of a run on its hosts, and the links to them."""
+    from nodekit.deploy.connect import cluster
+    from nodekit.deploy.connect.link import on_all
+    from nodekit.inventory.load import restore
+
+    removal = Removal(run)
+    with contextlib.ExitStack() as stack:
+        inventory = restore(run.inventory)
+        if run.slurm:
+            from nodekit.slurm import login
+
+            removal.places = [_slurm_place(run)]
+            links = stack.enter_context(cluster.links([login.host_of(inventory)], options, some=True))
+            removal.problems += _queued(run, links)
+        else:
+            removal.places = places_of(run)
+            hosts = [host for host in inventory.hosts if host.name in run.nodes]
+            links = stack.enter_context(cluster.links(hosts, options, some=True))
+        removal.lost = [place.host for place in removal.places if place.host not in links]
+        by_host = {place.host: place for place in removal.places if place.host in links}
+        removal.places = list(by_host.values())
+
+        def look(place: Place) -> Any:
+            return links[place.host].stream(
+                "removal.look", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
+            )
+
+        told: set[tuple[str, str]] = set()
+        for host, found in on_all(by_host, look).items():
+            if isinstance(found, Exception):
+                removal.problems.append(str(found))
+                continue
+            by_host[host].found = found
+            if (key := by_host[host].key) in told:
+                continue
+            told.add(key)
+            if found["alive"]:
+                what = "; ".join(found["alive"])
+                removal.problems.append(f"{host}: {what}; kit down {run.run_id} ends it")
+            elif found["problem"]:
+                removal.problems.append(f"{host}: {found['problem']}")
+        yield removal, links
+
+
+def _arguments(run: Run, place: Place) -> dict[str, Any]:
+    return {
+        "folder": place.folder,
+        "run_id": Path(place.folder).name,
+        "names": list(run.nodes),
+        "snapshots": place.snapshots,
+    }
+
+
+def _slurm_place(run: Run) -> Place:
+    from nodekit.slurm.login import LOGIN
+
+    folder = Path(run.slurm["run_dir"])
+    shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
+    return Place(LOGIN, str(folder), f"{shared}/{run.run_id}")
+
+
+def _queued(run: Run, links: Mapping[str, Link]) -> list[str]:
+    """What Slurm has against it; how a job ended that is over is written down."""
+    from nodekit.slurm.jobs import Slurm
+    from nodekit.slurm.login import LOGIN
+    from nodekit.slurm.show import settle
+
+    if run.state in runs.ENDED or LOGIN not in links:
+        return []
+    job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
+    if not job.is_over:
+        return [f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"]
+    settle(run, links[LOGIN], job)
+    return []
+
+
+def remove(
+    removal: Removal, links: Mapping[str, Link], *, keep_snapshots: bool, keep_record: bool = False
+) -> None:
+    """Remove a run from its hosts, and then from the record.
+
+    Raises:
+        KitError: not everything could be removed; the record is still there.
+    """
+    from nodekit.deploy.connect.link import on_all
+
+    run = removal.run
+    one_each = {place.key: place for place in reversed(removal.places) if place.found["there"]}
+    places = {place.host: place for place in one_each.values()}
+    results = on_all(
+        places,
+        lambda place: links[place.host].stream(
+            "removal.remove",
+            lambda _: None,
+            silence_s=SILENCE_S,
+            keep_snapshots=keep_snapshots,
+            **_arguments(run, place),
+        ),
+    )
+    if problems := [str(error) for error in results.values() if isinstance(error, Exception)]:
+        stays = [] if keep_record else [f"the record of {run.run_id} stays; kit rm again when that is mended"]
+        raise KitError("\n".join([*problems, *stays]))
+    if not keep_record:
+        remove_record(run)
+
+
+def remove_record(run: Run) -> None:
+    """Remove a run's record: out of sight in one step, then file by file."""
+    if run.folder.is_symlink():
+        raise KitError(f"{run.folder} is a link, and what it points to may be anybody's; remove it by hand")
+    half = runs.folder().parent / f"removing-{run.run_id}"
+    shutil.rmtree(half, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        run.folder.rename(half)
+    shutil.rmtree(half, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Nobody may supervise a run, or go on with it, while it is being removed.
+
+    Raises:
+        KitError: somebody does.
+    """
+    lock = SupervisorLock(run)
+    with runs.starting(Path(run.inventory_path)):
+        if not lock.take():
+            raise KitError(
+                f"{run.run_id} is running, supervised by process {lock.owner()}; kit down {run.run_id} stops it"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``rm`` to kit's."""
+    command = arguments.add(
+        commands,
+        "rm",
+        run_rm,
+        "remove runs: their folders on the nodes, and the record",
+        helptext.RM,
+        helptext.RM_EPILOG,
+    )
+    command.add_argument("runs", metavar="RUN", nargs="*", help="a run's id or its beginning, or a sweep's")
+    command.add_argument("--older-than", metavar="AGE", help="those that ended longer ago, as 30d, 12h or 2w")
+    command.add_argument("--yes", action="store_true", help="do not ask")
+    command.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    command.add_argument("--keep-snapshots", action="store_true", help="leave the snapshots where they are")
+    command.add_argument(
+        "--records-only", action="store_true", help="only the records here: what is on the nodes stays there"
+    )
+    command.add_argument(
+        "--lost",
+        action="store_true",
+        help="hosts that cannot be reached are off for good, you know it: do without them",
+    )
+    arguments.add_ssh(command)
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    """Remove runs: say what goes, ask, remove; the exit status is 1 where one is left."""
+    found, notes = chosen(args.runs, args.older_than)
+    for note in notes:
+        print(note)
+    if args.records_only and args.keep_snapshots:
+        raise KitError("kit rm: found --records-only and --keep-snapshots, wanted one: nothing else would go")
+    if found and not (args.yes or args.dry_run or sys.stdin.isatty()):
+        raise KitError(
+            "kit rm: no terminal to ask in; kit rm --yes removes without asking, --dry-run shows what"
+        )
+    failed = 0
+    for run in found:
+        try:
+            _remove_one(run, args)
+        except KitError as error:
+            print(f"kit: {error}", file=sys.stderr)
+            failed += 1
+    return 1 if failed else 0
+
+
+def _remove_one(run: Run, args: argparse.Namespace) -> None:
+
+    told: list[str] = []
+    options = arguments.ssh_options(args, notice=told.append)
+    with held(run):
+        if args.records_only:
+            if run.state in runs.LIVE and not args.lost:
+                raise KitError(
+                    f"{run.run_id} is {run.state}, as far as is known here: kit down {run.run_id} first; with --lost "
+                    "its record goes all the same"
+                )
+            if _is_wanted([f"{run.run_id}  {run.state}", f"  the record in {run.folder}"], args):
+                remove_record(run)
+                print(f"{run.run_id}: the record is removed")
+            return
+        with looked_at(run, options) as (removal, links):
+            if removal.lost and not args.lost:
+                reasons = "\n".join(told)
+                raise KitError(
+                    f"{reasons}\nnothing of {run.run_id} is removed: some of it is there; kit rm --lost "
+                    f"{run.run_id} does without, where you know that it is off for good"
+                )
+            if removal.problems:
+                raise KitError("\n".join([*removal.problems, f"nothing of {run.run_id} is removed"]))
+            if _is_wanted(removal.lines(keep_snapshots=args.keep_snapshots), args):
+                remove(removal, links, keep_snapshots=args.keep_snapshots)
+                _remove_sweep(run, removal, links)
+                print(f"{run.run_id} is removed")
+
+
+def _remove_sweep(run: Run, removal: Removal, links: Mapping[str, Link]) -> None:
+    """With the last run of a sweep goes the code that they shared."""
+    sweep_id = run.slurm.get("sweep")
+    if not sweep_id or runs.sweep(sweep_id) or not removal.places:
+        return
+    place = removal.places[0]
+    shared = Place(
+        place.host, str(Path(place.folder).with_name(sweep_id)), found={"there": True, "shared": ""}
+    )
+    remove(Removal(run, [shared]), links, keep_snapshots=False, keep_record=True)
+
+
+def _is_wanted(lines: Sequence[str], args: argparse.Namespace) -> bool:
+    print("\n".join(lines), flush=True)
+    if args.dry_run:
+        return False
+    return args.yes or input("remove it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _bytes(number: float) -> str:
+    if number < 999.5e3:
+        return f"{number / 1e3:.0f} kB"
+    return f"{number / 1e6:.1f} MB" if number < 999.5e6 else f"{number / 1e9:.1f} GB"

@@ -1,0 +1,218 @@
+"""`kit runs --compare`: the curves of runs over each other, and what differs between them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.commands import arguments
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.output import plot, terminal
+from nodekit.deploy.output.plot import Curve
+from nodekit.deploy.records import past, runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.runs.runs_table import duration
+from nodekit.deploy.story.history import History
+from nodekit.deploy.story.summary import Summary
+from nodekit.inventory.errors import KitError
+
+MAX_RUNS = len(plot.MARKS)
+HEIGHT = 12
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One of the runs."""
+
+    run: Run
+    history: History
+    summary: Summary
+
+    @property
+    def argv(self) -> list[str]:
+        """What each rank runs, as a user writes it."""
+        job = self.run.inventory.get("job", {})
+        return list(self.run.command or job.get("command") or ["-m", "nodekit.training"])
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Name → points: the training loss, and each metric that was evaluated."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        found["training loss"] = [(each.step, each.value) for each in self.history.losses()]
+        for name in self.history.metrics:
+            found[name] = [(each.step, each.value) for each in self.history.metric(name)]
+        return {name: points for name, points in found.items() if points}
+
+
+def options_of(argv: Sequence[str]) -> dict[str, str]:
+    """The options of a command, with their values; what is none goes into ``command``; pure."""
+    options: dict[str, str] = {}
+    rest: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-") or word == "-m" or _is_number(word):
+            rest.append(word)
+            continue
+        name, given, value = word.partition("=")
+        while not given and words and (not words[0].startswith("-") or _is_number(words[0])):
+            value = f"{value} {words.pop(0)}".strip()
+        options[name] = value or "yes"
+    return {"command": shlex.join(rest), **options}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def differences(compared: Sequence[Compared]) -> dict[str, list[str]]:
+    """What → its value in each run: what was asked for where it differs, and what came of it; pure."""
+    asked = [options_of(each.argv) for each in compared]
+    asked = [{**own, **_settings(each.run)} for own, each in zip(asked, compared, strict=True)]
+    names = list(dict.fromkeys(name for own in asked for name in own))
+    found = {name: [own.get(name, "–") for own in asked] for name in names}
+    found = {name: values for name, values in found.items() if len(set(values)) > 1}
+    metrics = dict.fromkeys(name for each in compared for name in each.summary.best)
+    came: dict[str, list[str]] = {
+        "state": [each.run.state for each in compared],
+        "nodes": [str(len(each.run.nodes)) for each in compared],
+        "world size": [_or_dash(each.summary.world_size) for each in compared],
+        "steps": [_or_dash(each.summary.step) for each in compared],
+        **{f"best {name}": [_best(each.summary, name) for each in compared] for name in metrics},
+        "time": [duration(each.summary.seconds) if each.summary.seconds else "–" for each in compared],
+        "goodput": [
+            "–" if each.summary.goodput is None else f"{each.summary.goodput:.0%}" for each in compared
+        ],
+        "restarts": [_or_dash(each.summary.restarts) for each in compared],
+    }
+    return {**found, **came}
+
+
+def _settings(run: Run) -> dict[str, str]:
+    env = run.inventory.get("job", {}).get("env", {})
+    return {
+        "inventory": run.inventory_path,
+        "code": run.code_digest[:8] or "–",
+        **{f"${name}": str(value) for name, value in env.items()},
+    }
+
+
+def _best(summary: Summary, name: str) -> str:
+    if name not in summary.best:
+        return "–"
+    value, step = summary.best[name]
+    return f"{value:.4g}" + (f" (step {step:,})" if step is not None else "")
+
+
+def _or_dash(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def panels(compared: Sequence[Compared]) -> dict[str, list[Curve]]:
+    """Name → the curves of the runs: the training loss, then accuracy, or else what there is; a few."""
+    curves = [each.curves() for each in compared]
+    names = list(dict.fromkeys(name for own in curves for name in own))
+    names.sort(key=lambda name: (name != "training loss", name != "accuracy", name != "loss"))
+    return {
+        name: [Curve(each.run.run_id, own.get(name, [])) for each, own in zip(compared, curves, strict=True)]
+        for name in names
+    }
+
+
+def show(compared: Sequence[Compared]) -> None:
+    """Draw the first curves and print what differs, as wide as the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console = terminal.console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    colour = console.color_system is not None and not console.no_color
+    drawn = list(panels(compared).items())[:2]
+    styles = [plot.COLOURS[number % len(plot.COLOURS)] for number in range(len(compared))]
+    for name, curves in drawn:
+        console.print(Text(name, "bold"))
+        width = min(console.width, 120)
+        for line in plot.plot(curves, width=width, height=HEIGHT, colour=colour):
+            console.print(
+                Text.assemble(
+                    *((cell.text, styles[cell.curve] if cell.curve is not None else "") for cell in line)
+                ),
+                soft_wrap=True,
+            )
+    if not drawn:
+        console.print("no curve: none of these has told of a loss or a metric")
+    for number, each in enumerate(compared) if drawn else ():
+        mark = "⠶⠶" if colour else plot.MARKS[number]
+        console.print(Text.assemble((f"  {mark} ", styles[number] if colour else ""), each.run.run_id))
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("")
+    for each, style in zip(compared, styles, strict=True):
+        table.add_column(Text(each.run.run_id, style if colour else ""), overflow="fold")
+    for name, values in differences(compared).items():
+        table.add_row(name, *(Text(value) for value in values))
+    console.print(table)
+
+
+def to_json(compared: Sequence[Compared]) -> str:
+    """All of it for programs."""
+    told = [
+        {
+            **runs.public(each.run),
+            **vars(each.summary),
+            "options": options_of(each.argv),
+            "curves": each.curves(),
+        }
+        for each in compared
+    ]
+    values: Mapping[str, Any] = {
+        name: dict(zip([each.run.run_id for each in compared], row, strict=True))
+        for name, row in differences(compared).items()
+    }
+    return json.dumps({"runs": told, "differences": values}, indent=2)
+
+
+def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
+    """The runs, each with its events; one that Slurm has is asked for at its login node.
+
+    Raises:
+        KitError: fewer than two, or too many, or none on record.
+    """
+    found = list({run.run_id: run for run in map(runs.find, names)}.values())
+    if not 2 <= len(found) <= MAX_RUNS:
+        raise KitError(
+            f"kit runs --compare: found {len(found)} run{'s' * (len(found) != 1)}, wanted 2 to {MAX_RUNS}"
+        )
+    compared = []
+    for run in found:
+        own, told = past.past(run, options)
+        history = History.of(told, now=time.time())
+        compared.append(Compared(own, history, Summary.of(history)))
+    return compared
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare the runs that ``--compare`` names."""
+    options = arguments.ssh_options(args)
+    compared = read(args.compare, options)
+    if args.html:
+        from nodekit.deploy.runs.runs_page import page
+
+        try:
+            args.html.write_text(page(compared), encoding="utf-8")
+        except OSError as error:
+            raise KitError(f"{args.html}: cannot be written: {error.strerror}") from error
+        print(f"wrote {shlex.quote(str(args.html))}", file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(to_json(compared))
+    elif not args.html:
+        show(compared)
+    return 0

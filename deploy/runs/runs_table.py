@@ -1,0 +1,240 @@
+"""`kit runs`: a table of the runs on record, from what is on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nodekit.deploy.commands import arguments, helptext
+from nodekit.deploy.output import terminal
+from nodekit.deploy.records import runs
+from nodekit.inventory.errors import KitError
+
+LEFT = "left"
+"""On record as running, and nobody looks after it."""
+_STYLES = {"succeeded": "green", "running": "cyan", "starting": "cyan", "failed": "red", LEFT: "yellow"}
+_HEAD = ("run", "started", "took", "nodes", "step", "best", "goodput", "state", "verdict")
+_NUMBERS = ("took", "nodes", "step", "goodput")
+WANTED_VERDICT = 24
+HOW_TO_TELL = (
+    "~ is guessed from what rank 0 printed; what it writes to $NODEKIT_PROGRESS_FILE, as 37/100, is its step"
+)
+_GIVEN_UP = ("goodput", "took", "best", "nodes", "started")
+"""Columns that a narrow terminal does without, the first ones first."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a run."""
+
+    run: runs.Run
+    state: str
+    """The record's, or `LEFT`."""
+    numbers: dict[str, Any]
+    """The fields of its summary."""
+    headline: tuple[str, float] | None
+
+    @property
+    def verdict(self) -> str:
+        """How it ended, in a line; of one that is left, what to do."""
+        if self.state == LEFT:
+            file = shlex.quote(_shown(self.run.inventory_path))
+            return f"nobody looks after it: kit up {file} does again, kit down {self.run.run_id} stops it"
+        values = f"{self.run.slurm['values']}  " if "values" in self.run.slurm else ""
+        return f"{values}{self.run.verdict}".strip()
+
+    def _guess(self) -> str:
+        found = self.numbers.get("guess") or {}
+        if found.get("step") is not None:
+            return f"~{found['step']}" + (f"/{found['total_steps']}" if found.get("total_steps") else "")
+        return "–" if found.get("epoch") is None else f"~epoch {found['epoch']}"
+
+    def cells(self) -> dict[str, str]:
+        """One for each column, as text."""
+        run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
+        # Which nodes a run has that is in Slurm's queue, Slurm knows.
+        nodes = str(run.inventory["slurm"]["nodes"]) if run.slurm else str(len(run.nodes))
+        goodput = self.numbers.get("goodput")
+        return {
+            "run": run.run_id,
+            "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
+            "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
+            "nodes": nodes,
+            "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
+            "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
+            "goodput": "–" if goodput is None else f"{goodput:.0%}",
+            "state": self.state,
+            "verdict": self.verdict,
+        }
+
+
+def row(run: runs.Run) -> Row:
+    """What is known of a run here."""
+    from nodekit.deploy.story.summary import summary
+
+    found = summary(run)
+    state = LEFT if is_left(run) else run.state
+    return Row(run, state, vars(found), found.headline)
+
+
+def is_left(run: runs.Run) -> bool:
+    """Whether a run is on record as running here, and no process is that starts or supervises it.
+
+    What Slurm runs needs none.
+    """
+    if run.state not in runs.LIVE or run.slurm:
+        return False
+    return not any(_is_held(path) for path in (run.folder / "supervisor.lock", runs.starting_lock(run)))
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open() as file:
+            # Shared, and let go at once: it must not keep a supervisor from taking over.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> list[runs.Run]:
+    """Those of an inventory file, or whose id begins so; of these the last ones.
+
+    Raises:
+        KitError: none of those on record.
+    """
+    if name:
+        path = Path(name)
+        paths = {str(path.absolute()), str(path.resolve())}
+        here = [run for run in found if run.inventory_path in paths]
+        here = here or [run for run in found if run.run_id.startswith(name)]
+        if found and not here:
+            names = ", ".join(dict.fromkeys(run.name for run in reversed(found)))
+            raise KitError(
+                f"no run of '{name}' on record: wanted an inventory file, or the beginning of an id; "
+                f"there are runs of {names}"
+            )
+        found = here
+    return list(found if last is None else found[-last:] if last else [])
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table as plain text, for files and pipes."""
+    lines = [dict(zip(_HEAD, _HEAD, strict=True)), *(each.cells() for each in rows)]
+    widths = {name: max(len(line[name]) for line in lines) for name in _HEAD}
+    return "\n".join("  ".join(line[name].ljust(widths[name]) for name in _HEAD).rstrip() for line in lines)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The table in a terminal: as wide as that, with colours."""
+    if not rows:
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    console = terminal.console(highlight=False)
+    lines = [each.cells() for each in rows]
+    columns = list(_HEAD)
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in columns}
+    for name in _GIVEN_UP:
+        if (
+            sum(widths[each] + 2 for each in columns[:-1]) + min(widths["verdict"], WANTED_VERDICT)
+            <= console.width
+        ):
+            break
+        columns.remove(name)
+    left = console.width - sum(widths[each] + 2 for each in columns[:-1])
+    widths["verdict"] = max(len("verdict"), min(widths["verdict"], left))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        table.add_column(name, width=widths[name], no_wrap=True, overflow="ellipsis", justify=justify)
+    for line in lines:
+        style = _STYLES.get(line["state"], "")
+        table.add_row(*(Text(line[name], style if name == "state" else "") for name in columns))
+    console.print(table)
+
+
+def public(each: Row) -> dict[str, Any]:
+    """What ``--json`` tells of a run."""
+    return {**runs.public(each.run), "state": each.state, **each.numbers}
+
+
+def duration(seconds: float) -> str:
+    """``31 s``, ``12 min``, ``3.4 h``, ``2.1 d``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``runs`` to kit's."""
+    command = arguments.add(
+        commands,
+        "runs",
+        run_runs,
+        "the runs on record, oldest first; how they compare",
+        helptext.RUNS,
+        helptext.RUNS_EPILOG,
+    )
+    command.usage = (
+        "kit runs [NAME] [--last N] [--json]\n       kit runs --compare RUN RUN… [--html FILE] [--json]"
+    )
+    command.add_argument(
+        "name", metavar="NAME", nargs="?", help="those of this inventory file, or whose id begins so"
+    )
+    command.add_argument("--last", metavar="N", type=int, help="the last N only")
+    command.add_argument(
+        "--compare",
+        metavar="RUN",
+        nargs="+",
+        help="draw the curves of these over each other, and what differs",
+    )
+    command.add_argument("--html", metavar="FILE", type=Path, help="with --compare: write it as a page")
+    command.add_argument("--json", action="store_true", help="for programs")
+    arguments.add_ssh(command)
+
+
+def run_runs(args: argparse.Namespace) -> int:
+    """List the runs, or compare some."""
+    if args.compare:
+        from nodekit.deploy.runs import runs_compare
+
+        return runs_compare.run_compare(args)
+    if args.html:
+        raise KitError(
+            "kit runs --html: wanted with --compare RUN RUN…; kit report RUN writes one run's page"
+        )
+    if args.last is not None and args.last < 1:
+        raise KitError(f"kit runs --last {args.last}: wanted a number above 0")
+    found = runs.all_runs()
+    rows = [row(run) for run in chosen(found, args.name, args.last)]
+    if args.json:
+        print(json.dumps([public(each) for each in rows], indent=2))
+    elif not found:
+        print(f"no run on record in {runs.folder()}; start one: kit up INVENTORY")
+    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        show(rows)
+    else:
+        print(text(rows))
+    if any(each.numbers.get("guess") for each in rows) and not args.json:
+        print(HOW_TO_TELL, file=sys.stderr)
+    return 0
+
+
+def _shown(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

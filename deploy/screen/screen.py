@@ -1,0 +1,469 @@
+"""What the live view of a run looks like, for a terminal of any size. Pure: a model in, lines out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Span, Text
+
+from nodekit.deploy.story.narrate import count, duration, metric
+
+GOOD = ("running", "waiting", "succeeded")
+ENDED = ("succeeded", "failed", "stopped")
+BAD = ("failed", "unreachable", "gone")
+GIB = 2**30
+QUIET_S = 10.0  # of a node that runs: from then on its silence is marked
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_MOST_EVENTS = 12
+_MOST_CHART = 5
+_WIDE = 140  # beyond this a table's columns are only further apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One row."""
+
+    name: str
+    state: str = "connecting"
+    why: str = ""
+    """What it waits for, or why it is out of sight."""
+    generation: int | None = None
+    restarts: int = 0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    """A sample of docs/events.md."""
+    step: int | None = None
+    rate: float | None = None
+    """Steps per second, over the last seconds."""
+    quiet_s: float | None = None
+    """Since it last told of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """All that is to be seen at a moment."""
+
+    run_id: str
+    state: str
+    """Of the run, in a word."""
+    now: float
+    nodes: Sequence[Node] = ()
+    started: float | None = None
+    generation: int | None = None
+    restarts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    rate: float | None = None
+    said: str = ""
+    """What the ranks say beside their step."""
+    losses: Sequence[tuple[int, float]] = ()
+    """(step, loss), in the order of steps."""
+    best: Mapping[str, float] = field(default_factory=dict)
+    """Of the evaluations: metric → its best value."""
+    snapshot: tuple[int, float] | None = None
+    """The newest one's step, and when it was committed."""
+    events: Sequence[tuple[float, str]] = ()
+    """(when, sentence), oldest first."""
+    chosen: str | None = None
+    """The node whose row is marked."""
+    log: Sequence[str] | None = None
+    """The last lines of the chosen node's ranks, where these are followed."""
+    keys: Sequence[tuple[str, str]] = ()
+    """(key, what it does), the most important first."""
+    asks: str = ""
+    """A question in place of the keys."""
+    help: Sequence[tuple[str, str]] | None = None
+    """Shown in place of all else: (key, sentence)."""
+
+
+def render(model: Model, width: int, height: int | None) -> RenderableType:
+    """The whole screen: at most `height` lines (None: as many as there are) of at most `width` columns."""
+    return Group(*lines(model, width, height))
+
+
+def lines(model: Model, width: int, height: int | None) -> list[Text]:
+    """The lines of `render`."""
+    width = max(width, 20)
+    if height is not None:
+        height = max(height, 3)
+    foot = [] if height is None else [_foot(model, width)]
+    if model.help is not None:
+        body = [_title(model, width), Text(), *_help(model.help)]
+    elif model.log is not None:
+        room = 1000 if height is None else height - 3
+        body = [_title(model, width), _rule(f"log of {model.chosen}", width), *_log(model.log, width, room)]
+    else:
+        body = _overview(model, width, None if height is None else height - len(foot))
+    if height is not None:
+        body = body[: height - len(foot)]
+        body += [Text()] * (height - len(foot) - len(body))
+    for line in (*body, *foot):
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return [*body, *foot]
+
+
+def closing(model: Model, num_events: int) -> RenderableType:
+    """What is left on the terminal of a screen that is closed: where the run is, and the last events."""
+    events = _events(model, 1000, min(num_events, len(model.events)))
+    if model.state in ENDED:
+        return Group(*events)  # who closes it says how it ended
+    step = "" if model.step is None else f", step {model.step:,}"
+    total = f" of {model.total_steps:,}" if step and model.total_steps else ""
+    return Group(*events, Text(f"{model.run_id}: {model.state}, {_here(model)}{step}{total}"))
+
+
+def _here(model: Model) -> str:
+    good = sum(node.state in GOOD for node in model.nodes)
+    return f"{good} of {count(len(model.nodes), 'node')}"
+
+
+def _overview(model: Model, width: int, height: int | None) -> list[Text]:
+    """Title, progress, nodes, loss, events: each gets its least first, what is left goes round in that order."""
+    head = [_title(model, width), _progress(model, width)]
+    num_events = min(len(model.events), _MOST_EVENTS)
+    has_chart = len(model.losses) > 1
+    if height is None:
+        rows, chart, events, gaps = len(model.nodes), _MOST_CHART * has_chart, num_events, 3
+    else:
+        left = height - len(head) - 1  # the table's head
+        rows = min(len(model.nodes), max(1, left - min(2, num_events)))
+        rows = min(rows, max(3, left * 2 // 3)) if num_events else rows
+        left -= rows
+        events = min(num_events, max(left, 0), 3)
+        left -= events
+        chart = min(int(has_chart), max(left, 0))
+        left -= chart
+        gaps = min(left, 1 + (events > 0) + (chart > 0))
+        left -= gaps
+        more = min(len(model.nodes) - rows, max(left, 0))
+        rows, left = rows + more, left - more
+        if chart and left > 1:
+            more = min(_MOST_CHART - 1, left)
+            chart, left = chart + more, left - more
+        events += min(num_events - events, max(left, 0))
+    body = head
+    if gaps > 0:
+        body = [*body, Text()]
+    body = [*body, *_table(model, width, rows)]
+    if chart:
+        body = [*body, *([Text()] if gaps > 2 else []), *_chart(model, width, chart)]
+    if events:
+        body = [*body, *([Text()] if gaps > 1 else []), *_events(model, width, events)]
+    return body
+
+
+# --- the parts ------------------------------------------------------------------------------------------------
+
+
+def _title(model: Model, width: int) -> Text:
+    here = sum(node.state in GOOD for node in model.nodes)
+    parts = (
+        [f"{here} of {count(len(model.nodes), 'node')}"]
+        if model.state not in ("succeeded", "stopped")
+        else []
+    )
+    parts += [f"generation {model.generation}"] if model.generation else []
+    parts += [count(model.restarts, "restart")] if model.restarts else []
+    if model.started is not None:
+        parts.append(f"for {duration(model.now - model.started)}")
+    left = Text.assemble((model.run_id, "bold"), "  ", (model.state, _style(model.state)))
+    clock = time.strftime("%H:%M:%S", time.localtime(model.now))
+    for part in parts:
+        if left.cell_len + len(part) + 3 + len(clock) + 2 > width:
+            break
+        left.append(" · ", "dim").append(part)
+    return _spread(left, Text(clock, "dim"), width)
+
+
+def _progress(model: Model, width: int) -> Text:
+    """The bar, the share, the steps, the time left; less of it in a narrow window."""
+    if model.step is None:
+        return Text(model.said or "no step yet", "dim")
+    rate = f"{model.rate:,.{1 if model.rate < 100 else 0}f} steps/s" if model.rate else ""
+    if not model.total_steps:
+        said = f"  {model.said}" if model.said else ""
+        return Text.assemble(f"step {model.step:,}", (f"  {rate}{said}", "dim"))
+    share = min(model.step / model.total_steps, 1.0)
+    parts = [f"{share:4.0%}".replace("%", " %"), f"{model.step:,} of {model.total_steps:,} steps"]
+    if rate and model.rate and model.state not in ENDED:
+        left_s = (model.total_steps - model.step) / model.rate
+        parts += [f"{duration(left_s) if left_s >= 10 else f'{left_s:.0f} s'} left", rate]
+    while len(parts) > 1 and sum(map(len, parts)) + 3 * len(parts) + 10 > width:
+        del parts[-1 if len(parts) != 3 else 1]
+    text = " · ".join(parts)
+    size = min(max(width - len(text) - 2, 5), 60)
+    full, part = divmod(round(share * size * 2), 2)
+    bar = Text().append("━" * full, "green").append("╸" * part, "green")
+    return bar.append("─" * (size - full - part), "dim").append(f"  {text}")
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    keep: int
+    """The column with the least of these is the first to go when there is no room."""
+    cell: Callable[[Node], tuple[str, str]]
+    """A node → text and style."""
+    left: bool = False
+
+
+def _table(model: Model, width: int, rows: int) -> list[Text]:
+    """The nodes, `rows` lines of them below the head: those that do not fit are counted in the last."""
+    first, shown = _window(model, rows)
+    hidden = [*model.nodes[:first], *model.nodes[first + len(shown) :]]
+    cells = {column: [column.cell(node) for node in shown] for column in _columns(shown)}
+    widths = {
+        column: max(len(column.title), *(len(text) for text, _ in found))
+        for column, found in cells.items()
+        if shown
+    }
+    chosen = sorted(widths, key=lambda column: -column.keep)
+    while len(chosen) > 2 and 2 + sum(widths[each] + 2 for each in chosen) - 2 > width:
+        chosen.pop()
+    columns = [column for column in widths if column in chosen]
+    used = 2 + sum(widths[each] for each in columns)
+    gap = min(4, max(2, (min(width, _WIDE) - used) // max(len(columns) - 1, 1)))
+    result = [
+        Text("  ").append((" " * gap).join(_pad(each.title, widths[each], each) for each in columns), "dim")
+    ]
+    for row, node in enumerate(shown):
+        is_chosen = node.name == model.chosen
+        parts = [("▸ " if is_chosen else "  ", "bold cyan")]
+        for number, column in enumerate(columns):
+            text, style = cells[column][row]
+            if is_chosen and not number:
+                style = "bold cyan"
+            parts += [(" " * gap if number else "", ""), (_pad(text, widths[column], column), style)]
+        if node.why and (room := width - sum(len(text) for text, _ in parts) - gap) > 8:
+            parts += [(" " * gap, ""), (_cut(node.why, room), "yellow")]
+        result.append(_styled(parts))
+    if hidden:
+        states: dict[str, int] = {}
+        for node in hidden:
+            states[node.state] = states.get(node.state, 0) + 1
+        rest = Text().append(f"  + {len(hidden)} more: ", "dim")
+        for number, (state, how_many) in enumerate(sorted(states.items(), key=lambda each: each[0] in GOOD)):
+            rest.append(", " if number else "", "dim").append(
+                f"{how_many} {state}", _style(state) if state in BAD else "dim"
+            )
+        result.append(rest)
+    return result
+
+
+def _window(model: Model, rows: int) -> tuple[int, list[Node]]:
+    """Which nodes are shown: the number of the first, and these; the marked one is among them."""
+    if len(model.nodes) <= rows:
+        return 0, list(model.nodes)
+    size = max(rows - 1, 1)
+    at = next((number for number, node in enumerate(model.nodes) if node.name == model.chosen), 0)
+    first = min(max(0, at - size + 1), len(model.nodes) - size)
+    return first, list(model.nodes[first : first + size])
+
+
+def _columns(nodes: Sequence[Node]) -> list[_Column]:
+    most = max((len(node.usage.get("gpus") or ()) for node in nodes), default=0)
+    device = "GPU" if most else "CPU"
+    return [
+        _Column("NODE", 100, lambda node: (node.name, "bold"), left=True),
+        _Column("STATE", 99, lambda node: (node.state, _style(node.state)), left=True),
+        _Column("GEN", 20, lambda node: (_number(node.generation), "")),
+        _Column("RESTARTS", 30, lambda node: (_number(node.restarts), "yellow" if node.restarts else "dim")),
+        _Column(device, 80, _use),
+        _Column("MEMORY", 60, _memory),
+        _Column("IN", 50, lambda node: (_rate(node.usage.get("received")), "")),
+        _Column("OUT", 50, lambda node: (_rate(node.usage.get("sent")), "")),
+        _Column("STEP", 90, lambda node: (_number(node.step), "")),
+        _Column(
+            "STEPS/S",
+            70,
+            lambda node: ("–" if node.rate is None else f"{node.rate:,.{_digits(node.rate)}f}", ""),
+        ),
+        _Column("QUIET", 75, _quiet),
+    ]
+
+
+def _use(node: Node) -> tuple[str, str]:
+    """A bar for each GPU and their mean; the CPU's where there is none."""
+    shares = [gpu.get("use") for gpu in node.usage.get("gpus") or () if gpu.get("use") is not None]
+    if not shares:
+        share = node.usage.get("cpu")
+        return ("–", "dim") if share is None else (f"{share:.0%}".replace("%", " %"), "")
+    bars = (
+        "".join(_BLOCKS[1 + round(min(max(share, 0.0), 1.0) * 6)] for share in shares)
+        if len(shares) > 1
+        else ""
+    )
+    return f"{bars} {sum(shares) / len(shares):4.0%}".replace("%", " %").strip(), "cyan" if bars else ""
+
+
+def _memory(node: Node) -> tuple[str, str]:
+    """Of the fullest GPU; the host's where there is none."""
+    found = [
+        gpu
+        for gpu in node.usage.get("gpus") or ()
+        if gpu.get("memory") is not None and gpu.get("memory_total")
+    ]
+    if found:
+        fullest = max(found, key=lambda gpu: gpu["memory"] / gpu["memory_total"])
+        used, total = fullest["memory"], fullest["memory_total"]
+    else:
+        used, total = node.usage.get("memory"), node.usage.get("memory_total")
+    if used is None or not total:
+        return "–", "dim"
+    style = "bold red" if used / total > 0.97 else "yellow" if used / total > 0.9 else ""
+    return f"{used / GIB:.{0 if used >= 10 * GIB else 1}f}/{total / GIB:.0f} GiB", style
+
+
+def _quiet(node: Node) -> tuple[str, str]:
+    if node.quiet_s is None:
+        return "–", "dim"
+    is_late = node.quiet_s > QUIET_S and node.state == "running"
+    return duration(node.quiet_s), "bold red" if is_late else ""
+
+
+def _chart(model: Model, width: int, height: int) -> list[Text]:
+    """The loss over the steps: one line as a sparkline, more as a chart."""
+    values = [value for _, value in model.losses]
+    now = f"loss {metric('loss', values[-1])}"
+    best = ", ".join(f"best {name} {metric(name, value)}" for name, value in model.best.items())
+    if height == 1:
+        size = max(min(width - len(now) - 2, 60), 1)
+        (curve,) = spark(model.losses, size, 1)
+        line = Text(now + "  ").append(curve, "cyan")
+        if best and width - line.cell_len > len(best) + 3:
+            line.append(f"   {best}", "dim")
+        return [line]
+    high, low = metric("loss", max(values)), metric("loss", min(values))
+    label = max(len(high), len(low))
+    left = Text().append(now, "bold").append(f"   {best}" if best else "", "dim")
+    steps = f"steps {model.losses[0][0]:,} – {model.losses[-1][0]:,}"
+    curves = spark(model.losses, max(min(width, _WIDE) - label - 3, 5), height - 1)
+    result = [_spread(left, Text(steps, "dim"), min(width, _WIDE))]
+    for number, curve in enumerate(curves):
+        mark = high if number == 0 else low if number == len(curves) - 1 else ""
+        result.append(
+            Text().append(f"{mark.rjust(label)} {'┤' if mark else '│'}", "dim").append(curve, "cyan")
+        )
+    return result
+
+
+def spark(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
+    """A curve of (step, value) as `height` lines of blocks, `width` columns each: the mean of the steps of a column."""
+    first, last = points[0][0], points[-1][0]
+    span = max(last - first, 1)
+    sums: list[list[float]] = [[] for _ in range(width + 1)]
+    for step, value in points:
+        sums[(step - first) * width // span].append(value)
+    last_of_all = sums.pop()
+    sums[-1] += last_of_all
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    means = [(column, sum(values) / len(values)) for column, values in enumerate(sums) if values]
+    levels = []
+    for column in range(width):
+        while len(means) > 1 and means[1][0] <= column:
+            del means[0]
+        (left, value), (right, following) = means[0], means[min(1, len(means) - 1)]
+        if right > left:  # a column without a point lies between those that have one
+            value += (following - value) * (column - left) / (right - left)
+        share = (value - low) / (high - low) if high > low else 0.0
+        levels.append(1 + round(share * (8 * height - 1)))
+    return [
+        "".join(_BLOCKS[min(max(each - 8 * (height - 1 - row), 0), 8)] for each in levels)
+        for row in range(height)
+    ]
+
+
+def _events(model: Model, width: int, rows: int) -> list[Text]:
+    result = []
+    for when, sentence in list(model.events)[-rows:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(when))
+        result.append(Text().append(f"{clock}  ", "dim").append(_cut(sentence, width - 10)))
+    return result
+
+
+def _log(log: Sequence[str], width: int, room: int) -> list[Text]:
+    """The last lines that there is room for; a long one goes on below."""
+    result: list[Text] = []
+    for line in reversed(log):
+        text = Text.from_ansi(line.expandtabs())
+        parts = [text[at : at + width] for at in range(0, max(len(text), 1), width)]
+        result = [*parts, *result]
+        if len(result) >= room:
+            return result[-room:]
+    return result or [Text("nothing is written yet", "dim")]
+
+
+def _help(found: Sequence[tuple[str, str]]) -> list[Text]:
+    label = max(len(key) for key, _ in found)
+    return [Text("  ").append(key.ljust(label), "bold cyan").append(f"   {text}") for key, text in found]
+
+
+def _foot(model: Model, width: int) -> Text:
+    if model.asks:
+        return Text(_cut(model.asks, width), "bold yellow")
+    line = Text()
+    for key, text in model.keys:
+        if line.cell_len + len(key) + len(text) + 4 > width:
+            break
+        line.append("   " if line.cell_len else "").append(key, "bold").append(f" {text}", "dim")
+    return line
+
+
+# --- words ------------------------------------------------------------------------------------------------------
+
+
+def _style(state: str) -> str:
+    if state in GOOD:
+        return "green"
+    return "bold red" if state in BAD else "yellow"
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _digits(value: float) -> int:
+    return 0 if value >= 100 else 1 if value >= 10 else 2
+
+
+def _rate(value: object) -> str:
+    """Bytes per second: `1.2 GB/s`."""
+    if not isinstance(value, int | float):
+        return "–"
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size * 0.9995:
+            return f"{value / size:.{1 if value < size * 99.95 else 0}f} {unit}/s"
+    return f"{value:.0f} B/s"
+
+
+def _styled(parts: Sequence[tuple[str, str]]) -> Text:
+    """One text of several, each with its style: in one step, for there are hundreds of them on a screen."""
+    spans, at = [], 0
+    for text, style in parts:
+        if style:
+            spans.append(Span(at, at + len(text), style))
+        at += len(text)
+    return Text("".join(text for text, _ in parts), spans=spans)
+
+
+def _pad(text: str, width: int, column: _Column) -> str:
+    return text.ljust(width) if column.left else text.rjust(width)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def _rule(text: str, width: int) -> Text:
+    return Text(f"── {text} " + "─" * max(width - len(text) - 4, 0), "dim")
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    """One at each end of the line; the right one only where there is room."""
+    gap = width - left.cell_len - right.cell_len
+    return left.append(" " * gap).append_text(right) if gap >= 2 else left

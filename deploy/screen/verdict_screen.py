@@ -1,0 +1,168 @@
+"""The verdict as a person reads it: one screen. Pure."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from nodekit.deploy.agent.ranks.failures import message_of
+from nodekit.deploy.story.verdict import Verdict
+
+_LABEL_WIDTH = 10
+_FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<where>, in .*)?$')
+_MARKS = re.compile(r"\s*[\^~]+\s*$")
+# Where the caller's own code is not: shown as one line.
+_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen|/deploy/forkserver\.py$")
+_IN_RUN = re.compile(r'File "[^"]*/runs/[^/"]+/code/')
+_IN_WORKER = re.compile(
+    r"Caught \w+ in (?P<worker>[\w ]+ \d+)\.\nOriginal Traceback \(most recent call last\):"
+)
+_LEAST_FRAMES = 5  # lines: the header, a frame, and what is left out above and below it
+_LEAST_TRACE = 6
+"""Lines of what a rank said, whatever the terminal is."""
+
+
+def screen(
+    verdict: Verdict,
+    *,
+    run_id: str,
+    resume: str = "",
+    more: Sequence[tuple[str, str]] = (),
+    width: int = 80,
+    height: int = 24,
+) -> list[str]:
+    """The lines of a verdict on a failure.
+
+    Args:
+        verdict: what to tell.
+        run_id: the run's.
+        resume: the command that goes on; "" where it goes on by itself.
+        more: further labels and what stands beside them, for the end.
+        width: of the terminal.
+        height: of the terminal; what a rank said is cut to fit, the rest is not.
+    """
+    first = verdict.first
+    rows: list[tuple[str, str]] = []
+    if verdict.cause:
+        rows += [("cause", verdict.cause.what), ("cure", verdict.cause.cure)]
+    rows += [("kernel", line) for line in (first.kernel[-1:] if first else ())]
+    if verdict.others:
+        rows.append(("others", verdict.others))
+    rows += [("also", note) for note in verdict.notes]
+    for rank, node in verdict.awaited:
+        rows.append(("look at", f"kit logs {run_id}{f' --node {node}' if node else ''} --rank {rank}"))
+    if first:
+        rows.append(("full log", f"{first.node}:{first.log}"))
+        rows.append(("", f"kit logs {run_id} --node {first.node} --rank {first.rank}"))
+    if resume:
+        rows.append(("resume", resume))
+    below = [line for label, text in (*rows, *more) for line in _row(label, text, width)]
+    above = textwrap.wrap(f"{run_id} failed: {verdict.text}", width, subsequent_indent="  ") or [run_id]
+    if first is None:
+        return [*above, "", *below]
+    rows_below = sum(
+        -(-len(line) // width) or 1 for line in below
+    )  # a path is not broken by us, but by the terminal
+    room = max(height - len(above) - rows_below - 3, _LEAST_TRACE)
+    return [*above, "", *(f"    {line}" for line in trace(first.error, width - 4, room)), "", *below]
+
+
+def trace(error: str, width: int, height: int) -> list[str]:
+    """The last words of a rank in so many lines: the caller's own frames, and the whole message where it fits."""
+    if not error.strip():
+        return ["it wrote nothing"]
+    error = _IN_RUN.sub('File "', error.rstrip())
+    if found := _IN_WORKER.search(error):
+        # A DataLoader worker raised: what is of interest is its traceback, not that of who read from it.
+        inner = "Traceback (most recent call last):" + error[found.end() :]
+        return [*_wrap(f"in {found['worker']}:", width), *trace(inner, width, height - 1)]
+    message = message_of(error)
+    if message == error:
+        lines = [part for line in error.splitlines() for part in _wrap(line, width)]
+        return lines if len(lines) <= height else ["…", *lines[-(height - 1) :]]
+    said = [part for line in message.splitlines() for part in _wrap(line, width)]
+    if len(said) > max(height - _LEAST_FRAMES, 3):
+        said = [*said[: max(height - _LEAST_FRAMES - 1, 2)], "…"]
+    above = error.splitlines()
+    blocks = _blocks(above[1 : len(above) - len(message.splitlines())])
+    frames = _fitting(blocks, height - len(said) - 1)
+    lines = [line if len(line) <= width else _shortened(line, width) for line in frames]
+    return ["Traceback (most recent call last):", *lines, *said]
+
+
+def _blocks(lines: Sequence[str]) -> list[tuple[bool, list[str]]]:
+    """The frames, each with whether it is the caller's own, without the marks below the code."""
+    blocks: list[tuple[bool, list[str]]] = []
+    for line in lines:
+        if found := _FRAME.match(line):
+            blocks.append((not _LIBRARY.search(found["path"]), [line]))
+        elif blocks and not _MARKS.match(line):
+            blocks[-1][1].append(line)
+    return blocks
+
+
+def _fitting(blocks: Sequence[tuple[bool, list[str]]], room: int) -> list[str]:
+    """As many frames as there is room for: the caller's last one, the one that raised, and the caller's before."""
+    if not blocks:
+        return []
+    own = [number for number, (is_own, _) in enumerate(blocks) if is_own]
+    last = len(blocks) - 1
+    wanted = dict.fromkeys([*own[-1:], last, *reversed(own)])
+    kept: set[int] = set()
+    for number in wanted:
+        more = kept | {number}
+        if len(_shown(blocks, more)) > room:
+            break
+        kept = more
+    return _shown(blocks, kept)
+
+
+def _shown(blocks: Sequence[tuple[bool, list[str]]], kept: set[int]) -> list[str]:
+    """The kept frames, and a line for those between them."""
+    lines: list[str] = []
+    skipped: list[bool] = []
+    for number, (is_own, block) in enumerate(blocks):
+        if number not in kept:
+            skipped.append(is_own)
+            continue
+        if skipped and (any(skipped) or number > min(kept)):
+            calls = f"{len(skipped)} call{'s' * (len(skipped) > 1)}"
+            lines.append(f"  … {calls}" + ("" if any(skipped) else " in libraries"))
+        skipped = []
+        lines += block
+    if skipped:
+        lines.append(f"  … {len(skipped)} call{'s' * (len(skipped) > 1)} in libraries")
+    return lines
+
+
+def _shortened(line: str, width: int) -> str:
+    """A line cut to fit: of a path its beginning goes, of anything else its end."""
+    found = _FRAME.match(line)
+    if found is None:
+        return line[: width - 1] + "…"
+    tail = f'", line {found["line"]}{found["where"] or ""}'
+    room = width - len('  File "…') - len(tail)
+    return f'  File "…{found["path"][-room:]}{tail}' if room > 8 else line[: width - 1] + "…"
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    line = line.expandtabs(4).rstrip()
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def _row(label: str, text: str, width: int) -> list[str]:
+    indent = " " * (_LABEL_WIDTH + 2)
+    is_path = label in ("full log", "", "kernel")
+    lines = (
+        [text]
+        if label in ("full log", "")
+        else textwrap.wrap(
+            text, max(width - len(indent), 20), break_on_hyphens=False, break_long_words=not is_path
+        )
+    )
+    return [
+        (f"  {label:<{_LABEL_WIDTH}}" if number == 0 else indent) + line
+        for number, line in enumerate(lines or [""])
+    ]

@@ -1,0 +1,273 @@
+"""Keeps what was seen and told of a run, as much as the live view (deploy/screen/screen.py) shows of it."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy.agent import guess
+from nodekit.deploy.agent.notes import parse_progress
+from nodekit.deploy.output.terminal import harmless
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.screen.screen import Model, Node
+from nodekit.deploy.story.narrate import Narrator
+
+RATE_S = 20.0  # what steps per second are taken over
+LOG_LINES = 2000  # of a node
+EVENTS = 500
+CURVE_POINTS = 1000
+_USAGE = ("cpu", "memory", "memory_total", "interface", "received", "sent", "gpus")
+
+
+@dataclass
+class _Row:
+    """One node, as it was last seen."""
+
+    line: str = "connecting"
+    """What `kit status` would say: the state, two spaces, the rest."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    attempts: set[str] = field(default_factory=set)
+    """Those its ranks were started for since the run was started."""
+    steps: deque[tuple[float, int]] = field(default_factory=deque)
+    """(when, step) of the present attempt, over the last seconds."""
+    attempt: str = ""
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+
+
+class Watched:
+    """Of one run, from its beginning if its events are told from there."""
+
+    def __init__(
+        self, run_id: str, nodes: Sequence[str], clock_offsets: Mapping[str, float] | None = None
+    ) -> None:
+        """Nothing is seen yet.
+
+        Args:
+            run_id: the run's.
+            nodes: all of the inventory's, in its order.
+            clock_offsets: node → its clock minus ours.
+        """
+        self._run_id = run_id
+        self._offsets = clock_offsets or {}
+        self._rows = {name: _Row() for name in nodes}
+        self.queued = ""
+        """What it waits for before there are any nodes."""
+        self._narrator = Narrator()
+        self._last_kind = ""
+        """Of event, that the last sentence tells."""
+        self.sentences: deque[tuple[float, str]] = deque(maxlen=EVENTS)
+        """(when, what was said), oldest first."""
+        self._losses: list[tuple[int, float]] = []
+        self._losses_of = (0, 0)
+        self._best: dict[str, float] = {}
+        self._snapshot: tuple[int, float] | None = None
+        self._attempts: set[str] = set()
+        self._started: float | None = None
+        self._ended: tuple[float, str] | None = None
+        self._has_trained = False
+        self._is_live = False
+        """Whether rank 0 has told of its progress itself."""
+        self._step: int | None = None
+        self._total: int | None = None
+        self._said = ""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Their names."""
+        return list(self._rows)
+
+    def lines(self, found: Mapping[str, str]) -> None:
+        """Each node's status line (`view.status_line`)."""
+        for name, line in found.items():
+            self._rows.setdefault(name, _Row()).line = line
+
+    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Each reachable node's status."""
+        for name, status in statuses.items():
+            row = self._rows.setdefault(name, _Row())
+            if row.status is status:
+                continue
+            row.status = status
+            row.usage = status.get("usage") or {}
+            self._progress(name, row, status)
+
+    def _progress(self, name: str, row: _Row, status: Mapping[str, Any]) -> None:
+        attempt = str(status.get("attempt") or "")
+        if attempt != row.attempt:
+            row.attempt = attempt
+            row.steps.clear()
+        told = parse_progress(str(status.get("progress") or ""))
+        if told["step"] is None:
+            if status.get("rank") == 0 and status.get("guess") and not self._is_live:
+                self._said = guess.words(status["guess"])
+            return
+        when = float(status.get("progress_time") or 0.0) - self._offsets.get(name, 0.0)
+        row.step = told["step"]
+        if not row.steps or when > row.steps[-1][0]:
+            row.steps.append((when, told["step"]))
+            while len(row.steps) > 2 and when - row.steps[1][0] > RATE_S:
+                row.steps.popleft()
+        # The one that speaks for all; of a node that waits or has left, the rank is that of an earlier attempt.
+        if status.get("rank") == 0 and status.get("alive") and status.get("state") in ("running", "waiting"):
+            self._is_live = True
+            self._step, self._total = told["step"], told["total_steps"] or self._total
+            self._said = str(status["progress"]).partition(" ")[2]
+            self._loss(attempt, told["step"], told["loss"])
+
+    def event(self, event: Event) -> None:
+        """One event, in the order in which they come in."""
+        for sentence in self._narrator.tell(event):
+            if event.kind == "evaluation" == self._last_kind:
+                self.sentences.pop()  # of many in a row the last is enough
+            self.say(sentence, event.time)
+            self._last_kind = event.kind
+        row = self._rows.setdefault(event.about, _Row()) if event.about else None
+        match event.kind:
+            case "run-started":
+                self._started, self._ended = event.time, None
+                self._attempts.clear()
+                for each in self._rows.values():
+                    each.attempts.clear()
+            case "run-ended":
+                self._ended = (event.time, str(event.get("state")))
+            case "workers-started" if row is not None:
+                row.attempts.add(str(event.get("attempt")))
+                self._attempts.add(str(event.get("attempt")))
+            case "first-step":
+                self._has_trained = True
+            case "sample" if row is not None:
+                if not row.status:  # of a run that is over, or not in sight
+                    row.step = event.get("step") if event.get("step") is not None else row.step
+                    row.usage = {name: event.get(name) for name in _USAGE}
+                self._total = event.get("total_steps") or self._total
+                if event.get("step") is not None:
+                    self._step = self._step if self._is_live else event.get("step")
+                    self._loss(str(event.get("attempt")), event.get("step"), event.get("loss"))
+            case "attempt-ended" if row is not None and not row.status:
+                row.step = event.get("step") if event.get("step") is not None else row.step
+                self._step = row.step if row.step is not None and not self._is_live else self._step
+            case "snapshot":
+                step = int(event.get("step") or 0)
+                if self._snapshot is None or step != self._snapshot[0]:
+                    self._snapshot = (step, event.time)
+            case "evaluation":
+                self._evaluated(event.get("metrics") or {})
+            case "node-state" | "agent-ended" if row is not None and not row.status:
+                row.line = str(event.get("state") or row.line)
+
+    def _evaluated(self, metrics: Mapping[str, Any]) -> None:
+        name = "accuracy" if "accuracy" in metrics else "loss"
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            better = max if name == "accuracy" else min
+            self._best = {name: better(value, self._best.get(name, value))}
+
+    def _loss(self, attempt: str, step: int, loss: float | None) -> None:
+        """One more point of the curve; what a newer attempt does again is taken back."""
+        if loss is None:
+            return
+        generation, _, number = attempt.partition(".")
+        which = (int(generation), int(number)) if generation.isdecimal() and number.isdecimal() else (0, 0)
+        if which < self._losses_of:
+            return
+        if which > self._losses_of:
+            self._losses_of = which
+            del self._losses[bisect.bisect_left(self._losses, step, key=lambda point: point[0]) :]
+        if self._losses and step <= self._losses[-1][0]:
+            return  # another node tells of the same
+        self._losses.append((step, loss))
+        if len(self._losses) > CURVE_POINTS:
+            del self._losses[1:-1:2]
+
+    def say(self, text: str, when: float) -> None:
+        """One more sentence, or several lines of them."""
+        self._last_kind = ""
+        for line in text.splitlines():
+            if line.strip():
+                if len(self.sentences) == EVENTS:
+                    self.sentences.popleft()
+                at = len(self.sentences)
+                while at and self.sentences[at - 1][0] > when:  # of a node that was out of sight
+                    at -= 1
+                self.sentences.insert(at, (when, line.rstrip()))
+
+    def log(self, node: str, rank: str, lines: Sequence[str]) -> None:
+        """Lines that a rank has written."""
+        row = self._rows.setdefault(node, _Row())
+        several = len(row.status.get("workers") or ()) > 1
+        for line in map(harmless, lines):
+            row.log.append(f"{rank} │ {line}" if several else line)
+
+    def log_of(self, node: str) -> list[str]:
+        """The last lines of a node's ranks."""
+        return list(self._rows[node].log)
+
+    def model(self, now: float) -> Model:
+        """What is to be drawn."""
+        ended, state = self._ended or (None, "")
+        nodes = [self._node(name, row, ended or now) for name, row in self._rows.items()]
+        running = [node.rate for node in nodes if node.state == "running" and node.rate]
+        generations = [node.generation for node in nodes if node.generation is not None]
+        return Model(
+            run_id=self._run_id,
+            state=state or self._state(nodes),
+            now=ended or now,
+            nodes=nodes,
+            started=self._started,
+            generation=max(generations, default=None),
+            restarts=max(len(self._attempts) - 1, 0),
+            step=self._step,
+            total_steps=self._total,
+            rate=statistics.median(running) if running else None,
+            said=self._said,
+            losses=self._losses,
+            best=self._best,
+            snapshot=self._snapshot,
+            events=self.sentences,
+        )
+
+    def _node(self, name: str, row: _Row, now: float) -> Node:
+        state, _, rest = row.line.partition("  ")
+        if state.startswith("starting "):
+            state, rest = "starting", state
+        status, in_sight = row.status, state not in ("unreachable", "gone", "spare", "drained")
+        rate = None
+        if in_sight and len(row.steps) > 1:
+            (then, first), (last, step) = row.steps[0], row.steps[-1]
+            rate = (step - first) / (last - then) if step > first else None
+        told_at = status.get("progress_time")
+        trains = state in ("running", "waiting")
+        return Node(
+            name=name,
+            state=state,
+            why=str(status.get("blocked") or status.get("message") or "") if in_sight else rest,
+            generation=status.get("generation"),
+            restarts=max(len(row.attempts) - 1, 0),
+            usage=row.usage if in_sight else {},
+            step=row.step,
+            rate=rate if trains else None,
+            quiet_s=max(now + self._offsets.get(name, 0.0) - float(told_at), 0.0)
+            if told_at and in_sight
+            else None,
+        )
+
+    def _state(self, nodes: Sequence[Node]) -> str:
+        """The run's, in a word or two."""
+        states = [node.state for node in nodes]
+        if "running" in states:
+            return "running"
+        if "waiting" in states:
+            return "finishing"
+        if all(state == "connecting" for state in states):
+            return self.queued or "connecting"
+        if any(node.why for node in nodes if node.state == "rendezvous"):
+            return "waiting for nodes"
+        if all(state in ("unreachable", "gone") for state in states):
+            return "out of sight"
+        return "re-forming" if self._has_trained else "starting"

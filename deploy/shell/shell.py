@@ -1,0 +1,224 @@
+"""`kit shell`: one command on many hosts at once, each over a link of its own, so that none waits for another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from nodekit.deploy.connect.cluster import SshOptions, open_link
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.inventory import hostlists
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Host, Inventory
+
+GRACE_S = 3.0
+"""From Ctrl-C on, how long a command has to end by itself."""
+_QUEUE_PARTS = 64
+_TAKEN_AT_ONCE = 4
+
+Stream = Literal["out", "err"]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines that a host's command wrote, each with its newline."""
+
+    host: str
+    stream: Stream
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended on one host."""
+
+    host: str
+    status: int | None = None
+    """The command's exit status, negative for a signal; None: not known, and `problem` says why."""
+    problem: str = ""
+    """What went wrong, besides the status: not reached, out of time, processes that could not be ended."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the command ran and says that all is well."""
+        return self.status == 0 and not self.problem
+
+
+class Commands:
+    """A command that runs on hosts. Use as a context: at its end nothing of it runs any more.
+
+    Meanwhile Ctrl-C ends the command on all hosts, and a second one the waiting for that.
+
+    Attributes:
+        was_interrupted: whether there was a Ctrl-C.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], argv: Sequence[str], *, timeout_s: float | None, ssh: SshOptions
+    ) -> None:
+        self._hosts = {host.name: host for host in hosts}
+        self._argv, self._timeout_s, self._ssh = list(argv), timeout_s, ssh
+        self._links: dict[str, Link] = {}
+        self._lock = threading.Lock()
+        self._is_over = self.was_interrupted = False
+        self._handlers: dict[int, Any] = {}
+        self._waiting_for = set(self._hosts)
+        # Bounded: who reads slowly slows the commands down, instead of filling the memory here.
+        self._events: queue.Queue[Lines | Ended] = queue.Queue(_QUEUE_PARTS)
+
+    def __enter__(self) -> Commands:
+        # No exception: it could come between an event's being taken and its being told.
+        self._handlers = {
+            each: signal.signal(each, self._interrupt) for each in (signal.SIGINT, signal.SIGTERM)
+        }
+        for host in self._hosts.values():
+            threading.Thread(target=self._one, args=(host,), name=f"shell-{host.name}", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._is_over = True
+            links = dict(self._links)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        on_all(links, Link.close)  # a server whose link ends, ends what it runs
+
+    def events(self) -> Iterator[Lines | Ended]:
+        """What is said and how it ends, as it comes, until it has ended on all hosts."""
+        while self._waiting_for:
+            event = self._events.get()
+            if isinstance(event, Ended):
+                if event.host not in self._waiting_for:
+                    continue
+                self._waiting_for.discard(event.host)
+            yield event
+
+    def _interrupt(self, *_: object) -> None:
+        if self.was_interrupted:
+            raise KeyboardInterrupt
+        self.was_interrupted = True
+        threading.Thread(target=self._end, daemon=True).start()  # a handler must not wait for a lock
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            links = dict(self._links)
+
+        def end(link: Link) -> None:
+            with contextlib.suppress(HostError):  # a lost link is told by the call that runs the command
+                link.call("hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S)
+
+        for name in self._hosts.keys() - links.keys():
+            self._events.put(Ended(name, problem="not started"))
+        on_all(links, end)
+
+    def _one(self, host: Host) -> None:
+        try:
+            link = open_link(host, self._ssh)
+        except HostError as error:
+            self._events.put(Ended(host.name, problem=error.problem))
+            return
+        except Exception as error:  # it must not leave the others waiting
+            self._events.put(Ended(host.name, problem=f"{type(error).__name__}: {error}"))
+            return
+        with self._lock:
+            if self._is_over:
+                link.close()
+                return
+            self._links[host.name] = link
+        self._events.put(self._run(link))
+
+    def _run(self, link: Link) -> Ended:
+        rest: dict[Stream, bytes] = {"out": b"", "err": b""}
+        num_taken = 0
+
+        def take(part: Any) -> None:
+            nonlocal num_taken
+            if part is None:
+                return
+            stream, text = part
+            data = rest[stream] + text.encode("utf-8", "surrogateescape")
+            whole = data.rfind(b"\n") + 1
+            rest[stream] = data[whole:]
+            if whole:
+                self._events.put(Lines(link.host, stream, data[:whole]))
+            num_taken += 1
+            if num_taken % _TAKEN_AT_ONCE == 0:
+                link.call("hostshell.taken", timeout_s=30, number=_TAKEN_AT_ONCE)
+
+        try:
+            answer = link.stream("hostshell.run", take, argv=self._argv, limit_s=self._timeout_s)
+            problems = [] if answer["status"] is not None else ["not started"]
+            if answer["timed_out"]:
+                problems.append(f"ended after {self._timeout_s:g} s (--timeout)")
+            if answer["left"]:
+                problems.append(f"could not end {', '.join(map(str, answer['left']))}: another user's?")
+            ended = Ended(link.host, answer["status"], "; ".join(problems))
+        except HostError as error:
+            ended = Ended(link.host, problem=f"lost on the way: {error.problem}")
+        for stream, data in rest.items():
+            if data:
+                self._events.put(Lines(link.host, stream, data + b"\n"))
+        return ended
+
+
+def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
+    """The hosts of an inventory that a hostlist names, in the inventory's order; all without one.
+
+    Raises:
+        KitError: it has none of that name, or no hosts at all.
+    """
+    if inventory.slurm is not None:
+        raise KitError(
+            f"{inventory.path}: found slurm, wanted hosts: the nodes of a job are reached by Slurm alone, "
+            "as with srun --jobid=ID --overlap COMMAND"
+        )
+    if hostlist is None:
+        return inventory.hosts
+    try:
+        wanted = dict.fromkeys(hostlists.expand(hostlist))
+    except ValueError as error:
+        raise KitError(f"{hostlist!r} is no hostlist, as gpu[1-3]: {error}") from error
+    known = [host.name for host in inventory.hosts]
+    if absent := [name for name in wanted if name not in known]:
+        raise KitError(f"{inventory.path} has no {', '.join(absent)}; it has {fold(known)}")
+    return tuple(host for host in inventory.hosts if host.name in wanted)
+
+
+def fold(names: Sequence[str]) -> str:
+    """Names as a hostlist: ``gpu[1-3],login``."""
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+    try:
+        return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
+    except NodeSetException:  # a name that it would read otherwise, as that of an IPv6 address
+        return ",".join(names)
+
+
+def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
+    """What opens a shell on one host: the system's ssh as the inventory says, or, for a local node, a shell."""
+    if host.connection == "local":
+        return [os.environ.get("SHELL", "/bin/sh")]
+    argv = ["ssh", "-o", f"StrictHostKeyChecking={'accept-new' if accept_new_host_keys else 'yes'}"]
+    if host.user is not None:
+        argv += ["-l", host.user]
+    if host.port is not None:
+        argv += ["-p", str(host.port)]
+    if host.identity_file is not None:
+        argv += ["-i", str(Path(host.identity_file).expanduser())]
+    if host.known_hosts is not None:
+        # ssh takes the first value it is given: those that it would look into by itself are named again.
+        files = [str(Path(host.known_hosts).expanduser()), "~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+        quoted = " ".join('"' + file.replace("%", "%%") + '"' for file in files)
+        argv += ["-o", f"UserKnownHostsFile={quoted}"]
+    return [*argv, "--", host.address]

@@ -1,0 +1,82 @@
+"""``kit drain``: takes a node out of a job that goes on, and back into it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.narrate import names
+from nodekit.deploy.supervise.judge import Rules
+from nodekit.inventory.errors import KitError
+
+
+def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:
+    """Why a node cannot be drained, "" where it can; pure.
+
+    Args:
+        rules: the inventory's.
+        drained: the nodes that are already.
+        node: the one that is to be.
+        absent: those that cannot be reached.
+    """
+    if node not in rules.nodes:
+        return f"there is no node '{node}'; there are {names(rules.nodes)}"
+    if node in drained:
+        return f"{node} is drained already; kit drain --undo takes it back"
+    left = [name for name in rules.nodes if name not in (*drained, *absent, node)]
+    if len(left) >= rules.min_nodes:
+        return ""
+    out = [name for name in rules.nodes if name in (*drained, *absent)]
+    why = f" ({names(out)}: drained, or not to be reached)" if out else ""
+    return (
+        f"{node} stays: the job needs at least {rules.min_nodes} nodes (nodes.min), "
+        f"and without it {len(left)} would be left{why}"
+    )
+
+
+def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str] = ()) -> str:
+    """Have whoever supervises the run drain a node, or take it back; what to say of that.
+
+    Raises:
+        NotWritten: the disk is full, or gone.
+    """
+    with run.alone():  # of two at once neither may be forgotten, nor both leave too few nodes
+        drained = run.drained
+        if undo:
+            if node not in drained:
+                return f"{node} is not drained"
+            run.drain(drained - {node})
+            run.event("undrain", about=node)
+            return f"{node} comes back into the job"
+        if why := refusal(rules, drained, node, absent=absent):
+            return why
+        run.drain(drained | {node})
+    return f"{node} leaves the job when its ranks have saved, and stays out until it is taken back"
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """Drain a node, or take it back; the exit status."""
+    from nodekit.deploy.ssh_backend.start import rules_of
+    from nodekit.inventory.load import restore
+
+    run = runs.find(args.run_id)
+    if run.slurm:
+        raise KitError(
+            f"{run.run_id} is Slurm's: scontrol update nodename={args.node} state=drain takes the node away after "
+            "the job; slurm.nodes says how many the job takes"
+        )
+    if run.state not in runs.LIVE:
+        raise KitError(f"{run.run_id} is over ({run.state}): there is nothing to drain")
+    rules = rules_of(restore(run.inventory))
+    if args.node not in rules.nodes:
+        raise KitError(f"{run.run_id}: {refusal(rules, (), args.node)}")
+    if not args.undo and (why := refusal(rules, run.drained, args.node)):
+        raise KitError(why)
+    print(ask(run, rules, args.node, undo=args.undo))
+    lock = runs.SupervisorLock(run)
+    if lock.take():
+        lock.release()
+        print(f"nobody supervises {run.run_id} at the moment: kit up does, and then it is done")
+    return 0

@@ -1,0 +1,88 @@
+"""What a run has left on its nodes, for the screen it ends with: nothing is named that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.plan import plan
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.results import apply
+
+LOOK_TIMEOUT_S = 10.0
+_MOST_ENTRIES = 4
+
+Row = tuple[str, str]
+"""A label and what stands beside it."""
+
+
+def left_behind(run: Run, links: Mapping[str, Link]) -> list[Row]:
+    """Rows for what there is of a run on its nodes: each kind on the first node that has it, and what its script wrote.
+
+    Says so of nodes that cannot be asked.
+    """
+    there = {name: links[name] for name in run.nodes if name in links}
+    found = on_all(there, lambda link: _look(run.nodes[link.host], link))
+    return rows(run.run_id, run.nodes, found)
+
+
+def _look(node: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
+    is_ours = plan.training_options(node["argv"], node["env"]) is not None
+    told: Mapping[str, Any] = link.call(
+        "made.look",
+        timeout_s=LOOK_TIMEOUT_S,
+        node_dir=node["node_dir"],
+        code_dir=node["code_dir"],
+        snapshots=node["env"]["NODEKIT_SNAPSHOT_DIR"],
+        weights=apply.folders(node, "best") if is_ours else [],
+    )
+    return told
+
+
+def rows(
+    run_id: str, nodes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any] | Exception]
+) -> list[Row]:
+    """The rows, from the nodes' plans and what `made.look` said of each; pure."""
+    names = sorted(nodes, key=lambda name: int(nodes[name]["node_rank"]))
+    told = {name: each for name in names if isinstance(each := found.get(name), Mapping)}
+    result: list[Row] = []
+    for kind, hint in (("logs", "logs"), ("snapshots", ""), ("curves", "board"), ("weights", "test")):
+        name = next((name for name, each in told.items() if each[kind]), None)
+        if name is None:
+            continue
+        place = {
+            "logs": f"{nodes[name]['node_dir']}/logs",
+            "snapshots": nodes[name]["env"]["NODEKIT_SNAPSHOT_DIR"],
+            "curves": f"{nodes[name]['node_dir']}/output",
+            "weights": told[name]["weights"],
+        }[kind]
+        result.append((kind, f"{name}:{place}" + (f"   (kit {hint} {run_id})" if hint else "")))
+    seen = set()
+    for name, each in told.items():
+        if not each["written"] or not each["written"]["entries"] or each["code"] in seen:
+            continue
+        seen |= {each["code"]} - {""}
+        result.append(("written", f"{name}:{nodes[name]['code_dir']}: {_entries(each['written'])}"))
+    if silent := [name for name in names if name not in told]:
+        result.append(("not known", f"what is on {', '.join(silent)}, which could not be asked"))
+    return result
+
+
+def _entries(written: Mapping[str, Any]) -> str:
+    entries: Sequence[tuple[str, int, int]] = written["entries"]
+    shown = [
+        f"{name} ({f'{number} files, ' if number > 1 else ''}{_bytes(size)})"
+        for name, number, size in entries[:_MOST_ENTRIES]
+    ]
+    rest = entries[_MOST_ENTRIES:]
+    if rest:
+        shown.append(f"{len(rest)} more ({_bytes(sum(size for *_, size in rest))})")
+    return ("" if written["is_all"] else "at least ") + ", ".join(shown)
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= size * 0.9995:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

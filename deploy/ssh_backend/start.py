@@ -1,0 +1,476 @@
+"""Starts a run: connect → check → plan → sync → agents; on any failure nothing is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.notify import notify
+from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.plan import Plan
+from nodekit.deploy.plan.script import Script
+from nodekit.deploy.preflight import checkup
+from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story import leftout
+from nodekit.deploy.story.attempts import of_kind
+from nodekit.deploy.story.leftout import LeftOut
+from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
+from nodekit.deploy.supervise.judge import FINAL, Rules
+from nodekit.deploy.sync import sync
+from nodekit.deploy.sync.progress import build_lines
+from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.load import dump
+from nodekit.inventory.schema import Inventory
+
+if TYPE_CHECKING:
+    from nodekit.deploy.metrics.metrics_port import Place
+
+STARTED_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit up` says."""
+
+    inventory: Path
+    command: tuple[str, ...] | None = None
+    dry_run: bool = False
+    json: bool = False
+    detach: bool = False
+    new: bool = False
+    quiet: bool = False
+    plain: bool = False
+    """Lines in a terminal too, in place of the live view."""
+    sweep: tuple[str, ...] = ()
+    """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
+    skip_check: bool = False
+    """Look only for what no job can do without."""
+    metrics: Place | None = None
+    """Where metrics for Prometheus are served."""
+    ssh: SshOptions = field(default_factory=SshOptions)
+
+
+class Phases:
+    """Says how long each phase took, and records it."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self.began = time.time()
+        self.done: list[tuple[str, float, float]] = []
+        """Name, seconds, and when it was done."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[list[str]]:
+        """Time one phase; what the caller puts into the list is said at its end."""
+        said: list[str] = []
+        start = time.monotonic()
+        yield said
+        seconds = time.monotonic() - start
+        self.done.append((name, seconds, time.time()))
+        self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
+
+    def say(self, text: str) -> None:
+        """One line, unless silent."""
+        if not self._silent:
+            print(text, flush=True)
+
+
+def gather_facts(
+    links: Mapping[str, Link],
+    inventory: Inventory,
+    kit_digest: str,
+    options: Options,
+    *,
+    placed: str = "",
+    unmade: Mapping[str, str] | None = None,
+) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]], list[Finding]]:
+    """The facts of all hosts, checked; and what was found that may hurt, but need not.
+
+    Args:
+        links: to the hosts.
+        inventory: what the cluster is.
+        kit_digest: of kit's package.
+        options: the command line's.
+        placed: where the code lies already, if it does.
+        unmade: hosts whose interpreter is still to be made, and where: it cannot be checked.
+
+    Raises:
+        KitError: with everything that is wrong, on every host.
+    """
+    peers = cluster.peer_addresses(inventory.hosts)
+    inventory = inventory.model_copy(
+        update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
+    )
+    files = script.hosts_own(plan.argv_of(inventory, options.command))
+    if options.skip_check:
+        facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers, files=files)
+        findings = check.needed(inventory, facts)
+    else:
+        # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
+        own = Script() if placed else script.read(inventory, options.command)
+        seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers, files=files)
+        facts = {name: each.facts for name, each in seen.items()}
+        findings = checkup.examine(inventory, seen, own)
+    for name, python in (unmade or {}).items():
+        facts[name] = dataclasses.replace(facts[name], executable=python)
+    findings = check.without_software(findings, unmade or {})
+    # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
+    problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
+    if problems:
+        raise KitError("\n".join(f"{each.host}: {each.text}" for each in problems))
+    return facts, peers, [each for each in findings if each.level != "ok"]
+
+
+def grouped(findings: Sequence[Finding]) -> list[str]:
+    """A line for each; what is the same on several hosts is told once."""
+    groups: dict[str, list[str]] = {}
+    for each in findings:
+        groups.setdefault(each.text, []).append(each.host)
+    return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
+
+
+def planned(inventory: Inventory, options: Options, *, master_port: int | None = None) -> Plan:
+    """What each node would run, exactly; nothing is run.
+
+    Args:
+        inventory: what the cluster is.
+        options: the command line's.
+        master_port: None for one that is free now.
+
+    Raises:
+        KitError: a host cannot be reached, or will not do.
+    """
+    package = sync.package()
+    with cluster.links(inventory.hosts, options.ssh) as links:
+        unmade = check.enter_what_is_there(links, inventory)
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, unmade=unmade)
+        planned = plan.build(
+            inventory,
+            facts,
+            run_id=runs.new_id(inventory.name),
+            peers=peers,
+            master_port=master_port or 0,
+            kit_digest=package.digest,
+            command=options.command,
+        )
+        if master_port is None:
+            planned = hold_port(links, planned)
+    for warning in grouped(warnings):
+        options.ssh.notice(f"warning: {warning}")
+    if unmade:
+        names = ", ".join(unmade)
+        options.ssh.notice(f"environment: kit up makes it first on {names}; what is in it was not looked at")
+    return planned
+
+
+def hold_port(links: Mapping[str, Link], planned: Plan) -> Plan:
+    """The plan with a port found free at the training address of the rendezvous host, and kept for its agent."""
+    first = planned.nodes[0]
+    port: int = links[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
+    nodes = tuple(dataclasses.replace(node, master_port=port) for node in planned.nodes)
+    return dataclasses.replace(planned, nodes=nodes)
+
+
+def start(
+    stack: contextlib.ExitStack,
+    inventory: Inventory,
+    resumed: Run | None,
+    options: Options,
+    *,
+    placed: str = "",
+) -> Hands:
+    """Start a run, or go on with `resumed`.
+
+    Args:
+        stack: closes the links.
+        inventory: what the cluster is.
+        resumed: the run to go on with, None for a new one.
+        options: the command line's.
+        placed: the id of a run whose code lies in its place on all hosts already.
+    """
+    phases = Phases(silent=options.quiet)
+    secrets = secrets_of(inventory)
+    if not placed:  # else they were looked at where the job was submitted
+        notify.secrets_of(inventory)
+        script.find(inventory, options.command)
+    run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
+    phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
+    # The code is read while the hosts are reached: a run has what was there when it was asked for.
+    reading = None if placed else _Reading(inventory, options)
+    with phases.phase("connect") as said:
+        links = _connect(stack, inventory, options, phases)
+        said.append(count(len(links), "host"))
+    if inventory.environment is not None:
+        from nodekit.deploy.environment import environment  # most inventories have none
+
+        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+            entered = environment.enter(
+                links,
+                inventory.hosts,
+                inventory.environment,
+                timeout_s=inventory.timings.environment,
+                progress=progress,
+            )
+            said.append(entered.line())
+    with phases.phase("check") as said:
+        package = sync.package()
+        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)
+        planned = hold_port(
+            links,
+            plan.build(
+                inventory,
+                facts,
+                run_id=run_id,
+                peers=peers,
+                master_port=0,
+                kit_digest=package.digest,
+                command=options.command,
+            ),
+        )
+        first = planned.nodes[0]
+        plan.refuse_options(
+            first.argv,
+            Path(inventory.job.code).expanduser(),
+            world_size=planned.world_size,
+            env=first.env,
+            modules={name: found.modules for name, found in facts.items()},
+        )
+        said.append(_checked(facts, planned))
+    for warning in grouped(warnings):
+        phases.say(f"warning: {warning}")
+    run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
+    run.event(
+        "run-started",
+        time=phases.began,
+        generation=run.generation,
+        nodes=[node.name for node in planned.active],
+        command=list(plan.argv_of(inventory, options.command)),  # as it was written: each node's own differs
+        goes_on=resumed is not None,
+    )
+    for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
+        versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
+        run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
+    hands = Hands(run, inventory, links)
+    active = [node.name for node in planned.active]
+    state = judge.begin(
+        rules_of(inventory),
+        generation=run.generation,
+        host=active[0],
+        port=planned.nodes[0].master_port,
+        nodes=active,
+    )
+    groups = cluster.one_per_folder(facts)
+    firsts = {name: links[name] for name in groups}
+    code_digest, named_left_out = run.code_digest, run.left_out
+    try:
+        with phases.phase("sync") as said:
+            sync.send_package(
+                package,
+                {name: link for name, link in firsts.items() if not facts[name].has_kit},
+                {name: facts[name].workdir for name in groups},
+                timeout_s=SYNC_TIMEOUT_S,
+            )
+            # Agents that a stop has missed: of a node out of reach, or of a task that Slurm was still ending.
+            if resumed:
+                _on_nodes(active, lambda name: hands.stop(name, for_good=False))
+            # From here the agents import torch, which takes longer than an unchanged tree.
+            _on_nodes(active, lambda name: hands.warm(name, secrets))
+            targets: dict[str, sync.Target] = {}
+            if reading is not None:
+                tree, left_out = reading.result()
+                targets = _send(tree, firsts, facts, run_id, options)
+                code_digest = tree.digest
+                said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
+                named_left_out = left_out.to_dict()
+            else:
+                said.append("in the shared folder")
+        with phases.phase("start") as said:
+            # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
+            _on_nodes(list(run.nodes), lambda name: hands.fence(name, run.generation))
+            _on_nodes(active, lambda name: hands.go(name, state, state.port if name == state.host else None))
+            with run.changing():
+                run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
+                run.left_out = named_left_out
+            _wait_started(hands, active)
+            said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
+            if len(active) < len(links):
+                said.append(count(len(links) - len(active), "spare"))
+        # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
+        (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
+    except BaseException:
+        # Agents that got their go are stopped; those that did not end with their link.
+        hands.stop_all(grace_s=5.0)
+        with contextlib.suppress(NotWritten):  # what is raised says more
+            run.finish("failed", "it did not start")
+        raise
+    finally:
+        for name, seconds, done in phases.done:
+            run.event("phase", time=done, phase=name, seconds=round(seconds, 3))
+    return hands
+
+
+def rules_of(inventory: Inventory) -> Rules:
+    """What the supervisor goes by."""
+    return Rules(
+        nodes=tuple(host.name for host in inventory.hosts),
+        min_nodes=inventory.nodes.min,
+        max_nodes=inventory.nodes.max,
+        wait_s=inventory.timings.wait,
+    )
+
+
+def _connect(
+    stack: contextlib.ExitStack, inventory: Inventory, options: Options, phases: Phases
+) -> dict[str, Link]:
+    """Links to all hosts; an elastic job does with those that can be reached, if they are enough."""
+    least = inventory.nodes.min
+    if least == len(inventory.hosts):
+        return stack.enter_context(cluster.links(inventory.hosts, options.ssh))
+    problems: list[str] = []
+    noting = dataclasses.replace(options.ssh, notice=problems.append)
+    links = stack.enter_context(cluster.links(inventory.hosts, noting, some=True))
+    if len(links) < least:
+        raise KitError("\n".join([*problems, f"{len(links)} of at least {least} hosts can be reached"]))
+    for problem in problems:
+        phases.say(f"warning: without {problem}")
+    return {host.name: links[host.name] for host in inventory.hosts if host.name in links}
+
+
+def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
+    check.all_or_raise(on_all({name: name for name in names}, function))
+
+
+class _Reading:
+    """The code being read in the background, and what of its folder is not sent."""
+
+    def __init__(self, inventory: Inventory, options: Options) -> None:
+        self._found: dict[str, tuple[sync.Tree, LeftOut] | Exception] = {}
+
+        def read(_: None) -> tuple[sync.Tree, LeftOut]:
+            tree = take(inventory, options.command)
+            return tree, leftout.look(tree, plan.argv_of(inventory, options.command))
+
+        self._thread = threading.Thread(
+            target=lambda: self._found.update(on_all({"code": None}, read)), daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> tuple[sync.Tree, LeftOut]:
+        """The tree and what is left out of it, once it is read.
+
+        Raises:
+            KitError: it could not be.
+        """
+        self._thread.join()
+        found: tuple[sync.Tree, LeftOut] = check.all_or_raise(self._found)["code"]
+        return found
+
+
+def _record(
+    inventory: Inventory,
+    resumed: Run | None,
+    planned: Plan,
+    facts: Mapping[str, check.Facts],
+    options: Options,
+    *,
+    is_placed: bool,
+) -> Run:
+    run = resumed or Run(
+        run_id=planned.run_id,
+        name=inventory.name,
+        inventory_path=str(inventory.path),
+        inventory={},
+        command=list(options.command) if options.command else None,
+        created=time.time(),
+    )
+    offsets = [found.clock_offset_s for found in facts.values()]
+    saved = of_kind(events.read(run.folder), "snapshot") if resumed else []
+    with run.changing():
+        if resumed:
+            run.generation += 1
+        run.token = run.token or token_hex(16)
+        run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
+        run.skew_s = max(offsets) - min(offsets)
+        run.inventory, run.is_placed = dump(inventory), is_placed
+        run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
+        run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
+        if saved:
+            newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
+            words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
+            for each in run.nodes.values():
+                each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
+    run.say_stop("")
+    if run.drained:
+        run.drain(())
+    return run
+
+
+def _send(
+    tree: sync.Tree,
+    firsts: Mapping[str, Link],
+    facts: Mapping[str, check.Facts],
+    run_id: str,
+    options: Options,
+) -> dict[str, sync.Target]:
+    targets = {
+        name: sync.code_target(
+            link, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
+        )
+        for name, link in firsts.items()
+    }
+    with sync.progress_bars(silent=options.quiet) as progress:
+        check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
+    return targets
+
+
+def count(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
+    first = next(iter(facts.values()))
+    num_gpus = sum(len(node.gpus) for node in planned.nodes)
+    interfaces = " ".join(dict.fromkeys(node.interface for node in planned.nodes))
+    return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
+
+
+def _wait_started(hands: Hands, names: Sequence[str]) -> None:
+    """Until workers run on every node (or a node has more to say than that).
+
+    Raises:
+        HostError: an agent ended at once, or the nodes did not find each other in time.
+    """
+    deadline = time.monotonic() + STARTED_TIMEOUT_S
+
+    def wait(name: str) -> None:
+        while True:
+            status = hands.status(name)
+            if status.get("state") in ("running", "waiting", *FINAL):
+                return
+            if not status["alive"]:
+                raise HostError(
+                    name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
+                )
+            if time.monotonic() > deadline:
+                raise HostError(
+                    name,
+                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: "
+                    "the nodes do not reach each other; is there a firewall between them?",
+                )
+            time.sleep(0.05)
+
+    _on_nodes(names, wait)

@@ -1,0 +1,172 @@
+"""What a run's time went into, by its events: training that counts, and what was lost to which cause; pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.story.attempts import Attempt, Session, is_number, of_kind, session_of
+from nodekit.deploy.story.whereabouts import Span
+
+CAUSES = ("start", "restart", "redone", "snapshots", "waiting", "end")
+"""What the time that is lost goes into, see `Goodput`."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What the run's time went into; `trained_s` and all of `lost` add up to `total_s`.
+
+    The causes: ``start`` (to the first step), ``restart`` (from a loss or failure to the next first step), ``redone``
+    (training steps again that had been done), ``snapshots`` (the training held up by them), ``waiting`` (nothing could
+    train for want of nodes), ``end`` (after the last step: last copies, and the farewell).
+    """
+
+    total_s: float
+    """While the run was up; time between a stop and going on is not the run's."""
+    trained_s: float
+    """That trained steps which count."""
+    lost: Mapping[str, float]
+    """Cause → seconds."""
+
+    @property
+    def share(self) -> float:
+        """Of the time, what trained steps which count; 0 to 1."""
+        return self.trained_s / self.total_s if self.total_s > 0 else 0.0
+
+
+def goodput(
+    events: Sequence[Event],
+    sessions: Sequence[Session],
+    attempts: Sequence[Attempt],
+    spans: Mapping[str, Sequence[Span]],
+    min_nodes: int | None,
+) -> Goodput:
+    """What the time went into; see `History.of` for `min_nodes`."""
+    return _Account(events, sessions, attempts, spans, min_nodes).goodput()
+
+
+class _Account:
+    """Divides the run's time."""
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        sessions: Sequence[Session],
+        attempts: Sequence[Attempt],
+        spans: Mapping[str, Sequence[Span]],
+        min_nodes: int | None,
+    ) -> None:
+        self._events = events
+        self._sessions = sessions
+        self._attempts = attempts
+        self._spans = spans
+        self._min_nodes = min_nodes
+        self._snapshots = of_kind(events, "snapshot")
+        self._quorumless = self._without_quorum()
+
+    def goodput(self) -> Goodput:
+        """All of it."""
+        lost = dict.fromkeys(CAUSES, 0.0)
+        trained = total = 0.0
+        done = 0
+        for number, session in enumerate(self._sessions):
+            total += session.end - session.start
+            attempts = [each for each in self._attempts if session_of(self._sessions, each.started) == number]
+            at, cause = session.start, "start"
+            for attempt in attempts:
+                if attempt.first_step_time is None:
+                    continue
+                begin = min(max(attempt.first_step_time, at), session.end)
+                end = min(max(attempt.trained_until, begin), session.end)
+                waited = self._waited(at, begin, attempts, attempt)
+                lost[cause] += begin - at - waited
+                lost["waiting"] += waited
+                redone = self._redone_s(attempt, done, begin, end)
+                paused = min(self._paused_s(attempt, done), end - begin - redone)
+                lost["redone"] += redone
+                lost["snapshots"] += paused
+                trained += end - begin - redone - paused
+                done = max(done, attempt.last_step or 0)
+                at, cause = end, "restart"
+            waited = self._waited(at, session.end, attempts, None)
+            is_ending = session.is_over or all(each.ended is None for each in attempts[-1:])
+            lost["end" if is_ending and cause == "restart" else cause] += session.end - at - waited
+            lost["waiting"] += waited
+        return Goodput(total_s=total, trained_s=trained, lost=lost)
+
+    def _redone_s(self, attempt: Attempt, done: int, begin: float, end: float) -> float:
+        """How long it took an attempt to get to where another had been before."""
+        if attempt.last_step is None or attempt.first_step is None or done < attempt.first_step:
+            return 0.0
+        if attempt.last_step <= done:
+            return end - begin
+        before = (begin, attempt.first_step)
+        for time, step in attempt.steps:
+            if step > done:
+                share = (done - before[1]) / (step - before[1]) if step > before[1] else 0.0
+                return min(max(before[0] + share * (time - before[0]) - begin, 0.0), end - begin)
+            before = (max(time, begin), step)
+        return end - begin
+
+    def _paused_s(self, attempt: Attempt, done: int) -> float:
+        """How long snapshots held up an attempt: all nodes are held up together, so the most of any of them."""
+        number = self._attempts.index(attempt)
+        until = math.inf
+        if number + 1 < len(self._attempts):
+            until = self._attempts[number + 1].started
+        paused: dict[str, float] = {}
+        for event in self._snapshots:
+            step, seconds = event.get("step"), event.get("pause_s")
+            is_its = attempt.started <= event.time < until and is_number(seconds)
+            if is_its and not (is_number(step) and step <= done):
+                paused[str(event.node)] = paused.get(str(event.node), 0.0) + max(0.0, float(seconds))
+        return max(paused.values(), default=0.0)
+
+    def _waited(self, start: float, end: float, attempts: Sequence[Attempt], until: Attempt | None) -> float:
+        """Of a time in which nothing trained, how much was for want of nodes."""
+        if end <= start:
+            return 0.0
+        between = [each for each in attempts if start <= each.started <= end]
+        if until is not None and until not in between:
+            between.append(until)
+        before = [each for each in attempts if each.started < start]
+        missing: list[tuple[float, float, int]] = [(*each, 0) for each in self._quorumless]
+        for each in between or before[-1:]:
+            # Those that the next attempt had were waited for until they came; after the last, its own members are.
+            is_next = each in between
+            limit = min(end, each.started) if is_next else end
+            for name in each.members:
+                missing += [
+                    (span.start, min(span.end, limit), len(each.members))
+                    for span in self._spans[name]
+                    if span.state == "away" and span.start < limit
+                ]
+        edges = sorted({start, end, *(t for each in missing for t in each[:2] if start < t < end)})
+        waited = 0.0
+        for low, high in itertools.pairwise(edges):
+            here = [each for each in missing if each[0] <= low and each[1] >= high]
+            voted = [each for each in here if not each[2]]
+            away = [each for each in here if each[2]]
+            few = self._min_nodes is None or any(each[2] - len(away) < self._min_nodes for each in away)
+            if voted or (away and few):
+                waited += high - low
+        return waited
+
+    def _without_quorum(self) -> list[tuple[float, float]]:
+        found: list[tuple[float, float]] = []
+        open_since: dict[str | None, float] = {}
+        for event in self._events:
+            if event.kind == "no-quorum":
+                open_since.setdefault(event.node, event.time)
+            elif event.node in open_since and event.kind in (
+                "rendezvous",
+                "generation",
+                "agent-started",
+                "agent-ended",
+                "store-lost",
+            ):
+                found.append((open_since.pop(event.node), event.time))
+        return [*found, *((since, self._sessions[-1].end) for since in open_since.values())]

@@ -1,0 +1,200 @@
+"""What a run's events (docs/events.md) add up to; pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.story.attempts import (
+    Attempt,
+    is_number,
+    mapping_of,
+    of_kind,
+    read_attempts,
+    read_sessions,
+    session_of,
+)
+from nodekit.deploy.story.goodput import CAUSES, Goodput, goodput
+from nodekit.deploy.story.whereabouts import Span, whereabouts
+
+__all__ = ["CAUSES", "Attempt", "Goodput", "History", "Point", "Span", "standing"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a curve."""
+
+    step: int
+    value: float
+    time: float
+    attempt: str
+
+
+@dataclass(frozen=True)
+class History:
+    """A run so far."""
+
+    started: float
+    ended: float | None
+    """None: it is running."""
+    state: str
+    """starting, running, succeeded, failed, stopped."""
+    verdict: str
+    sessions: tuple[tuple[float, float], ...]
+    """From when to when the run was up: more than one if it was stopped, or failed, and went on."""
+    attempts: tuple[Attempt, ...]
+    spans: Mapping[str, tuple[Span, ...]]
+    """node → what it did, without gaps from when it was first heard of."""
+    failures: tuple[Event, ...]
+    """Those of kind ``worker-failed``."""
+    snapshots: tuple[Event, ...]
+    evaluations: tuple[Event, ...]
+    """Those that stand: what a redone step replaced is left out."""
+    samples: Mapping[str, tuple[Event, ...]]
+    step: int | None
+    """The last one that counts."""
+    total_steps: int | None
+    restarts: int
+    """Attempts after a session's first."""
+    best: Mapping[str, tuple[float, int]]
+    """metric → its best value, and at which step: the least of what has "loss" in its name, else the most."""
+    result: Mapping[str, Any]
+    """What the job said at its end, from ``output/result.json``."""
+    goodput: Goodput
+
+    @classmethod
+    def of(cls, events: Sequence[Event], *, now: float, min_nodes: int | None = None) -> History:
+        """The history that some events tell.
+
+        Args:
+            events: of one run, in the order of time.
+            now: seconds since 1970; a run that is going on goes on until then.
+            min_nodes: the fewest that the job needs; None: as many as it trained with next.
+        """
+        found = sorted((each for each in events if math.isfinite(each.time)), key=lambda event: event.time)
+        sessions = read_sessions(found, max([now, *(each.time for each in found[-1:])]))
+        attempts = read_attempts(found, sessions)
+        spans = whereabouts(found, sessions, attempts)
+        last = sessions[-1]
+        samples: dict[str, list[Event]] = {}
+        for event in of_kind(found, "sample"):
+            if event.node:
+                samples.setdefault(event.node, []).append(event)
+        evaluations = _standing_evaluations(found, attempts)
+        totals = [each.get("total_steps") for each in found if is_number(each.get("total_steps"))]
+        results = [
+            mapping_of(each.get("result")) for each in of_kind(found, "agent-ended") if each.get("result")
+        ]
+        num_sessions = len({session_of(sessions, each.started) for each in attempts})
+        has_trained = any(each.first_step_time is not None for each in attempts)
+        return cls(
+            started=sessions[0].start,
+            ended=last.end if last.is_over else None,
+            state=last.state or ("running" if has_trained else "starting"),
+            verdict=last.verdict,
+            sessions=tuple((each.start, each.end) for each in sessions),
+            attempts=tuple(attempts),
+            spans=spans,
+            failures=tuple(of_kind(found, "worker-failed")),
+            snapshots=tuple(of_kind(found, "snapshot")),
+            evaluations=tuple(evaluations),
+            samples={name: tuple(samples[name]) for name in spans if name in samples},
+            step=next((each.last_step for each in reversed(attempts) if each.last_step is not None), None),
+            total_steps=totals[-1] if totals else None,
+            restarts=len(attempts) - num_sessions,
+            best=_best(evaluations),
+            result=results[-1] if results else {},
+            goodput=goodput(found, sessions, attempts, spans, min_nodes),
+        )
+
+    def losses(self) -> list[Point]:
+        """The loss at each step that was sampled; redone steps replaced."""
+        return standing(
+            [
+                Point(each.get("step"), each.get("loss"), each.time, attempt.attempt)
+                for each in told
+                if is_number(each.get("step")) and is_number(each.get("loss"))
+            ]
+            for attempt, told in self._told()
+        )
+
+    def metric(self, name: str) -> list[Point]:
+        """A metric at each evaluation that stands."""
+        return [
+            Point(each.get("step"), each.get("metrics")[name], each.time, str(each.get("attempt")))
+            for each in self.evaluations
+            if is_number(mapping_of(each.get("metrics")).get(name))
+        ]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all metrics that were evaluated."""
+        return list(
+            dict.fromkeys(name for each in self.evaluations for name in mapping_of(each.get("metrics")))
+        )
+
+    def speeds(self) -> list[Point]:
+        """Steps per second between two samples, at the second one's step; over time, redone steps too."""
+        found = []
+        for attempt, told in self._told():
+            known = [(each.time, int(each.get("step"))) for each in told if is_number(each.get("step"))]
+            for (before, low), (after, high) in itertools.pairwise(known):
+                if after > before:
+                    found.append(Point(high, (high - low) / (after - before), after, attempt.attempt))
+        return found
+
+    def _told(self) -> list[tuple[Attempt, Sequence[Event]]]:
+        """Each attempt with the samples of the node that speaks for it: rank 0's, or the first that has some."""
+        by_attempt: dict[str, dict[str, list[Event]]] = {}
+        for node, samples in self.samples.items():
+            for each in samples:
+                by_attempt.setdefault(str(each.get("attempt")), {}).setdefault(node, []).append(each)
+        found: list[tuple[Attempt, Sequence[Event]]] = []
+        for attempt in self.attempts:
+            own = by_attempt.get(attempt.attempt, {})
+            voice = next((node for node in attempt.members if node in own), min(own, default=""))
+            found.append((attempt, own.get(voice, ())))
+        return found
+
+
+def standing(attempts: Iterable[Sequence[Point]]) -> list[Point]:
+    """One curve of each attempt's points: what a later attempt did again replaces what was there."""
+    curve: list[Point] = []
+    for points in attempts:
+        if points:
+            first = min(point.step for point in points)
+            curve = [point for point in curve if point.step < first] + sorted(
+                points, key=lambda point: point.step
+            )
+    return curve
+
+
+def _standing_evaluations(events: Sequence[Event], attempts: Sequence[Attempt]) -> list[Event]:
+    """What a redone step replaced is taken out."""
+    all_of_them = of_kind(events, "evaluation")
+    kept: list[Event] = []
+    for attempt in attempts:
+        own = [each for each in all_of_them if each.get("attempt") == attempt.attempt]
+        own = [each for each in own if is_number(each.get("step"))]
+        if attempt.resumed_at is not None:
+            kept = [each for each in kept if each.get("step") <= attempt.resumed_at]
+        steps = {each.get("step") for each in own}
+        kept = [each for each in kept if each.get("step") not in steps] + own
+    return sorted(kept, key=lambda each: int(each.get("step")))
+
+
+def _best(evaluations: Iterable[Event]) -> dict[str, tuple[float, int]]:
+    best: dict[str, tuple[float, int]] = {}
+    for event in evaluations:
+        for name, value in mapping_of(event.get("metrics")).items():
+            if not is_number(value):
+                continue
+            old = best.get(str(name))
+            is_better = old is None or (value < old[0] if "loss" in str(name) else value > old[0])
+            if is_better:
+                best[str(name)] = (float(value), int(event.get("step")))
+    return best

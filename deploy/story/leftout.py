@@ -1,0 +1,204 @@
+"""What of the user's folder is not sent because .gitignore names it: when to say so, and how to tell that it is missed.
+
+Data is often ignored: git is not for it. A script that then finds some of it missing may stop, or train another model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nodekit.deploy.agent.ranks.failures import message_of
+from nodekit.deploy.story.causes import Cause
+from nodekit.deploy.story.verdict import Verdict
+from nodekit.deploy.sync.listing import Tree
+from nodekit.deploy.sync.selection import IGNORE_FILE, Why, above, reasons
+
+LARGE_BYTES = 10_000_000
+MAX_ENTRIES, MAX_S = 20_000, 1.0  # of looking into ignored folders
+MAX_NAMED = 500
+_MAX_LINES = 4
+# What tools make anew wherever they run, and what is hidden: settings, and often secrets.
+_BY_PRODUCT = re.compile(r"\..*|__pycache__|node_modules|.*\.(pyc|pyo|egg-info|swp)|.*~")
+_MISSING = re.compile(
+    r"No such file|[Nn]ot found|[Uu]nable to (?:find|open|load)|(?:does not|doesn't) exist|[Cc]annot (?:find|open)"
+    r"|[Cc]ould(?: not|n't) (?:find|open|load)|[Cc]an't (?:find|open|load)|no data|is missing"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What is not sent."""
+
+    why: Mapping[str, Why]
+    """Path → why; folders end with a slash, and stand for all that is in them."""
+    num_files: int = 0
+    size_bytes: int = 0
+    is_all: bool = True
+    """Whether all was counted; else there is more."""
+    matters: bool = False
+    """Whether there is much of it, or some of it lies where the command looks."""
+    lines: tuple[str, ...] = ()
+    """What to write into .kitignore, that which matters most first."""
+
+    def said(self) -> list[str]:
+        """A line for the user; none where it does not matter."""
+        if not self.matters:
+            return []
+        least = "" if self.is_all else "at least "
+        sources = ", ".join(sorted({each.source for each in self.why.values()})[:_MAX_LINES])
+        files = f"{self.num_files} file{'' if self.num_files == 1 else 's'}"
+        shown = ", ".join(f"`{line}`" for line in self.lines[:_MAX_LINES])
+        shown += " …" if len(self.lines) > _MAX_LINES else ""
+        verb = f"send{'s' if len(self.lines) == 1 else ''} {'it' if self.num_files == 1 else 'them'}"
+        return [
+            f"left out: {least}{files}, {self.size_bytes / 1e6:.1f} MB, ignored by {sources}: "
+            f"{shown} in {IGNORE_FILE} {verb}"
+        ]
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """As a run's record has it: path → who ignores it, and the line that sends it."""
+        return {path: list(why) for path, why in self.why.items()}
+
+
+def look(tree: Tree, argv: Sequence[str]) -> LeftOut:
+    """Tell what of a folder is not sent, and whether that matters to the command.
+
+    Args:
+        tree: what is sent.
+        argv: what a rank runs: files and folders that it names are where it looks.
+    """
+    root = str(tree.root)
+    named = _named(root, argv)
+    near = [path if os.path.isdir(f"{root}/{path}") else os.path.dirname(path) for path in named]  # noqa: PTH112, PTH120
+    told = {
+        path: repository
+        for path, repository in tree.ignored.items()
+        if path not in tree.stats and (not _is_by_product(path) or _is_named(path, named))
+    }
+    is_all = len(told) <= MAX_ENTRIES
+    why = reasons(tree.root, dict(itertools.islice(told.items(), MAX_ENTRIES)))
+    found: list[tuple[bool, bool, int, str]] = []
+    deadline, left, num_files = time.monotonic() + MAX_S, MAX_ENTRIES, 0
+    for path in why:
+        if any(f"{folder}/" in why for folder in above(path)):
+            continue  # its folder is told
+        before, size = num_files, 0
+        for size_bytes in _sizes(root, path, tree):
+            size, num_files, left = size + size_bytes, num_files + 1, left - 1
+            if left < 0 or time.monotonic() > deadline:
+                is_all = False
+                break
+        if num_files > before:
+            is_near = any(_is_below(path, each) for each in near)
+            found.append((_is_named(path, named), is_near, size, path))
+    found.sort(key=lambda each: (not each[0], not each[1], -each[2], each[3]))
+    size_bytes = sum(size for _, _, size, _ in found)
+    return LeftOut(
+        why={path: why[path] for *_, path in found[:MAX_NAMED]},
+        num_files=num_files,
+        size_bytes=size_bytes,
+        is_all=is_all,
+        matters=size_bytes >= LARGE_BYTES or any(is_named or is_near for is_named, is_near, _, _ in found),
+        lines=tuple(dict.fromkeys(why[path].line for *_, path in found)),
+    )
+
+
+def _named(root: str, argv: Sequence[str]) -> list[str]:
+    """What of the folder a command names, in its arguments or in their values."""
+    words = [
+        part for word in argv[1:] for part in (word, word.partition("=")[2]) if part and "\0" not in part
+    ]
+    if argv[1:3] and "-m" in argv[1:3]:  # python -u -m package.module
+        module = argv[argv.index("-m") + 1 :][:1]
+        words += [f"{each.replace('.', '/')}{end}" for each in module for end in ("", ".py")]
+    found = (os.path.relpath(os.path.join(root, word), root) for word in words)  # noqa: PTH118
+    return [
+        each
+        for each in dict.fromkeys(found)
+        if not each.startswith(os.pardir) and os.path.lexists(f"{root}/{each}")
+    ]
+
+
+def _is_named(path: str, named: Sequence[str]) -> bool:
+    return any(_touches(path, each) for each in named)
+
+
+def _touches(path: str, named: str) -> bool:
+    """Whether an ignored path is what the command names, or lies in it, or around it."""
+    return (named != "." and _is_below(path, named)) or f"{named}/".startswith(path)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return folder in ("", ".", path.rstrip("/")) or path.startswith(f"{folder}/")
+
+
+def _is_by_product(path: str) -> bool:
+    return any(_BY_PRODUCT.fullmatch(name) for name in path.rstrip("/").split("/"))
+
+
+def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
+    """The size of each file that is not sent; one link or a file that vanishes is none."""
+    if not path.endswith("/"):
+        try:
+            yield os.lstat(f"{root}/{path}").st_size
+        except OSError:
+            return
+        return
+    try:
+        entries = list(os.scandir(f"{root}/{path}"))
+    except OSError:
+        return
+    if any(entry.name == "pyvenv.cfg" for entry in entries):
+        return  # a virtual environment
+    for entry in entries:
+        inside = path + entry.name
+        if _is_by_product(entry.name) or inside in tree.stats:
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        yield from _sizes(root, f"{inside}/" if is_folder else inside, tree)
+
+
+def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: Mapping[str, str]) -> Verdict:
+    """A verdict, with the file that was left out as its cause where the first failure says that it is missing.
+
+    Args:
+        found: the verdict on a run.
+        left_out: what was, as `LeftOut.to_dict` has it.
+        code_dirs: node → where the code lies there.
+    """
+    if found.first is None:
+        return found
+    cause = missed(found.first.error, left_out, code_dirs.get(found.first.node, ""))
+    return replace(found, cause=cause) if cause else found
+
+
+def missed(error: str, left_out: Mapping[str, Sequence[str]], code_dir: str) -> Cause | None:
+    """The cause of a failure whose message says that a file is missing which was left out.
+
+    Args:
+        error: the last words of a rank.
+        left_out: what was, as `LeftOut.to_dict` has it.
+        code_dir: where the code lies on that node.
+    """
+    for line in message_of(error).splitlines():
+        if not _MISSING.search(line):
+            continue
+        quoted = [each for pair in re.findall(r"'([^']+)'|\"([^\"]+)\"", line) for each in pair if each]
+        for word in (*quoted, *re.findall(r"[^\s'\"`,;:()\[\]<>=]+", line)):
+            within = os.path.normpath(word.removeprefix(f"{code_dir}/"))
+            if os.path.isabs(within) or within == ".":  # noqa: PTH117
+                continue
+            for path, (source, to_write) in left_out.items():
+                if _touches(path, within):
+                    return Cause(
+                        "ignored-file",
+                        f"{within} was not sent to the nodes: {source} ignores {'it' if path == within else path}",
+                        f"{to_write} in {IGNORE_FILE} sends it with the code; what is too large for that belongs at "
+                        "the same place on each node, or on a disk that all share",
+                    )
+    return None

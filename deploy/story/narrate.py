@@ -1,0 +1,299 @@
+"""Tells a run's events (docs/events.md) in sentences for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+from nodekit.deploy.agent.ranks.failures import how_it_ended, is_echo
+from nodekit.deploy.records.events import Event
+
+_NAMED = 6  # of more nodes than this the rest is only counted
+
+
+class Narrator:
+    """Remembers what it has told, so that an event that several nodes wrote down is told once."""
+
+    def __init__(self) -> None:
+        """Nothing has happened yet."""
+        self._told: set[Hashable] = set()
+        self._started: float | None = None
+        self._attempt = ""
+        self._members: frozenset[str] = frozenset()
+        self._been: set[str] = set()
+        self._named_lost: set[str] = set()
+        self._world_size = 0
+        self._drained: set[str] = set()
+        self._broke: float | None = None
+        self._going_since = 0.0
+        self._has_trained = False
+        self._step = 0
+        self._resumed: tuple[object, int] = (None, 0)
+        self._best: float | None = None
+
+    def tell(self, event: Event) -> list[str]:
+        """What to say of the next event: mostly nothing, for most are known from others.
+
+        Args:
+            event: in the order in which they were written to the run's file, or in that of time.
+        """
+        how: Callable[[Event], list[str]] | None = getattr(self, "_on_" + event.kind.replace("-", "_"), None)
+        return how(event) if how is not None else []
+
+    def _once(self, *what: Hashable) -> bool:
+        """Whether this is the first time."""
+        if what in self._told:
+            return False
+        self._told.add(what)
+        return True
+
+    def _breaks(self, event: Event) -> None:
+        """What was under way is interrupted: from when on nothing is trained."""
+        if self._broke is None and event.time > self._going_since:  # an older one came in late
+            self._broke = event.time
+
+    def _reaches(self, event: Event) -> None:
+        self._step = max(self._step, int(event.get("step") or 0))
+
+    # --- of the supervisor ---
+
+    def _on_run_started(self, event: Event) -> list[str]:
+        nodes = event.get("nodes") or ()
+        self._started, self._broke, self._attempt, self._members = event.time, None, "", frozenset()
+        number = count(len(nodes) if isinstance(nodes, Collection) else int(nodes), "node")
+        if event.get("goes_on"):
+            return [f"the run goes on with {number}, in generation {event.get('generation')}"]
+        return [f"the run starts on {number}"]
+
+    def _on_start(self, event: Event) -> list[str]:
+        return [f"{event.about}: starting its agent"]
+
+    def _on_join(self, event: Event) -> list[str]:
+        generation = event.get("generation")
+        if not self._once("join", event.about, generation):
+            return []
+        return [f"{event.about} is called into generation {generation}"]
+
+    def _on_stop(self, event: Event) -> list[str]:
+        return [f"{event.about}: stopping it, for the job has ended elsewhere"]
+
+    def _on_drain(self, event: Event) -> list[str]:
+        self._drained |= {str(event.about)}
+        return [f"{event.about} is drained: its ranks save, and it leaves the job"]
+
+    def _on_undrain(self, event: Event) -> list[str]:
+        self._drained -= {str(event.about)}
+        return [f"{event.about} may come back into the job"]
+
+    def _on_problem(self, event: Event) -> list[str]:
+        return [f"{event.about}: not started: {event.get('why')}"]
+
+    def _on_refused(self, event: Event) -> list[str]:
+        return [f"{event.about}: {event.get('why')}"]
+
+    def _on_unreachable(self, event: Event) -> list[str]:
+        why = _first_line(event.get("why"))
+        return [f"{event.about} is out of sight" + (f": {why}" if why else "")]
+
+    def _on_reached(self, event: Event) -> list[str]:
+        return [f"{event.about} is in sight again"]
+
+    def _on_said(self, event: Event) -> list[str]:
+        return [str(event.get("text"))] if event.get("text") else []
+
+    def _on_run_ended(self, event: Event) -> list[str]:
+        if not self._once("run-ended", self._started):  # whoever sees it end writes that down
+            return []
+        why = _first_line(event.get("verdict"))
+        if why.startswith("stopped"):
+            return [f"the run was {why}"]
+        state = "has failed" if event.get("state") == "failed" else "is over"
+        told = why and why != event.get("state")
+        return [f"the run {state}" + (f": {why}" if told else "")]
+
+    # --- of a node ---
+
+    def _on_agent_started(self, event: Event) -> list[str]:
+        return [f"{event.node}: its agent is there"] if self._has_trained else []
+
+    def _on_agent_ended(self, event: Event) -> list[str]:
+        self._breaks(event)
+        if event.get("state") == "ended" and event.node not in self._drained:
+            return [f"{event.node}: its agent was ended by someone else"]
+        return []
+
+    def _on_membership(self, event: Event) -> list[str]:
+        self._breaks(event)
+        lost, waiting = int(event.get("lost") or 0), int(event.get("waiting") or 0)
+        if not self._once("membership", self._attempt) or ("cause", self._attempt) in self._told:
+            return []  # a node whose rank has failed leaves the round, and comes into the next
+        if lost:
+            who = event.get("names") or ()
+            self._named_lost |= set(who)
+            text = names(who) or count(lost, "node")
+            return [f"{text} {'is' if lost == 1 else 'are'} lost; the others meet again"]
+        verb = "wants" if waiting == 1 else "want"
+        return [f"{count(waiting, 'node')} {verb} to come in: ranks save, and all meet again"]
+
+    def _on_rendezvous(self, event: Event) -> list[str]:
+        attempt = str(event.get("attempt"))
+        if not self._once("rendezvous", attempt):
+            return []
+        members = frozenset(event.get("members") or ())
+        before, self._members, self._attempt = self._members, members, attempt
+        lost, new = sorted(before - members), sorted(members - before)
+        back = [name for name in new if name in self._been]
+        come = [name for name in new if name not in self._been]
+        named, self._named_lost = self._named_lost | self._drained, set()
+        out = [name for name in lost if name not in named]
+        self._been |= members
+        if not before:
+            return []
+        number = count(len(members), "node")
+        if not lost and not new:
+            return [f"re-formed with the same {number}"]
+        parts = [f"{names(back)} {'is' if len(back) == 1 else 'are'} back"] if back else []
+        parts += [f"{names(come)} {'has' if len(come) == 1 else 'have'} come in"] if come else []
+        parts += [f"{names(out)} {'is' if len(out) == 1 else 'are'} out"] if out else []
+        return ["; ".join([*parts, f"re-formed with {number}"])]
+
+    def _on_workers_started(self, event: Event) -> list[str]:
+        self._world_size = int(event.get("world_size") or 0)
+        return []
+
+    def _on_first_step(self, event: Event) -> list[str]:
+        if not self._once("first-step", event.get("attempt")):
+            return []
+        step, last = int(event.get("step") or 0), self._step
+        began = self._broke if self._broke is not None else self._started
+        after = f" after {duration(event.time - began)}" if began is not None else ""
+        self._broke, self._going_since = None, event.time
+        attempt, saved = self._resumed
+        is_resumed = attempt == event.get("attempt")
+        self._step = step  # what was told of later steps is done again
+        if not self._has_trained and last == 0 and not is_resumed:
+            self._has_trained = True
+            ranks = f" with {count(self._world_size, 'rank')}" if self._world_size else ""
+            where = f" on {count(len(self._members), 'node')}" if self._members else ""
+            return [f"training{where}{ranks}; the first step{after}"]
+        self._has_trained = True
+        goes_on = saved if is_resumed else step
+        redone = last - goes_on
+        again = f", {count(redone, 'step')} redone" if redone > 0 else ""
+        return [f"resumed at step {goes_on:,}{after}{again}"]
+
+    def _on_sample(self, event: Event) -> list[str]:
+        if event.get("attempt") == self._attempt or not self._attempt:
+            self._reaches(event)
+        return []
+
+    def _on_resumed(self, event: Event) -> list[str]:
+        self._resumed = (event.get("attempt"), int(event.get("step") or 0))
+        return []
+
+    def _on_attempt_ended(self, event: Event) -> list[str]:
+        self._breaks(event)
+        self._reaches(event)
+        return []
+
+    def _on_evaluation(self, event: Event) -> list[str]:
+        metrics: Mapping[str, Any] = event.get("metrics") or {}
+        key = "accuracy" if "accuracy" in metrics else "loss"
+        value = metrics.get(key)
+        if not isinstance(value, int | float):
+            return []
+        score = value if key == "accuracy" else -value
+        if self._best is not None and score <= self._best:
+            return []
+        best, self._best = self._best is not None, score
+        text = ", ".join(f"{name} {metric(name, each)}" for name, each in metrics.items())
+        return [
+            f"evaluated at step {int(event.get('step') or 0):,}: {text}"
+            + (", the best so far" if best else "")
+        ]
+
+    def _on_worker_failed(self, event: Event) -> list[str]:
+        self._breaks(event)
+        error, exitcode = str(event.get("error") or ""), int(event.get("exitcode") or 0)
+        attempt = event.get("attempt")
+        who = f"rank {event.get('rank')} on {event.node}"
+        if is_echo(error, exitcode):
+            is_first = ("cause", attempt) not in self._told and self._once("echo", attempt)
+            return [f"{who} has lost another rank"] if is_first else []
+        self._told.add(("cause", attempt))
+        last = (error.strip().splitlines() or ["it wrote nothing"])[-1]
+        return [f"{who} failed ({how_it_ended(exitcode)}): {last}"]
+
+    def _on_hang(self, event: Event) -> list[str]:
+        self._breaks(event)
+        text = _first_line(event.get("text"))
+        return [text] if text and self._once("hang", self._attempt, text) else []
+
+    def _on_lingering(self, event: Event) -> list[str]:
+        ranks = sorted(event.get("stacks") or (), key=lambda rank: (len(str(rank)), str(rank)))
+        return [f"{event.node}: rank {', '.join(map(str, ranks))} did not end when asked"] if ranks else []
+
+    def _on_false_alarm(self, event: Event) -> list[str]:
+        wait = duration(float(event.get("lost_after_s") or 0))
+        return [f"a node taken for lost was not: from now on {wait} of silence is borne"]
+
+    def _on_no_quorum(self, event: Event) -> list[str]:
+        members = tuple(event.get("members") or ())
+        electorate = event.get("electorate") or {}
+        voters = electorate.get("nodes", ()) if isinstance(electorate, Mapping) else electorate
+        if not self._once("no-quorum", members, tuple(voters)):
+            return []
+        verb = "waits" if len(members) == 1 else "wait"
+        return [f"{names(members)} {verb}: no majority of {names(voters)}"]
+
+    def _on_store_lost(self, event: Event) -> list[str]:
+        self._breaks(event)
+        if not self._once("store-lost", self._attempt):
+            return []
+        why = _first_line(event.get("why"))
+        if why.startswith("somebody else"):
+            return [f"{event.node}: {why}"]
+        return [f"{event.node} has lost the rendezvous host"]
+
+    def _on_replica_failed(self, event: Event) -> list[str]:
+        why = _first_line(event.get("reason") or event.get("why"))
+        if not self._once("replica", event.node, why):
+            return []
+        return [f"{event.node}: a copy of a snapshot could not be kept: {why}"]
+
+    _on_replica_refused = _on_replica_failed
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `1,200 steps`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def names(nodes: Collection[str]) -> str:
+    """Some nodes for people: the first few of many."""
+    first = ", ".join(list(nodes)[:_NAMED])
+    return first if len(nodes) <= _NAMED else f"{first} and {len(nodes) - _NAMED} more"
+
+
+def duration(seconds: float) -> str:
+    """`5.9 s`, `42 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
+    seconds = max(seconds, 0.0)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            large, small = divmod(whole, size)
+            return f"{large} {unit} {small // smaller} {name}" if small // smaller else f"{large} {unit}"
+    return f"{whole} s"
+
+
+def metric(name: str, value: Any) -> str:
+    """A number of an evaluation, for people: an accuracy is a share."""
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def _first_line(text: object) -> str:
+    return str(text or "").strip().partition("\n")[0]

@@ -1,0 +1,112 @@
+"""What a run has come to, in a few numbers: kept beside its record, so that nobody reads all its events for a table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from nodekit.deploy.agent.notes import parse_progress
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.history import History
+
+FILE = "summary.json"
+VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in numbers; what is not known is None."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    best: dict[str, tuple[float, int | None]] = field(default_factory=dict)
+    """Metric → its best value, and at which step; without an evaluation what the job said at its end."""
+    goodput: float | None = None
+    """Share of the time that trained steps which count."""
+    seconds: float | None = None
+    """How long it was up."""
+    restarts: int | None = None
+    world_size: int | None = None
+    """Ranks, in its last attempt."""
+    guess: dict[str, Any] | None = None
+    """How far it seems to be by what rank 0 printed (`deploy/agent/guess.py`), where it told of no step."""
+
+    @classmethod
+    def of(cls, history: History) -> Summary:
+        """That of a history."""
+        if not history.attempts:
+            return cls(seconds=history.goodput.total_s)
+        best: dict[str, tuple[float, int | None]] = dict(history.best)
+        if not best:
+            numbers = {name: value for name, value in history.result.items() if isinstance(value, float)}
+            best = {name: (value, None) for name, value in numbers.items() if name in ("accuracy", "loss")}
+        return cls(
+            step=history.step,
+            total_steps=history.total_steps,
+            best=best,
+            goodput=history.goodput.share,
+            seconds=history.goodput.total_s,
+            restarts=history.restarts,
+            world_size=history.attempts[-1].world_size or None,
+        )
+
+    @property
+    def headline(self) -> tuple[str, float] | None:
+        """The metric that says most, and its best value: the first one that is no loss."""
+        names = sorted(self.best, key=lambda name: ("loss" in name, name != "accuracy"))
+        return (names[0], self.best[names[0]][0]) if names else None
+
+
+def summary(run: Run) -> Summary:
+    """That of a run, from what is on this machine.
+
+    Once it has ended it is kept, with the size of the events file that it is of: one that has grown since is read anew.
+    """
+    try:
+        size_bytes = (run.folder / events.FILE).stat().st_size
+    except OSError:
+        return Summary()
+    kept = _load(run)
+    if kept and (kept["version"], kept["events_bytes"]) == (VERSION, size_bytes):
+        best = {name: (value, step) for name, (value, step) in kept["summary"].pop("best").items()}
+        return Summary(best=best, **kept["summary"])
+    found = Summary.of(History.of(events.read(run.folder), now=time.time()))
+    if found.step is None:
+        found = replace(found, guess=_guess_now(run))
+    if run.state in runs.ENDED:
+        data = {"version": VERSION, "events_bytes": size_bytes, "summary": asdict(found)}
+        with contextlib.suppress(OSError):  # a full disk, or a record that is only to be read
+            write_private(str(run.folder / FILE), json.dumps(data).encode())
+        return found
+    return replace(found, step=_step_now(run) or found.step)
+
+
+def _guess_now(run: Run) -> dict[str, Any] | None:
+    """As it was last heard of."""
+    said = [each for each in events.now(run.folder).values() if each.get("guess")]
+    return max(said, key=lambda each: float(each.get("time") or 0.0))["guess"] if said else None
+
+
+def _step_now(run: Run) -> int | None:
+    """That of the least advanced node, as it was last heard of: samples are minutes apart in a long run."""
+    said = [
+        str(each.get("progress") or "")
+        for each in events.now(run.folder).values()
+        if each.get("state") == "running"
+    ]
+    return min((step for each in said if (step := parse_progress(each)["step"]) is not None), default=None)
+
+
+def _load(run: Run) -> dict[str, Any] | None:
+    try:
+        kept = json.loads((run.folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(kept, Mapping) and {"version", "events_bytes", "summary"} <= kept.keys()
+    return dict(kept) if is_whole else None

@@ -1,0 +1,116 @@
+"""Where each node of a run was: training, starting, waiting or away, by the run's events; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.story.attempts import Attempt, Session, names_of, of_kind, text_of
+
+_OVER = ("succeeded", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a node did for a while."""
+
+    start: float
+    end: float
+    state: str
+    """starting, waiting, training, away, ended."""
+    why: str = ""
+
+
+def whereabouts(
+    events: Sequence[Event], sessions: Sequence[Session], attempts: Sequence[Attempt]
+) -> dict[str, tuple[Span, ...]]:
+    """Node → what it did, without gaps from when it was first heard of."""
+    own: dict[str, list[Event]] = {name: [] for name in nodes_of(events, attempts)}
+    for event in events:
+        if event.kind == "run-started":
+            for name in names_of(event.get("nodes")):
+                own[name].append(event)
+        elif event.kind != "sample" and event.about:
+            own[str(event.about)].append(event)
+    return {name: _spans_of(name, found, sessions, attempts) for name, found in own.items()}
+
+
+def nodes_of(events: Sequence[Event], attempts: Iterable[Attempt]) -> list[str]:
+    """All that had a part in it, rank 0's first as far as that is known."""
+    named: list[str] = []
+    for event in of_kind(events, "run-started"):
+        named += names_of(event.get("nodes"))
+    for attempt in attempts:
+        named += attempt.members
+    named += [str(event.about) for event in events if event.about]
+    return list(dict.fromkeys(named))
+
+
+def _spans_of(
+    name: str, events: Sequence[Event], sessions: Sequence[Session], every: Sequence[Attempt]
+) -> tuple[Span, ...]:
+    """What one node did; `events` are those that are about it."""
+    marks: list[tuple[float, str, str]] = []
+    for session in sessions:
+        if session.is_over:
+            marks.append((session.end, "ended", f"the run {session.state}"))
+    attempts = [each for each in every if name in each.members]
+    is_done = every[-1].attempt if every and sessions[-1].state == "succeeded" else ""
+    own_ends = {str(each.get("attempt")) for each in of_kind(events, "attempt-ended") if each.node == name}
+    for attempt in attempts:
+        if attempt.first_step_time is not None:
+            marks.append((attempt.first_step_time, "training", ""))
+        if attempt.ended is not None and attempt.attempt not in own_ends:
+            marks.append((attempt.ended, "away", attempt.why))
+    ends = {each.attempt: each for each in attempts}
+    for event in events:
+        if event.kind == "run-started":
+            marks.append((event.time, "starting", ""))
+        elif (mark := _mark(event, ends, is_done)) is not None:
+            marks.append((event.time, *mark))
+    marks.sort(key=lambda mark: mark[0])
+    return _merged(marks, until=sessions[-1].end)
+
+
+def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[str, str] | None:
+    """What an event says of the state of the node it is about, if anything."""
+    is_in_one = any(
+        each.started <= event.time < (math.inf if each.ended is None else each.ended)
+        for each in attempts.values()
+    )
+    match event.kind:
+        case "agent-started" | "generation" | "rendezvous":
+            return "starting", ""
+        case "no-quorum":
+            return "waiting", "those that were here were no majority"
+        case "store-lost":
+            return "waiting", "the rendezvous host was lost"
+        case "attempt-ended":
+            if is_done and event.get("attempt") == is_done:
+                return "waiting", "trained to the end; others had not"
+            return "starting", text_of(event.get("why"))
+        case "agent-ended":
+            state = str(event.get("state"))
+            return ("ended", "") if state in _OVER else ("away", "its agent was ended")
+        case "start" | "join" | "reached" if not is_in_one:
+            return "starting", ""
+        case "unreachable" if not is_in_one:
+            return "away", f"could not be reached: {text_of(event.get('why'))}"
+        case "node-state" if event.get("state") in ("fenced", "orphaned") and not is_in_one:
+            return "waiting", f"it was {event.get('state')}"
+    return None
+
+
+def _merged(marks: Sequence[tuple[float, str, str]], *, until: float) -> tuple[Span, ...]:
+    """Spans from the times at which a state began."""
+    spans: list[Span] = []
+    for number, (time, state, why) in enumerate(marks):
+        end = marks[number + 1][0] if number + 1 < len(marks) else max(until, time)
+        if spans and spans[-1].state == state:
+            spans[-1] = dataclasses.replace(spans[-1], end=end, why=spans[-1].why or why)
+        elif end > time:
+            spans.append(Span(time, end, state, why))
+    return tuple(spans)

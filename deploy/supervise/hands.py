@@ -1,0 +1,284 @@
+"""Does to the nodes of one run what start and the supervisor decide: start, call in, fence, grant, stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host import remote
+from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.records.events import Gatherer
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.secret_files import RANKS, secrets_file
+from nodekit.deploy.supervise.judge import State
+from nodekit.deploy.sync import sync
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Inventory
+
+GRACE_S = 30.0
+CALL_TIMEOUT_S = 30.0
+EVENTS_TIMEOUT_S = 5.0  # they are for people to read, and worth no long wait
+SYNC_TIMEOUT_S = 3600.0
+STOP_MARGIN_S = 10.0
+
+
+class Hands:
+    """The run's nodes, each behind a link that `links` has at the moment.
+
+    Several threads use it at once: it reads the run's record and never writes it.
+    """
+
+    def __init__(self, run: Run, inventory: Inventory, links: dict[str, Link]) -> None:
+        self.run = run
+        self.inventory = inventory
+        self.links = links
+        self._peers = cluster.peer_addresses(inventory.hosts)
+        self._package: sync.Package | None = None
+
+    def node(self, name: str) -> NodePlan:
+        """What a node runs, as it is on record.
+
+        Raises:
+            HostError: it was never started.
+        """
+        fields = self.run.nodes.get(name)
+        if fields is None:
+            raise HostError(name, "it was never started in this run")
+        tuples = {key: tuple(fields[key]) for key in ("gpus", "secrets", "argv")}
+        return NodePlan(**{**fields, **tuples})
+
+    def warm(self, name: str, secrets: Mapping[str, str]) -> None:
+        """Have a node's agent import torch, until it gets its go."""
+        node = self.node(name)
+        env = {**node.env, "NODEKIT_START": self.inventory.job.start}
+        if self.run.is_placed and secrets:
+            # They lie in the run's folder too, for a link there is not SSH: it is not encrypted.
+            file = secrets_file(Path(node.code_dir).parent, RANKS)
+            secrets_at = {"env_file": str(file)} if file is not None else {}
+        else:
+            secrets_at, env = {}, {**env, **secrets}
+        self._call(
+            name,
+            "warm",
+            node_dir=node.node_dir,
+            python=node.python,
+            kit_dir=node.kit_dir,
+            env=env,
+            **secrets_at,
+        )
+
+    def go(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
+        """Give a warm agent its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
+        node = self.node(name)
+        self._call(
+            name,
+            "go",
+            node_dir=node.node_dir,
+            spec=self._spec(name, state, joins=joins),
+            port=port,
+            called_off=state.called_off,
+        )
+
+    def start(
+        self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan], None]
+    ) -> None:
+        """Start the agent on a node that has none, after looking at its host anew.
+
+        Args:
+            name: the node's.
+            state: what the generation is.
+            is_new: it may lack the run's folder, and gets one.
+            record: has the run's record say what the node runs, before it does: who takes over finds it there.
+
+        Raises:
+            HostError: the host is not fit, or cannot be reached.
+            KitError: what `record` raises.
+        """
+        host = next(each for each in self.inventory.hosts if each.name == name)
+        link = self._link(name)
+        if self._package is None:
+            self._package = sync.package()
+        alone = self.inventory.model_copy(update={"hosts": (host,)})
+        if self.inventory.environment is not None:
+            from nodekit.deploy.environment import environment  # most inventories have none
+
+            # Its disk may be new, or it is here for the first time.
+            limit_s = self.inventory.timings.environment
+            environment.enter({name: link}, [host], self.inventory.environment, timeout_s=limit_s)
+        files = script.hosts_own(self._argv())
+        digest = self._package.digest
+        facts = check.gather({name: link}, alone, kit_digest=digest, peers=self._peers, files=files)
+        if problems := check.examine(alone, facts):
+            raise HostError(name, "; ".join(problem.problem for problem in problems))
+        record(name, self._planned(name, facts[name]))
+        if not is_new and self.status(name)["fence"] < 0:
+            raise HostError(
+                name, "its folder of this run is gone; it comes in anew when the others have let it go"
+            )
+        workdirs = {name: facts[name].workdir}
+        if not facts[name].has_kit:
+            sync.send_package(self._package, {name: link}, workdirs, timeout_s=SYNC_TIMEOUT_S)
+        port = None
+        if name == state.host:
+            port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
+        self.warm(name, secrets_of(self.inventory))
+        spec = f"{self.node(name).node_dir}/spec.json"
+        if not self.run.is_placed and self._call(name, "read_file", path=spec, limit_bytes=1) is None:
+            self._send_code(name, facts[name])  # its disk is new
+        if self.run.stopped_by:
+            raise HostError(name, "the run is being stopped")
+        self.go(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+
+    def call_in(self, name: str, state: State) -> None:
+        """Call a live agent into the present generation."""
+        self._call(
+            name,
+            "call_in",
+            node_dir=self.node(name).node_dir,
+            spec=self._spec(name, state),
+            called_off=state.called_off,
+        )
+
+    def fence(self, name: str, generation: int) -> None:
+        """Refuse older generations on a node."""
+        self._call(name, "fence", node_dir=self.node(name).node_dir, generation=generation)
+
+    def grant(self, name: str, electorate: Electorate) -> None:
+        """Have a node write down another electorate."""
+        self._call(name, "grant", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
+
+    def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
+        """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
+        return self._link(name).call(
+            "stop",
+            timeout_s=grace_s + STOP_MARGIN_S + remote.COPYING_GRACE_S + 5,
+            node_dir=self.node(name).node_dir,
+            grace_s=grace_s + STOP_MARGIN_S,
+            force=force,
+            for_good=for_good,
+        )
+
+    def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
+        """Stop the run on every node that there is a link to: host → what was found there, or the exception."""
+        return on_all(self._there(), lambda link: self.stop(link.host, grace_s=grace_s, force=force))
+
+    def gather_events(self, gatherer: Gatherer) -> None:
+        """Add to the run's events what its nodes have written since, where they can be reached."""
+
+        def gather(link: Link) -> None:
+            at = gatherer.at(link.host)
+            clock_offset = self.run.clock_offsets.get(link.host, 0.0)
+            node_dir = self.node(link.host).node_dir
+            while found := link.call(
+                "hostfollow.events",
+                timeout_s=EVENTS_TIMEOUT_S,
+                node_dir=node_dir,
+                file=at[0],
+                offset=at[1],
+            ):
+                gatherer.take(link.host, found, clock_offset=clock_offset)
+                at = gatherer.at(link.host)
+            status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
+            gatherer.heard(link.host, status, clock_offset=clock_offset)
+
+        on_all(self._there(), gather)
+
+    def _there(self) -> dict[str, Link]:
+        # Of a copy, made in one step: who follows a node takes its link away, or puts a new one there.
+        return {name: link for name, link in self.links.copy().items() if name in self.run.nodes}
+
+    def status(self, name: str) -> dict[str, Any]:
+        """A node's status."""
+        found: dict[str, Any] = self._call(name, "status", node_dir=self.node(name).node_dir)
+        return found
+
+    def _spec(self, name: str, state: State, *, joins: bool = False) -> dict[str, Any]:
+        return plan.spec_of(
+            self.node(name),
+            self.inventory,
+            run_id=self.run.run_id,
+            nodes=[host.name for host in self.inventory.hosts],
+            electorate=state.newest,
+            master_addr=self.node(state.host).local_addr,
+            master_port=state.port,
+            is_host=name == state.host,
+            token=self.run.token,
+            grace_s=GRACE_S,
+            skew_s=self.run.skew_s,
+            joins=joins,
+        ).to_dict()
+
+    def _planned(self, name: str, found: check.Facts) -> NodePlan:
+        if name in self.run.nodes:
+            return plan.moved(self.node(name), self.inventory, found, self._peers[name])
+        assert self._package is not None
+        (node,) = plan.build(
+            self.inventory,
+            {name: found},
+            run_id=self.run.run_id,
+            peers=self._peers,
+            master_port=0,
+            kit_digest=self._package.digest,
+            command=self.run.command,
+        ).nodes
+        return dataclasses.replace(node, argv=self._argv())
+
+    def _argv(self) -> tuple[str, ...]:
+        """What all nodes run, as it was when the run began: the code here may be another by now."""
+        return tuple(next(iter(self.run.nodes.values()))["argv"])
+
+    def _send_code(self, name: str, found: check.Facts) -> None:
+        tree = take(self.inventory, self.run.command)
+        if self.run.code_digest and tree.digest != self.run.code_digest:
+            raise HostError(
+                name, "it has no copy of this run's code, and the code here has changed since the run began"
+            )
+        target = sync.code_target(
+            self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
+        )
+        check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
+        check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
+
+    def _link(self, name: str) -> Link:
+        link = self.links.get(name)
+        if link is None:  # who follows the node has given it up, and opens another
+            raise HostError(name, "the connection is gone")
+        return link
+
+    def _call(self, name: str, op: str, **args: Any) -> Any:
+        return self._link(name).call(op, timeout_s=CALL_TIMEOUT_S, **args)
+
+
+def secrets_of(inventory: Inventory) -> dict[str, str]:
+    """The secrets' values, from the environment here.
+
+    Raises:
+        KitError: some are not set.
+    """
+    absent = [name for name in inventory.job.secrets if name not in os.environ]
+    if absent:
+        raise KitError(
+            f"{inventory.path}: job.secrets names {', '.join(absent)}, not set in this environment; "
+            f"export {absent[0]}=… and run again"
+        )
+    return {name: os.environ[name] for name in inventory.job.secrets}
+
+
+def take(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> sync.Tree:
+    """The code as it is now.
+
+    Raises:
+        KitError: it, or the script, is not there.
+    """
+    code = Path(inventory.job.code).expanduser()
+    if not code.is_dir():
+        raise KitError(f"job.code: {code.resolve()} is no folder")
+    script.find(inventory, command)
+    return sync.take(code)

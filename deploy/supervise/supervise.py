@@ -1,0 +1,481 @@
+"""Keeps a run equal to its inventory: follows every node, does what `judge.py` decides, tells how it ended."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any, Protocol
+
+from nodekit.deploy.agent.hang.hang import Progress
+from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
+from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.records.events import Event, Follower, Gatherer
+from nodekit.deploy.records.runs import SupervisorLock
+from nodekit.deploy.screen.view import View, status_line
+from nodekit.deploy.story.verdict import Told, Verdict, verdict
+from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise.hands import Hands
+from nodekit.deploy.supervise.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.inventory.errors import HostError, KitError, NotWritten
+
+TICK_S = 0.1
+RETRY_S = 1.0
+SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
+MAX_UNGATHERED = 2000
+LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
+NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
+
+
+class Observer(Protocol):
+    """Is told of a run while it goes on; whatever it raises does not hurt the run."""
+
+    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Each reachable node's status, as its agent wrote it; ten times a second at most."""
+
+    def event(self, event: Event) -> None:
+        """One event of the run (docs/events.md), in the order in which they come in."""
+
+    def close(self) -> None:
+        """The run is over, or this process has no more to do with it."""
+
+
+class Supervisor:
+    """Follows the nodes of one run until it ends, and acts for it unless another supervisor does.
+
+    Each node is followed, and each thing done, in a thread of its own; those put what they have found into a queue. The
+    thread that watches takes it from there, and it alone decides, and writes the run's record.
+    """
+
+    def __init__(
+        self,
+        hands: Hands,
+        view: View,
+        lock: SupervisorLock,
+        *,
+        rules: Rules,
+        reopen: Callable[[str], Link],
+        tail_bytes: int | None = None,
+        shown: Mapping[str, Mapping[str, int]] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Nothing happens before `watch`.
+
+        Args:
+            hands: what acts on the nodes.
+            view: what the user sees.
+            lock: held by the one who acts.
+            rules: the inventory's.
+            reopen: a new link to a host; HostError where it cannot be reached.
+            tail_bytes: of each log that is there already, show only this much.
+            shown: node → log → how much of it has been shown.
+            observers: told of all that is seen and of all events from now on.
+        """
+        self._hands = hands
+        self._run = hands.run
+        self._links = hands.links
+        self._view = view
+        self._lock = lock
+        self._state = State.from_dict(hands.run.judgement, rules)
+        self._rules = rules
+        self._acts = lock.take()
+        self._reopen = reopen
+        self._tail_bytes = tail_bytes
+        self._shown = shown or {}
+        self._observers = list(observers)
+        self._gatherer = Gatherer(hands.run.folder)
+        self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
+        self._events = Follower(hands.run.folder)
+        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
+        self._closing = threading.Event()
+        self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
+        self._heard: set[str] = set()
+        self._told = {name: Told() for name in rules.nodes}
+        self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
+        self._busy: dict[str, str] = {}
+        self._first_step = False
+        self._disk_problem = ""
+        """Why nothing could be written, since it could be the last time."""
+        self._write_at = 0.0
+        """When to try again."""
+
+    def watch(self) -> Verdict:
+        """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running."""
+        for name in self._rules.nodes:
+            threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._take(*self._queue.get(timeout=TICK_S))
+                while True:
+                    self._take(*self._queue.get_nowait())
+            self._view.status(self._lines)
+            self._tell_observers()
+            self._view.keys()
+            if len(self._heard) < len(self._rules.nodes):
+                continue  # what has not been looked at yet must not be taken for gone
+            if (finish := self._decide()) is not None:
+                self._closing.set()
+                return self._end(finish)
+
+    def _tell_observers(self) -> None:
+        """Hand on what is new: to the view and to all who asked."""
+        new = self._events.more()
+        for event in new:
+            self._view.event(event)
+        self._view.see(self._statuses)
+        for each in list(self._observers):
+            try:
+                for event in new:
+                    each.event(event)
+                each.see(self._statuses)
+            except Exception as error:
+                self._observers.remove(each)
+                self._view.say(
+                    f"{type(each).__name__} failed and is left out: {type(error).__name__}: {error}"
+                )
+
+    def _decide(self) -> Finish | None:
+        if not self._acts and self._lock.take():
+            self._acts = True
+            self._gatherer = Gatherer(self._run.folder)
+            for name, found in self._ungathered.items():
+                self._gather(name, found)
+            self._run.reload()
+            self._state = State.from_dict(self._run.judgement, self._rules)
+            self._view.say("supervising now: the one before is gone")
+        if (drained := self._run.drained) != self._rules.drained:
+            self._rules = dataclasses.replace(self._rules, drained=drained)
+        state, actions = judge.decide(self._state, self._seen, time.monotonic(), self._rules)
+        finish = next((action for action in actions if isinstance(action, Finish)), None)
+        if not self._acts:
+            self._pass(state)
+            return finish  # only the end is ours to see; the rest is the other's
+        if not self._is_written(state):
+            self._pass(state)
+            return finish
+        self._state = state
+        for action in actions:
+            self._do(action, state)
+        return finish
+
+    def _pass(self, state: State) -> None:
+        """Let time go by without what was decided."""
+        self._state = dataclasses.replace(
+            self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
+        )
+
+    def _is_written(self, state: State) -> bool:
+        """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
+
+        A disk that is full is told of once, and once when there is room again.
+        """
+        judgement = state.to_dict()
+        is_known = judgement == self._run.judgement
+        if is_known and not self._disk_problem:
+            return True
+        if self._disk_problem and time.monotonic() < self._write_at:
+            return is_known
+        self._write_at = time.monotonic() + RETRY_S
+        try:
+            with self._run.changing():
+                self._run.generation, self._run.judgement = state.generation, judgement
+        except NotWritten as error:
+            self._cannot_write(str(error))
+            return is_known
+        if self._disk_problem and self._gatherer.add():
+            lost = f"; {self._gatherer.num_lost} events are lost" if self._gatherer.num_lost else ""
+            self._disk_problem, self._gatherer.num_lost = "", 0
+            self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
+        return True
+
+    def _cannot_write(self, problem: str) -> None:
+        if not self._disk_problem:
+            text = f"{problem}; until then the job trains on, but nothing is started in place of what is lost"
+            self._view.say(text, is_event=True)
+            self._disk_problem, self._write_at = problem, time.monotonic() + RETRY_S
+
+    def _do(self, action: Action, state: State) -> None:
+        if isinstance(action, judge.Say):
+            self._view.say(action.text, is_event=True)
+            self._note("said", text=action.text)
+        elif isinstance(action, judge.Start | judge.Join) and self._run.stopped_by:
+            pass
+        elif not isinstance(action, Finish):
+            self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
+            threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
+
+    def _attempt(self, action: NodeAction, state: State) -> None:
+        try:
+            match action:
+                case judge.Start(name, is_new):
+                    self._start(name, state, is_new)
+                case judge.Join(name):
+                    self._hands.call_in(name, state)
+                case judge.Fence(name, generation):
+                    self._hands.fence(name, generation)
+                case judge.Grant(name, electorate):
+                    self._hands.grant(name, electorate)
+                case judge.Stop(name):
+                    self._hands.stop(name)
+                case judge.Drain(name):
+                    self._hands.stop(name, for_good=False)
+        except KitError as error:
+            problem = error.problem if isinstance(error, HostError) else str(error)
+            kind = "problem" if isinstance(action, judge.Start) else "refused"
+            self._queue.put((action.node, kind, problem))
+
+    def _start(self, name: str, state: State, is_new: bool) -> None:
+        self._queue.put((name, "busy", "starting its agent"))
+        try:
+            self._hands.start(name, state, is_new=is_new, record=self._record)
+        finally:
+            self._queue.put((name, "busy", ""))
+
+    def _record(self, name: str, node: NodePlan) -> None:
+        """Have what a node runs written down by the thread that watches, and wait until it is.
+
+        Raises:
+            KitError: it cannot be written, or that thread is about to end.
+        """
+        written: Future[None] = Future()
+        self._queue.put((name, "plan", (node, written)))
+        while not self._closing.is_set():
+            with contextlib.suppress(NotYet):
+                return written.result(timeout=TICK_S)
+        raise KitError("the run is being ended")
+
+    def _write_plan(self, name: str, node: NodePlan, written: Future[None]) -> None:
+        try:
+            with self._run.changing():
+                self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+        except NotWritten as error:
+            self._cannot_write(str(error))
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    def _end(self, finish: Finish) -> Verdict:
+        running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
+        if running and self._acts:
+            self._hands.stop_all()
+        out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
+        took_part = {name: told for name, told in self._told.items() if told.state and name not in out}
+        found = verdict(
+            took_part or self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text
+        )
+        return dataclasses.replace(found, without=(*found.without, *out))
+
+    def stop(self, *, force: bool) -> dict[str, Any]:
+        """Stop the run on every node: host → what was found there, or the exception."""
+        self._closing.set()
+        return self._hands.stop_all(force=force)
+
+    def close(self) -> None:
+        """Look no more; tell all who asked how it has ended, when that is on record."""
+        self._closing.set()
+        if self._acts:
+            self._hands.gather_events(self._gatherer)
+        self._tell_observers()
+        for each in self._observers:
+            with contextlib.suppress(Exception):
+                each.close()
+
+    # --- what the nodes say ---
+
+    def _follow(self, name: str) -> None:
+        offsets = dict(self._shown[name]) if name in self._shown else None
+
+        def take(part: Any) -> None:
+            nonlocal offsets
+            offsets = part["offsets"]
+            self._queue.put((name, "part", part))
+
+        while not self._closing.is_set():
+            pause_s = LOOK_AGAIN_S
+            try:
+                if name not in self._links:
+                    self._links[name] = self._reopen(name)
+                if (
+                    name not in self._run.nodes
+                ):  # not there when the run began: the first start makes its plan
+                    self._queue.put((name, "unknown", None))
+                else:
+                    final = self._links[name].stream(
+                        "hostfollow.follow",
+                        take,
+                        silence_s=SILENCE_S,
+                        node_dir=self._run.nodes[name]["node_dir"],
+                        offsets=offsets,
+                        tail_bytes=self._tail_bytes if offsets is None else None,
+                        events_at=self._gatherer.at(name),
+                    )
+                    self._queue.put((name, "ended", final))
+            except RemoteError as error:
+                self._queue.put((name, "lost", str(error)))
+                pause_s = RETRY_S
+            except HostError as error:
+                self._queue.put((name, "lost", error.problem))
+                if (lost := self._links.pop(name, None)) is not None:
+                    threading.Thread(target=lost.close, daemon=True).start()
+                    pause_s = 0.0
+                else:
+                    pause_s = RETRY_S
+            if self._closing.wait(pause_s):
+                return
+
+    def _take(self, name: str, kind: str, value: Any) -> None:
+        seen = self._seen[name]
+        if kind == "plan":
+            self._write_plan(name, *value)
+            return
+        if kind in ("busy", "problem", "refused"):
+            self._busy[name] = value if kind == "busy" else ""
+            if kind == "problem":
+                self._view.say(f"{name}: not started: {value}", is_event=self._acts)
+                self._seen[name] = dataclasses.replace(seen, problem=value)
+            if kind != "busy":
+                self._note(kind, about=name, why=value)
+            return
+        if kind == "lost":
+            if seen.reachable or name not in self._heard:
+                text = f"{name}: cannot be reached from here ({value}); trying again"
+                self._view.say(text, is_event=self._acts)
+                self._note("unreachable", about=name, why=value)
+                self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
+            self._heard.add(name)
+            self._statuses.pop(name, None)
+            self._seen[name] = dataclasses.replace(seen, reachable=False)
+            self._lines[name] = "unreachable  trying again"
+            return
+        if not seen.reachable and name in self._heard:
+            self._view.say(f"{name}: reached again", is_event=self._acts)
+            self._note("reached", about=name)
+        self._heard.add(name)
+        if kind == "unknown":
+            self._seen[name] = Seen(problem=seen.problem)
+            self._lines[name] = "spare"
+            return
+        status = value["status"] if kind == "part" else value
+        if kind == "part":
+            for file, text in value["logs"]:
+                self._log(name, file, text)
+            self._gather(name, value["events"])
+        self._statuses[name] = status
+        if self._acts:
+            offset = self._run.clock_offsets.get(name, 0.0)
+            self._gatherer.heard(name, status, clock_offset=offset)
+        self._tell(name, status)
+        new = seen_of(status, problem=seen.problem if not status["alive"] else "")
+        if new.state != seen.state:
+            self._note("node-state", about=name, state=new.state, attempt=status.get("attempt"))
+        said = str(status.get("progress") or "")
+        if not self._first_step and not Progress.parse(said, 0.0).is_start:
+            self._first_step = True
+            self._note("first-progress", about=name, progress=said)
+        self._seen[name] = new
+        self._lines[name] = self._line(name, status)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        """Add an event to the run's; what one who only watches has seen, the other has seen too."""
+        if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
+            self._cannot_write(NO_ROOM.format(self._run.folder))
+
+    def _gather(self, name: str, found: Sequence[Any]) -> None:
+        """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
+        if self._acts:
+            offset = self._run.clock_offsets.get(name, 0.0)
+            if not self._gatherer.take(name, found, clock_offset=offset):
+                self._cannot_write(NO_ROOM.format(self._run.folder))
+        else:
+            self._ungathered[name].extend(found)
+
+    def _line(self, name: str, status: Mapping[str, Any]) -> str:
+        if not status["alive"] and name in self._rules.drained:
+            return "drained"
+        if not status["alive"] and status.get("state") not in FINAL:
+            busy = self._busy.get(name)
+            spare = not status.get("agent")
+            return busy or ("spare" if spare else "gone")
+        now = time.time() + self._run.clock_offsets.get(name, 0.0)
+        return status_line(status, now=now)
+
+    def _tell(self, name: str, status: Mapping[str, Any]) -> None:
+        """Say what failed on a node, and remember it for the verdict."""
+        told = self._told[name]
+        failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
+        for failure in failures:
+            if failure not in told.failures:
+                last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
+                how = how_it_ended(failure.exitcode)
+                text = f"{name}: rank {failure.rank} ended with {how}: {last_line}"
+                self._view.say(text, is_event=True)
+        if (notice := str(status.get("notice") or "")) != told.notice and notice:
+            self._view.say(notice)
+        state = str(status.get("state") or ("starting" if status.get("agent") else ""))
+        message = str(status.get("message") or "")
+        if not status["alive"] and state not in FINAL:
+            message = str(status.get("agent_log", "")).strip()[-2000:]
+        self._told[name] = Told(
+            state=state,
+            # A restarted agent begins a new list; what it said before its restart still counts.
+            failures=(*(each for each in told.failures if each not in failures), *failures),
+            message=message,
+            no_progress=bool(status.get("no_progress")),
+            notice=notice,
+            attempt=str(status.get("attempt") or told.attempt),
+            ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
+            ended=tuple(status.get("ended") or ()),
+            address=str(status.get("address") or told.address),
+        )
+
+    def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
+        return Failure(
+            node=node,
+            rank=failure["rank"],
+            world_size=failure["world_size"],
+            attempt=failure["attempt"],
+            exitcode=failure["exitcode"],
+            when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
+            log=failure["log"],
+            error=failure["error"],
+            kernel=tuple(failure.get("kernel", ())),
+        )
+
+    def _log(self, node: str, file: str, text: str) -> None:
+        rank = file.removeprefix("rank").partition("-")[0]
+        lines = []
+        for line in text.split("\n")[:-1]:
+            lines.append(line.rstrip("\r").rpartition("\r")[2])  # a progress bar's last state is its line
+        self._view.log(node, rank, lines)
+
+
+def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
+    """What the judge is to know of a node's status."""
+    generation = int(status.get("generation", -1))
+    alive = bool(status.get("alive"))
+    electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
+    fence = int(status.get("fence", -1))
+    is_clear = not alive or generation >= fence or not status.get("workers")
+    return Seen(
+        alive=alive,
+        agent=str(status.get("agent", "")),
+        generation=generation,
+        state=str(status.get("state", "")),
+        blocked=bool(status.get("no_quorum")),
+        members=tuple(status.get("members", ())),
+        # Workers of the old generation may still be ending: only then is it over there.
+        fence=fence if is_clear else min(fence, generation),
+        electorate=max((each for each in electorates if each.generation == generation), default=None),
+        port=int(status.get("port") or 0),
+        held=tuple(status.get("snapshot", (-1, 0))),
+        problem=problem,
+    )

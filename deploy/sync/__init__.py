@@ -1,0 +1,4 @@
+"""How the user's code and kit's own package get to the hosts.
+
+It may import `inventory`, `deploy.host`, `deploy.connect` and `deploy.output`.
+"""

@@ -1,0 +1,214 @@
+"""What the user's code is: the files git sees or a walk finds, each with its SHA-256, as one hashed list."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nodekit.deploy.host import tree as host
+from nodekit.deploy.sync.selection import IGNORE_FILE, select
+from nodekit.inventory.errors import KitError
+
+# A file changed within one tick of the kernel's clock after it was hashed could keep its stat: no hash of a
+# file that was touched so shortly before is remembered. (git calls this "racily clean".)
+_RACY_NS = 100_000_000
+
+
+class Entry(NamedTuple):
+    """One file or symbolic link; also a row of `deploy/host/tree.py`, whence the order of the fields."""
+
+    path: str
+    kind: str
+    """``"f"`` or ``"l"``"""
+    executable: bool
+    size: int
+    value: str
+    """SHA-256 of a file's content, or a link's target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """The user's code as it was when it was looked at."""
+
+    root: Path
+    entries: tuple[Entry, ...]
+    """Sorted by path."""
+    digest: str
+    """The content hash of the whole: equal if and only if all names, modes and contents are."""
+    stats: dict[str, list[Any]] = field(repr=False)
+    """path -> what the file's stat was, to tell a file that changed since."""
+    ignored: Mapping[str, str | None] = field(repr=False)
+    """What .gitignore leaves out (`Selection.ignored`)."""
+
+    @property
+    def num_files(self) -> int:
+        """Files and links."""
+        return len(self.entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(entry.size for entry in self.entries)
+
+    def changed(self, paths: Iterable[str]) -> list[str]:
+        """Those of `paths` that are not what they were when the tree was taken."""
+        return [path for path in paths if not _is_same(self.root / path, self.stats[path])]
+
+
+def _is_same(file: Path, known: list[Any]) -> bool:
+    try:
+        return host.signature(file.lstat()) == known[:4]
+    except OSError:
+        return False
+
+
+def take(folder: Path) -> Tree:
+    """List and hash the code in `folder`, uncommitted and untracked files included.
+
+    In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a
+    ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more, and puts back with
+    ``!`` (deploy/sync/selection.py). Empty folders are not kept, as in git. A link is kept if it points into the tree;
+    an absolute one is made relative.
+
+    Raises:
+        KitError: a link that would be broken on a host, something that is no file, or files that cannot be
+            read; all of them in one message.
+    """
+    root = folder.expanduser().resolve()
+    if not root.is_dir():
+        raise KitError(
+            f"the code folder {folder} is not a folder; set job.code, or run kit from the code's folder"
+        )
+    problems: list[str] = []
+    selection = select(root, problems)
+    files: dict[str, os.stat_result] = {}
+    links: list[str] = []
+    for path in selection.paths:
+        try:
+            found = os.lstat(f"{root}/{path}")
+        except FileNotFoundError:
+            continue  # deleted, but git still knows it
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if stat.S_ISREG(found.st_mode):
+            files[path] = found
+        elif stat.S_ISLNK(found.st_mode):
+            links.append(path)
+        elif not stat.S_ISDIR(found.st_mode):
+            problems.append(f"{path} is a {_kind(found.st_mode)}, which cannot be sent")
+    stats = _hashed(root, files, problems)
+    entries = [
+        Entry(path, "f", bool(files[path].st_mode & stat.S_IXUSR), known[0], known[4])
+        for path, known in stats.items()
+    ]
+    entries += _links(root, links, stats, problems)
+    if problems:
+        shown = "\n  ".join(
+            problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        )
+        raise KitError(
+            f"the code in {root} cannot be sent:\n  {shown}\n"
+            f"mend it, or leave it out by a line in {root / IGNORE_FILE}"
+        )
+    entries.sort()
+    digest = host.digest_of([list(entry) for entry in entries])
+    return Tree(root=root, entries=tuple(entries), digest=digest, stats=stats, ignored=selection.ignored)
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFSOCK: "socket",
+        stat.S_IFIFO: "named pipe",
+        stat.S_IFBLK: "device",
+        stat.S_IFCHR: "device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "special file")
+
+
+# --- links and hashes ---------------------------------------------------------------------------------------
+
+
+def _links(root: Path, links: list[str], files: dict[str, Any], problems: list[str]) -> list[Entry]:
+    if not links:
+        return []
+    inside = {"", *files, *links}
+    for path in (*files, *links):
+        while path := path.rpartition("/")[0]:
+            inside.add(path)
+    entries = []
+    for path in links:
+        full = f"{root}/{path}"
+        target = os.readlink(full)  # noqa: PTH115
+        real = os.path.realpath(full)
+        if not os.path.exists(real):  # noqa: PTH110
+            problems.append(f"{path} is a broken link (to {target})")
+            continue
+        relative = os.path.relpath(real, root)
+        if relative == ".." or relative.startswith("../"):
+            problems.append(f"{path} is a link out of the tree (to {target}), to what no host has")
+            continue
+        if relative != "." and relative not in inside:
+            problems.append(f"{path} is a link to {relative}, which is ignored and so not on the hosts")
+            continue
+        above = os.path.dirname(path)  # noqa: PTH120
+        lexical = os.path.normpath(os.path.join(above, target))  # noqa: PTH118
+        if os.path.isabs(target) or lexical == ".." or lexical.startswith("../"):  # noqa: PTH117
+            target = os.path.relpath(real, f"{root}/{above}")
+        entries.append(Entry(path, "l", False, 0, target))
+    return entries
+
+
+def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -> dict[str, list[Any]]:
+    """The stat and hash of each file, from the cache where its stat is unchanged."""
+    cache = _cache_file(root)
+    try:
+        known = json.loads(cache.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        known = {}
+    stats = {
+        path: entry
+        for path, found in files.items()
+        if (entry := known.get(path)) is not None and entry[:4] == host.signature(found)
+    }
+    unknown = [path for path in files if path not in stats]
+    started_ns = time.time_ns()
+    failed: dict[str, OSError] = {}
+    for _ in range(2):  # a file may be written to just as it is read
+        hashed, unreadable = host.hash_files(str(root), unknown)
+        stats.update(hashed)
+        failed.update(unreadable)
+        unknown = [path for path, entry in hashed.items() if entry[0] < 0]
+    problems += [f"{path} changes while it is read" for path in unknown]
+    for path, error in sorted(failed.items()):
+        if error.errno != errno.ENOENT:
+            problems.append(f"{path}: {error.strerror}")
+    stats = {path: stats[path] for path in sorted(stats)}
+    assert stats.keys() | failed.keys() == files.keys()
+    settled = {path: entry for path, entry in stats.items() if started_ns - entry[2] > _RACY_NS}
+    if settled != known:
+        _remember(cache, settled)
+    return stats
+
+
+def _cache_file(root: Path) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "nodekit/hashes" / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
+
+
+def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
+    draft = cache.with_suffix(f".{os.getpid()}")
+    try:
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.write_text(json.dumps(stats), encoding="ascii")
+        draft.replace(cache)
+    except OSError:
+        draft.unlink(missing_ok=True)  # nowhere to remember it: the next time takes longer

@@ -1,0 +1,283 @@
+"""The user's code and kit's own package to every host, verified there, and as a private copy for each run."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.connect.link import RemoteError, on_all
+from nodekit.deploy.host import tree as host
+from nodekit.deploy.sync.listing import Entry, Tree, take
+from nodekit.deploy.sync.progress import Progress, progress_bars
+from nodekit.deploy.sync.transfer import Delivery, Link, SourceChanged, bring
+from nodekit.inventory.errors import HostError, KitError
+
+__all__ = [
+    "Entry", "Package", "Progress", "SyncResult", "Target", "Tree", "keep", "package", "progress_bars", "project_key",
+    "send", "send_package", "settle", "take",
+]  # fmt: skip
+
+_PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
+_SUFFIXES = (".py", ".yaml", ".json", ".tsv")
+_ATTEMPTS = 2  # of bringing the files: the second trusts nothing that the first left
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a tree goes on one host."""
+
+    link: Link
+    dest: str
+    """The folder the run will see; ``~`` allowed."""
+    cache: str
+    """Kit's own copy, the base of the next sync; one per project and host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncResult:
+    """What one host got."""
+
+    digest: str
+    """The content hash as computed there."""
+    files_sent: int
+    bytes_sent: int
+    kept: tuple[str, ...]
+    """What the job had made or changed in `dest` where the new tree has something else; renamed to this."""
+
+
+def project_key(folder: Path) -> str:
+    """A name for a project's cache: its folder's name, and a hash of where it is and whose it is."""
+    root = folder.expanduser().resolve()
+    where = f"{getpass.getuser()}@{socket.gethostname()}:{root}"
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in root.name)[:40]
+    return f"{name}-{sha256(where.encode('utf-8', 'surrogateescape')).hexdigest()[:12]}"
+
+
+def code_target(link: Link, tree: Tree, *, workdir: str, dest: str) -> Target:
+    """Where a run's code goes on a host, and kit's own copy of the project beside it."""
+    return Target(link, dest=dest, cache=f"{workdir}/code/{project_key(tree.root)}")
+
+
+def send(
+    tree: Tree,
+    targets: Mapping[str, Target],
+    *,
+    timeout_s: float,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, SyncResult | Exception]:
+    """Make `dest` on every host the tree: all hosts at once, and one's failure hides no other's.
+
+    A `dest` that is there (a resumed run) is brought up to date; what the job made or changed in it stays. If
+    the user's files change meanwhile, the tree is taken again, once, and all hosts get that.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def attempt() -> dict[str, SyncResult | Exception]:
+        return on_all(targets, lambda target: _send_one(tree, target, deadline, progress))
+
+    results = attempt()
+    if any(isinstance(result, SourceChanged) for result in results.values()):
+        try:
+            tree = take(tree.root)
+        except KitError as error:
+            return {
+                name: error if isinstance(result, SourceChanged) else result
+                for name, result in results.items()
+            }
+        results = attempt()
+    return results
+
+
+def _send_one(
+    tree: Tree, target: Target, deadline: float, progress: Callable[[Progress], None]
+) -> SyncResult | Exception:
+    link = target.link
+    sent: list[Entry] = []
+    bytes_sent = 0
+
+    def call(op: str, **args: Any) -> Any:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise HostError(link.host, "the code could not be sent in time; is the network slow?")
+        return link.call(op, timeout_s=left_s, **args)
+
+    def place(**more: Any) -> Any:
+        wait_s = max(0.0, 0.9 * (deadline - time.monotonic()))
+        owner = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}"
+        return call(
+            "tree.place",
+            cache=target.cache,
+            dest=target.dest,
+            digest=tree.digest,
+            owner=owner,
+            wait_s=wait_s,
+            **more,
+        )
+
+    progress(Progress(host=link.host, phase="checking"))
+    answer: dict[str, Any] = {}
+    try:
+        answer = place()
+        if answer["state"] == "unknown":
+            answer = place(rows=tree.entries)
+        for number in range(_ATTEMPTS):
+            if answer["state"] != "send":
+                break
+            lacking = [tree.entries[index] for index in answer["paths"]]
+            if number > 0 and (changed := tree.changed(entry.path for entry in lacking)):
+                raise SourceChanged(changed)
+            num_bytes = sum(entry.size for entry in lacking)
+            total = {"files_total": len(lacking), "bytes_total": num_bytes}
+
+            def report(files: int, num_bytes: int, total: dict[str, int] = total) -> None:
+                state = Progress(
+                    host=link.host, phase="sending", files_done=files, bytes_done=num_bytes, **total
+                )
+                progress(state)
+
+            report(0, 0)
+            if num_bytes > answer["free_bytes"]:
+                raise HostError(
+                    link.host,
+                    f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
+                    f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out "
+                    "by a line in .kitignore",
+                )
+            delivery = Delivery(
+                link=link,
+                tree=tree,
+                entries=lacking,
+                cache=answer["cache"],
+                host_has_rsync=answer["rsync"],
+                deadline=deadline,
+                report=report,
+                whole=number > 0,
+            )
+            bring(delivery)
+            sent, bytes_sent = lacking, bytes_sent + num_bytes
+            progress(Progress(host=link.host, phase="placing", **total))
+            answer = place()
+        if answer["state"] != "placed":
+            wrong = [tree.entries[index].path for index in answer.get("paths", [])] or ["?"]
+            if changed := tree.changed(path for path in wrong if path in tree.stats):
+                raise SourceChanged(changed)
+            raise HostError(
+                link.host,
+                f"{wrong[0]} has another content there than here, after being sent {_ATTEMPTS} times; its "
+                "disk or memory may be failing",
+            )
+        if answer["digest"] != tree.digest:
+            raise HostError(link.host, f"the code there hashes to {answer['digest']}, here to {tree.digest}")
+    except RemoteError as error:
+        raise _told(error, target) from error
+    finally:
+        if answer.get("state") in ("send", "unknown"):
+            _release(target)
+    progress(Progress(host=link.host, phase="done"))
+    return SyncResult(
+        digest=answer["digest"], files_sent=len(sent), bytes_sent=bytes_sent, kept=tuple(answer["kept"])
+    )
+
+
+def _release(target: Target) -> None:
+    """Let go of the cache after a failure; if the link is lost, its end on the host has let go already."""
+    try:
+        target.link.call("tree.release", timeout_s=2.0, cache=target.cache)
+    except HostError:
+        return
+
+
+def _told(error: RemoteError, target: Target) -> HostError:
+    if error.errno in ("ENOSPC", "EDQUOT"):
+        return HostError(error.host, f"its disk is full ({error.message}); make room below {target.cache}")
+    if error.errno in ("EACCES", "EPERM", "EROFS"):
+        return HostError(
+            error.host, f"kit may not write there ({error.message}); set `workdir` to a folder it may"
+        )
+    if error.type == "TimeoutError":
+        return HostError(error.host, error.message)
+    return error
+
+
+def keep(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+    """Let each host make its cache whole again, in the background, which `send` leaves for when there is time.
+
+    Without it the next sync does that first.
+    """
+    return on_all(
+        targets, lambda target: target.link.call("tree.keep", timeout_s=timeout_s, cache=target.cache)
+    )
+
+
+def settle(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+    """`keep`, and wait until it is done."""
+    return on_all(
+        targets, lambda target: target.link.call("tree.settle", timeout_s=timeout_s, cache=target.cache)
+    )
+
+
+# --- kit's own package --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """Kit as it is installed here, as text."""
+
+    digest: str
+    files: Mapping[str, str]
+    """``nodekit/deploy/…`` -> content"""
+
+
+def package() -> Package:
+    """Kit's own package, laid out as it is imported, wherever and however it is installed."""
+    files: dict[str, bytes] = {}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)  # importing them would load torch
+        assert spec is not None
+        for place in spec.submodule_search_locations or ():
+            for folder, folders, names in os.walk(place):
+                folders[:] = [inner for inner in folders if inner != "__pycache__"]
+                for file in names:
+                    if file.endswith(_SUFFIXES) or file == "py.typed":
+                        path = Path(folder, file)
+                        inside = Path(*name.split("."), path.relative_to(place))
+                        files.setdefault(inside.as_posix(), path.read_bytes())
+    digest = host.package_digest({path: sha256(data).hexdigest() for path, data in files.items()})
+    return Package(digest=digest, files={path: data.decode("utf-8") for path, data in files.items()})
+
+
+def send_package(
+    package: Package, links: Mapping[str, Link], workdirs: Mapping[str, str], *, timeout_s: float
+) -> None:
+    """Place kit's package at ``<workdir>/kit/<digest>`` on every host; one round trip where it is already.
+
+    Raises:
+        KitError: with a line for each host that could not take it.
+    """
+
+    def one(name: str) -> None:
+        folder = f"{workdirs[name]}/kit/{package.digest}"
+        args = {"folder": folder, "digest": package.digest}
+        if not links[name].call("tree.keep_package", timeout_s=timeout_s, **args):
+            links[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
+
+    failed: dict[str, KitError] = {}
+    for name, result in on_all({name: name for name in links}, one).items():
+        if isinstance(result, RemoteError) and result.errno in ("ENOSPC", "EDQUOT"):
+            failed[name] = HostError(name, f"its disk is full; make room below {workdirs[name]}")
+        elif isinstance(result, KitError):
+            failed[name] = result
+        elif isinstance(result, Exception):
+            raise result
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    if failed:
+        raise KitError("\n".join(str(error) for error in failed.values()))

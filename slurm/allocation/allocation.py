@@ -1,0 +1,408 @@
+"""What runs on the nodes that Slurm gives: one task on each, of which the first one leads.
+
+Each task gives the first one hands on its node: a link (deploy/connect/link.py) as there is over SSH, only that here
+the node calls. With these the first task does what `kit up` does over SSH: check, plan, start an agent on each node,
+supervise. Its record of the run is in the run's folder, which is shared, so every start of the job, the first and those
+after a time limit, a preemption or a lost node, goes on from what the one before has left. In that folder are
+
+    code/               the user's, as it was synced
+    NODE/               what the agent of a node writes: logs, status, output
+    state/              the leader's record of the run
+    slurm/job.json      what to run; written once, by who submits
+         /secrets-*.json  0600, values of `job.secrets`, of this submission; removed at its end
+         /notify-*.json   0600, those of `notify:`, likewise
+         /ATTEMPT.json  0600, where the leader is and how it is known to the others; at the end, that it is over
+         /ATTEMPT.beat  the leader's sign of life, every two seconds
+         /absent.json   the nodes that the leader cannot reach, for `kit status`
+         /result.json   how the leader ended, if it did not have Slurm queue the job again
+         /logs/         what the leader says, for `kit up` to show
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ClusterShell.NodeSet import NodeSet
+
+from nodekit.deploy.connect.link import BOOT
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.secret_files import RANKS, secrets_file
+from nodekit.inventory.errors import JobFailed, KitError
+from nodekit.inventory.fields import Nodes
+from nodekit.inventory.load import restore
+from nodekit.inventory.schema import Host
+from nodekit.slurm.allocation.meeting import MEET_S, Tasks, call, run_for
+from nodekit.slurm.allocation.own_job import (
+    attempt,
+    exclude,
+    finish,
+    has_made_progress,
+    job_now,
+    keep_records_in,
+    node_name,
+    num_restarts,
+    queue_again_without_leader,
+    record_of,
+    settings_of,
+    snapshots_of,
+    what_to_run,
+)
+
+AGAIN_S = 0.5
+LOOK_S = 2.0  # between looks at which nodes are lost
+LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
+LEADER_LOST_S = 4.0  # without a link to the leader, nor a sign of life from it in the shared folder
+PR_SET_CHILD_SUBREAPER = 36
+STOPPED = 130  # kit's exit status of what was stopped
+# Slurm signals every process of a job. A warning is for the leader alone, so all that a node's hands start passes it
+# over; SIGTERM is for the agents, and for the leader, who needs these hands to see how they end.
+DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
+
+
+class Allocated:
+    """What submitit pickles and calls in each task."""
+
+    def __call__(self, run_dir: str) -> int:
+        """Run this task's part of the job, to its end; kit's exit status.
+
+        Raises:
+            RuntimeError: the job has failed; this is how submitit and Slurm learn of it.
+        """
+        keep_records_in(Path(run_dir))
+        place = Path(run_dir) / "slurm" / f"{attempt()}.json"
+        # Slurm signals every process of the job; who does not handle the warning must not die of it.
+        handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        if int(os.environ["SLURM_PROCID"]) > 0:
+            return serve(place, Path(run_dir))
+        try:
+            status = lead(Path(run_dir), place)
+        except QueueAgain as again:
+            assert callable(handler)
+            try:
+                # submitit's: calls `checkpoint`, has Slurm queue the job again, and exits
+                handler(signal.SIGUSR2, None)
+            finally:
+                exclude(Path(run_dir), again.lost)
+            raise
+        if status:
+            raise RuntimeError(f"the job has failed: kit's exit status is {status}")
+        return status
+
+    def checkpoint(self, run_dir: str) -> Any:
+        """What submitit is to run when the job has been queued again: the same. Whether it is, the leader says."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, run_dir)
+
+
+class QueueAgain(Exception):
+    """The job has been stopped, with a snapshot, and is to go back to the queue.
+
+    Attributes:
+        lost: the nodes that were lost.
+    """
+
+    def __init__(self, lost: Iterable[str]) -> None:
+        self.lost = list(lost)
+
+
+# --- on each node -------------------------------------------------------------------------------------------
+
+
+def serve(place: Path, run_dir: Path | None = None) -> int:
+    """Be the leader's hands on this node until it says that the job is over.
+
+    Args:
+        place: where the leader is told.
+        run_dir: the run's folder; None in the leader's own process, which need not look whether it is still there.
+    """
+    # An agent outlives the hands that started it. It stays below this process, where Slurm finds it by its parents.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    began, lost_since, beat, leader = time.monotonic(), None, b"", ""
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            meeting = json.loads(place.read_text(encoding="utf-8"))
+            if meeting.get("over"):
+                return 0
+            with call(meeting, is_here=run_dir is None) as wire:
+                run_for(wire, [sys.executable, "-c", DEAF + BOOT])
+                lost_since, beat, leader = time.monotonic(), b"", meeting["leader"]
+        if lost_since is None and time.monotonic() - began > MEET_S:
+            raise RuntimeError(
+                f"no leader in {place} within {MEET_S:.0f} s: is slurm.shared_dir a folder that all nodes share?"
+            )
+        if run_dir is not None and lost_since is not None:
+            before, beat = beat, _beat(place)
+            if before not in (beat, b""):
+                lost_since = time.monotonic()  # it is alive, and it is this node that cannot reach it
+            _look_for_leader(run_dir, leader, time.monotonic() - lost_since)
+        time.sleep(AGAIN_S)
+
+
+def _beat(place: Path) -> bytes:
+    """The leader's last sign of life in the shared folder; b"" before the first."""
+    with contextlib.suppress(OSError):
+        return place.with_suffix(".beat").read_bytes()
+    return b""
+
+
+def _look_for_leader(run_dir: Path, leader: str, lost_s: float) -> None:
+    """Have Slurm queue the job again when its leader is lost: with --no-kill, Slurm itself lets the others wait."""
+    # One after the other: the first one that Slurm listens to is enough.
+    turn_s = LOOK_S * (int(os.environ["SLURM_PROCID"]) - 1)
+    if lost_s < turn_s:
+        return
+    job = job_now()
+    if job.get("JobState") != "RUNNING":
+        return  # it does not answer, or it is about to end this task
+    if lost_s < LEADER_LOST_S + turn_s and leader in NodeSet(job["NodeList"]):
+        return
+    queue_again_without_leader(run_dir, f"{leader}, whose task leads the job, is lost", [leader])
+
+
+# --- on the first one ---------------------------------------------------------------------------------------
+
+
+class Ending:
+    """Whether the job is to end before its end, by Slurm's signals or for want of nodes, and why."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self.is_warned = False
+        """Slurm ends the job soon, or it cannot go on: it is to go back to the queue."""
+        self.lost: list[str] = []
+        """The nodes that are, where that is why."""
+        self._lack = ""
+        self.over = threading.Event()
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # as signal wants it
+        is_first = not self.why
+        told = self._lack or ("Slurm, which ends the job soon" if number == signal.SIGUSR2 else "Slurm")
+        self.why = self.why or told
+        self.is_warned = self.is_warned or number == signal.SIGUSR2
+        # Slurm may send several; the first one ends the job, and those that follow must not cut that short.
+        if is_first and not self.over.is_set():
+            raise KeyboardInterrupt(self.why)
+
+    def lacks_nodes(self, lost: list[str], why: str) -> None:
+        """From another thread: the job is to end, for too few nodes are left."""
+        if not self.why and not self.over.is_set():
+            self.lost, self._lack = lost, f"kit: {', '.join(lost)} lost{why}"
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    def lacked_nodes(self, lost: list[str]) -> None:
+        """It has ended, and that is why."""
+        self.lost, self.why, self.is_warned = lost, f"kit: {', '.join(lost)} lost as the job started", True
+
+    def close(self) -> None:
+        """From here on it ends by itself."""
+        self.over.set()
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def lead(run_dir: Path, place: Path) -> int:
+    """Do on the allocation what `kit up` does over SSH; kit's exit status.
+
+    Raises:
+        QueueAgain: it was stopped, and goes on when Slurm starts it again.
+    """
+    log = run_dir / "slurm" / "logs" / "kit.log"
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    token = secrets.token_hex(32)
+    tasks = Tasks(token)
+    own = node_name()
+    addresses = [*filter(None, [os.environ.get("SLURM_LAUNCH_NODE_IPADDR")]), own]
+    meeting = {"leader": own, "addresses": addresses, "port": tasks.port, "token": token}
+    write_private(str(place), json.dumps(meeting).encode())
+    threading.Thread(target=serve, args=(place,), daemon=True).start()
+    with log.open("a", buffering=1, encoding="utf-8") as out, contextlib.redirect_stdout(out):
+        ending, is_queued_again = Ending(), False
+        threading.Thread(target=_beat_until, args=(place, ending.over), daemon=True).start()
+        try:
+            status = _up(run_dir, tasks, ending)
+        except KitError as error:
+            print(f"kit: {error}")
+            status = error.exit_code
+            if lost := tasks.lost():
+                ending.lacked_nodes(lost)
+                status = STOPPED
+            else:
+                _tell_of_failed_start(run_dir, str(error))
+        except KeyboardInterrupt:
+            status = STOPPED
+        finally:
+            ending.close()
+            write_private(str(place), json.dumps({**meeting, "over": True}).encode())
+            tasks.close()
+        if ending.why and status == STOPPED:
+            is_queued_again, status = _queue_again(run_dir, ending)
+        if not is_queued_again:
+            if status == STOPPED and (run := record_of(run_dir)) is not None and run.state != "stopped":
+                run.finish_stopped()  # it was on record as one that did not start
+            finish(run_dir, status)
+    if is_queued_again:
+        raise QueueAgain(ending.lost)
+    return status
+
+
+def _tell_of_failed_start(run_dir: Path, why: str) -> None:
+    """Tell those whom the inventory names: nobody looks at the end of a queue."""
+    from nodekit.deploy.notify import notify
+
+    job = what_to_run(run_dir)
+    run = record_of(run_dir) or Run(
+        run_id=run_dir.name,
+        name=job["inventory"]["name"],
+        inventory_path=job["inventory"]["path"],
+        inventory=job["inventory"],
+        command=job["command"],
+        created=time.time(),
+        nodes={node_name(): {"code_dir": f"{run_dir}/code"}},
+        is_placed=True,
+    )
+    with contextlib.suppress(OSError, KitError):
+        notify.tell_of_end(
+            dataclasses.replace(run, state="failed", verdict=why.partition("\n")[0], ended=time.time())
+        )
+
+
+def _beat_until(place: Path, over: threading.Event) -> None:
+    """Give a sign of life in the shared folder, for a task that cannot reach this one."""
+    file = place.with_suffix(".beat")
+    for number in itertools.count(1):
+        # In place: a client of NFS sees at its next open what another one wrote, but may know an old name for longer.
+        with contextlib.suppress(OSError), file.open("wb" if number == 1 else "r+b") as beat:
+            beat.write(b"%d" % number)
+        if over.wait(LOOK_S):
+            return
+
+
+def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
+    """Whether a job that was stopped before its end goes back to the queue, and else kit's exit status."""
+    job = job_now()
+    # Somebody has cancelled it, or put it back himself; one that is to be preempted counts as running.
+    if not ending.is_warned and job.get("JobState") != "RUNNING":
+        return False, STOPPED
+    run, limit = record_of(run_dir), settings_of(run_dir).max_requeues
+    is_preempted = job.get("PreemptTime", "None") != "None"
+    if num_restarts() >= limit:
+        why = f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}"
+    elif not (has_made_progress(run_dir) or is_preempted or ending.lost):
+        why = "it had to end before its first step, and would again: is slurm.time enough for its start?"
+    else:
+        print(f"{run_dir.name}: stopped by {ending.why}; Slurm queues it again", flush=True)
+        return True, STOPPED
+    if run is not None:
+        run.finish("failed", why)
+    print(f"\n{run_dir.name} failed: {why}", flush=True)
+    return False, JobFailed.exit_code
+
+
+def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
+    # Late, and here only: the tasks of the other nodes do without these.
+    from nodekit.deploy.connect.cluster import SshOptions
+    from nodekit.deploy.ssh_backend import start, up
+
+    job = what_to_run(run_dir)
+    inventory = restore(job["inventory"])
+    assert inventory.slurm is not None
+    if num_restarts() > (limit := inventory.slurm.max_requeues):
+        raise KitError(f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}")
+    if (file := secrets_file(run_dir, RANKS)) is not None:
+        try:
+            os.environ.update(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise KitError(
+                f"the job's secrets ({file}) were removed when it had ended; kit up brings them again"
+            ) from None
+    if inventory.snapshots.shared is None:  # else it is the user's, and may be a mount point
+        snapshots_of(job).mkdir(mode=0o700, exist_ok=True)
+    names = [str(name) for name in NodeSet(os.environ["SLURM_JOB_NODELIST"])]
+    least = min(inventory.nodes.min, len(names))
+    here = tasks.wait(names, least=least, say=lambda text: print(text, flush=True))
+    given = inventory.defaults.model_dump(exclude_none=True)
+    hosts = tuple(
+        Host.model_validate(
+            {
+                **given,
+                "name": name,
+                "address": tasks.address[name],
+                "connection": "ssh",
+                "python": sys.executable,
+                "workdir": job["shared_dir"],
+                "gpus": inventory.slurm.gpus_per_node or 0,
+            }
+        )
+        for name in here
+    )
+    inventory = inventory.model_copy(
+        update={
+            "hosts": hosts,
+            "nodes": Nodes(min(least, len(here)), len(here)),
+            "job": inventory.job.model_copy(update={"code": f"{run_dir}/code"}),
+            "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
+            # They are in the shared folder: who has submitted the job fetches them from there.
+            "logs": inventory.logs.model_copy(update={"fetch": False}),
+        }
+    )
+    options = start.Options(
+        inventory=inventory.path,
+        command=tuple(job["command"]) if job["command"] else None,
+        ssh=SshOptions(open=tasks.open),
+    )
+    shown = _logs_of(run_dir, here)
+    with contextlib.ExitStack() as stack:
+        hands = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
+        with hands.run.changing():
+            hands.run.left_out = job.get("left_out", {})
+        args = (run_dir, tasks, here, inventory.nodes.min, ending)
+        threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
+        return up.watch(hands, options, shown=shown, is_asked=False)
+
+
+def _logs_of(run_dir: Path, names: list[str]) -> dict[str, dict[str, int]]:
+    """Node → its logs of earlier starts, which have been shown, and how long they are."""
+    return {
+        name: {path.name: path.stat().st_size for path in (run_dir / name / "logs").glob("*.log")}
+        for name in names
+    }
+
+
+def _look_for_nodes(run_dir: Path, tasks: Tasks, names: list[str], least: int, ending: Ending) -> None:
+    """Tell which nodes are lost; end the job when the others are too few and none can come: Slurm gives new ones."""
+    file = run_dir / "slurm" / "absent.json"
+    before: list[str] | None = None
+    few_since: float | None = None
+    while not ending.over.wait(LOOK_S):
+        absent = tasks.absent(names)
+        if absent != before:
+            told = {"job": os.environ["SLURM_JOB_ID"], "nodes": absent}
+            write_private(str(file), json.dumps(told).encode())
+            before = absent
+        if len(names) - len(absent) >= least:
+            few_since = None
+            continue
+        few_since = few_since or time.monotonic()
+        given = NodeSet(listed) if (listed := job_now().get("NodeList", "")) else NodeSet(",".join(names))
+        if len(given & NodeSet(",".join(names))) < least or time.monotonic() - few_since > LOST_S:
+            here = len(names) - len(absent)
+            cure = f" (nodes: {here}:{len(names)} would go on without)" if here else ""
+            ending.lacks_nodes(absent, f", and {least} nodes are needed{cure}")

@@ -1,0 +1,40 @@
+"""What a job's batch script does last: has Slurm queue the job again, should srun have broken off.
+
+srun ends the tasks of all nodes when one of them was started anew before Slurm had missed it ("io error and missing
+step"), --no-kill or not, and with it would end the job. So would a crash of the leader where there is no other task.
+
+``python -m nodekit.slurm.allocation.broken_off RUNS``, with the folder of all runs in the shared one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+WHY = "srun ended before the leader did"
+
+
+def main(runs: Path) -> None:
+    """Look whether the leader has said that the job is over, and else ask Slurm."""
+    attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    # Of an array, which has one script, each task has a run of its own.
+    for place in runs.glob(f"*/slurm/{attempt}.json"):
+        if json.loads(place.read_text(encoding="utf-8")).get("over"):
+            continue
+        # Late: most jobs end above, and this is half a second.
+        from nodekit.slurm.allocation import own_job
+
+        run_dir = place.parent.parent
+        own_job.keep_records_in(run_dir)
+        if own_job.job_now().get("JobState") != "RUNNING":
+            continue
+        if own_job.has_made_progress(run_dir):
+            own_job.queue_again_without_leader(run_dir, WHY, [])
+        else:
+            print(f"{WHY}, and before the first step: the job is not queued again", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

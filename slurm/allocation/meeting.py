@@ -1,0 +1,211 @@
+"""How the tasks of an allocation meet: the first one listens, and the others call and are its hands.
+
+All that they say is authenticated, by a secret that only who can read the run's folder has, and not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, cast
+
+from nodekit.deploy.agent.replicas.replica_wire import CHUNK_BYTES, Wire
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.accept import Acceptor
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Host
+from nodekit.slurm.allocation.own_job import node_name
+
+MEET_S = 300.0
+"""How long the tasks wait for the leader, and it for them: the slowest of them may still load its modules."""
+LATE_S = 20.0  # for the rest, once the fewest are there
+TALK_S = 10.0
+UNHEARD_S = 5.0  # a link through which nothing comes is given up, and another one is tried
+KEEP_ALIVE_S = 1
+CALL_S = 3.0
+
+
+@contextlib.contextmanager
+def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
+    """A connection to the leader, in this process or not; each side has shown that it can read the run's folder."""
+    # Where a task calls from is the node's address for all others, so loopback comes last, and for the leader alone.
+    addresses = [*meeting["addresses"], *(["127.0.0.1"] if is_here else [])]
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((address, meeting["port"]), timeout=CALL_S)
+            break
+    else:
+        raise ConnectionError(f"nobody answers at {addresses}")
+    with Wire(connection) as wire:
+        _notice_loss(connection)
+        wire.prove(meeting["token"], is_client=True, timeout_s=TALK_S)
+        wire.send({"node": node_name()})
+        connection.settimeout(None)
+        yield wire
+
+
+def run_for(wire: Wire, argv: Sequence[str]) -> None:
+    """Run a program whose stdin and stdout are at the other end of the wire, until it ends.
+
+    It gets nothing but what the other end has sent, in that order; when that cannot be had any more, its stdin ends.
+    """
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        hearing = threading.Thread(target=_hear, args=(wire, program.stdin), daemon=True)
+        hearing.start()
+        try:
+            while data := os.read(program.stdout.fileno(), CHUNK_BYTES):
+                wire.send_frame(data)
+        except OSError:
+            pass  # nobody is told any more, and `_hear` has its stdin end
+        finally:
+            wire.abort()
+            program.stdout.close()
+            hearing.join()
+
+
+def _hear(wire: Wire, stdin: IO[bytes]) -> None:
+    with contextlib.suppress(OSError), stdin:
+        while True:
+            stdin.write(wire.receive_frame())
+            stdin.flush()
+
+
+class _Frames(io.RawIOBase):
+    """A wire as a stream of bytes."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._rest or self._wire.receive_frame()
+        size_bytes = min(len(data), len(buffer))
+        buffer[:size_bytes], self._rest = data[:size_bytes], data[size_bytes:]
+        return size_bytes
+
+    def write(self, data: Any) -> int:
+        for start in range(0, len(data), CHUNK_BYTES):
+            self._wire.send_frame(data[start : start + CHUNK_BYTES])
+        return len(data)
+
+
+class CalledProcess:
+    """A process that was started by `run_for` at the other end of a wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.stdin = cast(IO[bytes], _Frames(wire))
+        self.stdout: IO[bytes] = io.BufferedReader(_Frames(wire))
+
+    def stderr_tail(self) -> str:
+        """Nothing: what it writes there stays on its host."""
+        return ""
+
+    def close(self) -> None:
+        """End it by ending its stdin."""
+        self._wire.abort()
+        self._wire.close()
+
+
+def _notice_loss(connection: socket.socket) -> None:
+    """Have the connection end when the other host is no more, whether something is under way or not."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEP_ALIVE_S),
+        (socket.TCP_KEEPCNT, int(UNHEARD_S / KEEP_ALIVE_S)),
+        (socket.TCP_USER_TIMEOUT, int(1000 * UNHEARD_S)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Tasks:
+    """The tasks of the allocation, as the leader sees them: each calls, and is a link to its node."""
+
+    def __init__(self, token: str) -> None:
+        self.address: dict[str, str] = {}
+        """Node → where it called from."""
+        self._token = token
+        self._came = threading.Condition()
+        self._free: dict[str, Wire] = {}
+        self._absent: set[str] = set()
+        listener = socket.create_server(("", 0), backlog=1024)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, self._greet, name="tasks")
+
+    def _greet(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:
+        wire = Wire(connection)
+        _notice_loss(connection)
+        wire.prove(self._token, is_client=False, timeout_s=TALK_S)
+        node = str(wire.receive(TALK_S)["node"])
+        connection.settimeout(None)
+        proven()
+        with self._came:
+            if (old := self._free.pop(node, None)) is not None:
+                old.close()
+            self._free[node] = wire
+            self.address[node] = address
+            self._absent.discard(node)
+            self._came.notify_all()
+
+    def wait(self, names: list[str], *, least: int, say: Callable[[str], None]) -> list[str]:
+        """Those of `names` that came: all, or after a while at least as many as are needed.
+
+        Raises:
+            KitError: too few came in time.
+        """
+        with self._came:
+            if not self._came.wait_for(lambda: len(self.address) == len(names), timeout=LATE_S):
+                absent = ", ".join(name for name in names if name not in self.address)
+                say(f"waiting for the tasks on {absent}")
+                self._came.wait_for(lambda: len(self.address) >= least, timeout=MEET_S - LATE_S)
+            here = [name for name in names if name in self.address]
+        if len(here) < least:
+            absent = ", ".join(name for name in names if name not in here)
+            raise KitError(
+                f"no word from the tasks on {absent} within {MEET_S:.0f} s; what they said is in the folder slurm/ "
+                "of the run: can they see the shared folder, and reach this node?"
+            )
+        return here
+
+    def open(self, host: Host) -> Link:
+        """A link to a node.
+
+        Raises:
+            HostError: its task has not called since the last one was lost.
+        """
+        with self._came:
+            self._came.wait_for(lambda: host.name in self._free, timeout=TALK_S)
+            wire = self._free.pop(host.name, None)
+            (self._absent.discard if wire else self._absent.add)(host.name)
+        if wire is None:
+            raise HostError(host.name, f"its task has not called for {TALK_S:.0f} s")
+        return Link(host.name, CalledProcess(wire))
+
+    def absent(self, names: list[str]) -> list[str]:
+        """Those of `names` that never called, or have not since their link was lost."""
+        with self._came:
+            return [name for name in names if name in self._absent or name not in self.address]
+
+    def lost(self) -> list[str]:
+        """The nodes that called once and do not again, now that their links are closed."""
+        with self._came:
+            self._came.wait_for(lambda: self._free.keys() >= self.address.keys(), timeout=TALK_S)
+            return [name for name in self.address if name not in self._free]
+
+    def close(self) -> None:
+        """Take no more calls, and let go of the tasks that no link is open to."""
+        self._acceptor.close()
+        with self._came:
+            while self._free:
+                self._free.popitem()[1].close()

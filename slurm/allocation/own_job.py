@@ -1,0 +1,190 @@
+"""What a job knows of itself, and asks of Slurm for itself: from inside the allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from ClusterShell.NodeSet import NodeSet
+
+from nodekit.deploy.agent.hang.hang import read_progress
+from nodekit.deploy.agent.ranks.budget import LONG_ATTEMPT_S
+from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import JobFailed
+from nodekit.inventory.load import restore
+from nodekit.inventory.schema import SlurmSettings
+from nodekit.training.snapshots.fence import FILE as FENCE
+
+ASK_S = 20.0  # for an answer of Slurm
+
+
+def node_name() -> str:
+    """What Slurm calls this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def num_restarts() -> int:
+    """How often Slurm has queued this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def attempt() -> str:
+    """This start of the job: its id, and how often it was queued again."""
+    return f"{os.environ['SLURM_JOB_ID']}.{num_restarts()}"
+
+
+def what_to_run(run_dir: Path) -> dict[str, Any]:
+    """What who submitted the job has written down."""
+    found: dict[str, Any] = json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))
+    return found
+
+
+def snapshots_of(job: dict[str, Any]) -> Path:
+    """The folder that holds the snapshots of this job's run, and of others."""
+    return Path(restore(job["inventory"]).snapshots.shared or f"{job['shared_dir']}/snapshots")
+
+
+def settings_of(run_dir: Path) -> SlurmSettings:
+    """What was asked of Slurm."""
+    settings = restore(what_to_run(run_dir)["inventory"]).slurm
+    assert settings is not None
+    return settings
+
+
+def job_now() -> dict[str, str]:
+    """What Slurm says of this job: its JobState, NodeList, PreemptTime…; {} where it does not answer."""
+    names = "JobState|NodeList|PreemptTime|ExcNodeList|Partition"
+    said = _slurm("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
+    return dict(re.findall(rf"(?:^|\s)({names})=(\S*)", said))
+
+
+def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None:
+    """Have Slurm queue the job again, or end it if it has done so too often; said where `kit up` shows it.
+
+    Args:
+        run_dir: the run's folder.
+        why: what has become of the leader, who would else do this.
+        lost: the nodes that are lost.
+
+    Raises:
+        RuntimeError: it was queued again too often.
+    """
+    limit = settings_of(run_dir).max_requeues
+    is_over = num_restarts() >= limit
+    then = (
+        f"and it was queued again {limit} times (slurm.max_requeues)" if is_over else "Slurm queues it again"
+    )
+    with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
+        log.write(f"{why}; {then}\n")
+    if is_over:
+        finish(run_dir, JobFailed.exit_code, "failed", f"{why}, {then}")
+    # It comes with what is asked for now, and would end what is asked next.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _slurm(*(["scancel"] if is_over else ["scontrol", "requeue"]), os.environ["SLURM_JOB_ID"])
+    if is_over:
+        raise RuntimeError(f"{why}; {then}")
+    exclude(run_dir, lost)
+
+
+def keep_records_in(run_dir: Path) -> None:
+    """Have this process know the runs that are recorded in the run's folder, and no others."""
+    os.environ["XDG_STATE_HOME"] = str(run_dir / "state")
+
+
+def record_of(run_dir: Path) -> Run | None:
+    """The leader's record of the run, once it has one; `keep_records_in` comes first."""
+    return next((run for run in runs.all_runs() if run.run_id == run_dir.name), None)
+
+
+def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> None:
+    """Leave for `kit up` and `kit status` how the job ended.
+
+    Args:
+        run_dir: the run's folder.
+        status: kit's exit status.
+        state: the run's last one, where its record does not have it yet.
+        verdict: why.
+    """
+    if state and (run := record_of(run_dir)) is not None:
+        run.finish(state, verdict)
+    result = {"exit": status, "attempt": attempt()}
+    write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
+    # The next submission brings its own.
+    for name in what_to_run(run_dir)["private"]:
+        (run_dir / "slurm" / name).unlink(missing_ok=True)
+
+
+def exclude(run_dir: Path, lost: list[str]) -> None:
+    """Have Slurm start this job, which it has just queued again, on other nodes than the lost ones.
+
+    Slurm itself would take them again: one whose network is gone may still look well to it, or come back for a
+    moment. Where there are not as many others as the job wants, they stay in.
+    """
+    job = job_now()
+    if not (lost and job):
+        return
+    excluded = NodeSet(",".join(lost))
+    if (before := job.get("ExcNodeList", "(null)")) != "(null)":
+        excluded |= NodeSet(before)
+    states = "--states=idle,allocated,mixed,completing,planned,reserved"
+    there = _slurm("sinfo", "--noheader", f"--partition={job['Partition']}", states, "--format=%N")
+    others = NodeSet(",".join(there.split())) - excluded
+    if len(others) >= settings_of(run_dir).nodes.max:
+        _slurm("scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", f"ExcNodeList={excluded}")
+
+
+def _slurm(*argv: str) -> str:
+    """What one of Slurm's commands prints; "" where it does not answer, or refuses."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def has_made_progress(run_dir: Path) -> bool:
+    """Whether the job of a run ever got past its first step.
+
+    One that says nothing of its steps has if it has saved something, or else after a while.
+    """
+    with contextlib.suppress(OSError):
+        for file in (run_dir / "state").rglob("events.jsonl"):
+            if '"first-progress"' in file.read_text(encoding="utf-8"):
+                return True
+    # The leader may not have heard yet of what the ranks have written.
+    said = [each for folder in run_dir.glob("*/progress") for each in read_progress(folder).values()]
+    if any(not each.is_start for each in said):
+        return True
+    if any(each.text.strip() for each in said):
+        return False
+    return _has_saved(run_dir) or _worked_s(run_dir) > LONG_ATTEMPT_S
+
+
+def _has_saved(run_dir: Path) -> bool:
+    with contextlib.suppress(OSError):
+        there = (snapshots_of(what_to_run(run_dir)) / run_dir.name).iterdir()
+        return any(each.name != FENCE and not each.name.startswith(".") for each in there)
+    return False
+
+
+def _worked_s(run_dir: Path) -> float:
+    """How long ago the ranks were started, the last time."""
+    started = 0.0
+    for file in run_dir.glob("*/events.jsonl"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                if '"workers-started"' in line:
+                    started = max(started, json.loads(line)["time"])
+    return time.time() - started if started else 0.0

@@ -1,0 +1,4 @@
+"""What a run says of its training: metrics, curves, trackers, evaluation.
+
+It may import the rest of `training` but the loop.
+"""

@@ -1,0 +1,273 @@
+"""Sends to W&B or MLflow what rank 0 writes to this program's stdin (`trackers.py`).
+
+One run over all restarts: the service is asked how far it is, gets what it lacks of metrics.jsonl, and of steps that
+are done again keeps the first values, since neither service can replace any. Whatever goes wrong is said once.
+"""
+
+import json
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from nodekit.training.reporting import metrics
+from nodekit.training.reporting.trackers import TRACKERS
+
+INIT_S = 60.0
+MOST_SENT_LATER = 2_000
+"""Lines of the history that a service gets at once."""
+_EVERY_S = 1.0
+_MOST_KEPT = 50_000
+_NOTE = ".tracked.json"
+
+
+class Service(Protocol):
+    """What is needed of a service, once it is open."""
+
+    def reached(self) -> int:
+        """The last step it has; -1 without one, or where it does not say."""
+
+    def send(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Points, in the order of steps."""
+
+    def close(self, *, is_trained: bool) -> None:
+        """The run is trained to its end, or is to go on later."""
+
+
+class Wandb:
+    """Weights & Biases, as its environment variables say (``WANDB_API_KEY``, ``WANDB_PROJECT``, ``WANDB_MODE`` …)."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            id=asked["run_id"],
+            name=asked["run_id"],
+            resume="allow",
+            project=os.environ.get("WANDB_PROJECT") or "nodekit",
+            dir=asked["folder"],
+            config=asked["settings"],
+            settings=wandb.Settings(init_timeout=INIT_S, silent=True, console="off", disable_git=True),
+        )
+
+    def reached(self) -> int:
+        """Offline it does not know."""
+        return int(getattr(self._run, "starting_step", 0) or 0) - 1
+
+    def send(self, lines: Sequence[dict[str, Any]]) -> None:
+        """To its own process, which goes on trying."""
+        for line in lines:
+            self._run.log(metrics.scalars(line), step=line["step"])
+
+    def close(self, *, is_trained: bool) -> None:
+        """A run that is not trained to its end goes on when its id comes again."""
+        self._run.finish(exit_code=0 if is_trained else 1)
+
+
+class Mlflow:
+    """MLflow, as its environment variables say (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` …)."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise ValueError(
+                "MLFLOW_TRACKING_URI is not set; name it in the inventory's job.secrets or job.env"
+            )
+        # By itself it tries for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nodekit"
+        experiment = self._client.get_experiment_by_name(name)
+        known = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        tag = "nodekit.run_id"
+        found = self._client.search_runs([known], f"tags.`{tag}` = '{asked['run_id']}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            run = self._client.create_run(known, run_name=asked["run_id"], tags={tag: asked["run_id"]})
+            self._id = run.info.run_id
+            settings = [Param(key, value[:500]) for key, value in asked["settings"].items()]
+            self._client.log_batch(self._id, params=settings)
+
+    def reached(self) -> int:
+        """The last step of any metric."""
+        return max((each.step for each in self._newest()), default=-1)
+
+    def _newest(self) -> list[Any]:
+        names = self._client.get_run(self._id).data.metrics
+        return [
+            max(self._client.get_metric_history(self._id, name), key=lambda each: each.step) for name in names
+        ]
+
+    def send(self, lines: Sequence[dict[str, Any]]) -> None:
+        """All at once, or an exception."""
+        from mlflow.entities import Metric
+
+        points = [
+            Metric(name, value, int(line["time"] * 1000), line["step"])
+            for line in lines
+            for name, value in metrics.scalars(line).items()
+        ]
+        for start in range(0, len(points), 1000):  # the most that it takes at once
+            self._client.log_batch(self._id, metrics=points[start : start + 1000])
+
+    def close(self, *, is_trained: bool) -> None:
+        """A run that is not trained to its end stays open."""
+        if is_trained:
+            self._client.set_terminated(self._id, "FINISHED")
+
+
+_SERVICES: dict[str, Callable[[dict[str, Any]], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+def main() -> int:
+    """Send until stdin ends; the exit status is 1 where the service could not be had."""
+    # No library is to read what is ours, nor to ask a question there.
+    source = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    asked = json.loads(source.readline())
+    name = TRACKERS[asked["service"]]
+    waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_read, args=(source, waiting), daemon=True).start()
+    late = threading.Timer(INIT_S + 5, _give_up, args=(f"{name} did not answer within {INIT_S:.0f} s",))
+    late.daemon = True
+    late.start()
+    try:
+        service = _SERVICES[asked["service"]](asked)
+        reached = service.reached()
+    except Exception as error:  # of whatever library, whatever it is
+        _say(f"{name}: nothing is tracked: {first_line(error)}")
+        return 1
+    late.cancel()
+    _Sender(service, name, Path(asked["folder"]) / _NOTE, asked["service"], reached).run(
+        _history(asked), waiting
+    )
+    return 0
+
+
+class _Sender:
+    """Sends each step once."""
+
+    def __init__(self, service: Service, name: str, note: Path, key: str, reached: int) -> None:
+        self._service = service
+        self._name = name
+        self._note = note
+        self._key = key
+        self._told = False
+        # W&B offline does not know what an earlier process of this node has written down for it.
+        self._step, self._evaluated = max((reached, reached), self._noted())
+        self._kept: list[dict[str, Any]] = []
+
+    def run(self, history: Sequence[dict[str, Any]], waiting: "queue.Queue[dict[str, Any] | None]") -> None:
+        """Until there is nothing more."""
+        self._take(history)
+        is_trained = is_over = False
+        while not is_over:
+            self._flush()
+            deadline = time.monotonic() + _EVERY_S
+            while not is_over and (left_s := deadline - time.monotonic()) > 0:
+                try:
+                    line = waiting.get(timeout=left_s)
+                except queue.Empty:
+                    break
+                if line is None:
+                    is_over = True
+                elif "end" in line:
+                    is_trained = True
+                else:
+                    self._take([line])
+        self._flush()
+        try:
+            self._service.close(is_trained=is_trained)
+        except Exception as error:
+            self._say(error)
+
+    def _take(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Keep what was not sent yet."""
+        for line in lines:
+            is_test = "test" in line
+            if line["step"] <= (self._evaluated if is_test else self._step):
+                continue
+            if is_test:
+                self._evaluated = line["step"]
+            else:
+                self._step = line["step"]
+            self._kept.append(line)
+        del self._kept[:-_MOST_KEPT]
+
+    def _flush(self) -> None:
+        if not self._kept:
+            return
+        try:
+            self._service.send(self._kept)
+        except Exception as error:  # it may come back: the points are sent with the next ones
+            self._say(error)
+            return
+        self._kept = []
+        noted = {self._key: [self._step, self._evaluated]}
+        try:
+            self._note.write_text(json.dumps(noted), encoding="utf-8")
+        except OSError as error:
+            self._say(error)
+
+    def _noted(self) -> tuple[int, int]:
+        try:
+            step, evaluated = json.loads(self._note.read_text(encoding="utf-8"))[self._key]
+            return step, evaluated
+        except (OSError, ValueError, KeyError):
+            return -1, -1
+
+    def _say(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            _say(f"{self._name} takes no points at the moment, and the training goes on: {first_line(error)}")
+
+
+def _history(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was before: of the steps, those that are points of all curves."""
+    path = Path(asked["history"])
+    lines = metrics.read(path, asked["history_bytes"]) if asked["history_bytes"] else []
+    points = [line for line in lines if b'"samples_per_s": ' in line or b'"test": ' in line]
+    return [json.loads(line) for line in metrics.thinned(points, MOST_SENT_LATER)]
+
+
+def _read(source: IO[bytes], waiting: "queue.Queue[dict[str, Any] | None]") -> None:
+    for line in source:
+        try:
+            waiting.put(json.loads(line))
+        except ValueError:  # torn by a kill
+            break
+    waiting.put(None)
+
+
+def first_line(error: Exception) -> str:
+    """What to say of an error, without a secret that a service's address may have in it, or a key."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    text = re.sub(r"//[^/@\s]*@", "//…@", text)
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "…")
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _say(text: str) -> None:
+    print(f"nodekit: {text}", file=sys.stderr, flush=True)
+
+
+def _give_up(text: str) -> None:
+    _say(f"nothing is tracked: {text}")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Which snapshot all ranks go on from, and getting it to those who lack it, over the process group."""
+
+import hashlib
+import io
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nodekit.training.snapshots.commit import NOT_FOUND, retried
+from nodekit.training.snapshots.fence import Fence, Fenced
+from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload
+from nodekit.training.snapshots.snapshot import Found, Snapshots, check_loss, log
+from nodekit.training.world import World
+
+_CHUNK_BYTES = 32 << 20
+
+
+def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = None) -> Loaded | None:
+    """The newest snapshot that any node holds whole, loaded on every rank; None if there is no trace of any.
+
+    Every rank calls it, with its node's folder. The greatest (generation, step) that verifies wins;
+    nodes that lack it get it by broadcast and keep a copy.
+
+    Args:
+        snapshots: of this rank's node; without a generation, it goes on with the newest of all nodes'.
+        world: its process group must exist.
+        writes: whether this rank is the one to write to the folder; None: every node's first rank is.
+
+    Raises:
+        Fenced: on all ranks, if any of the folders is fenced for a newer generation.
+        NoneLoads: on all ranks, if none can be loaded, and there are some, or a folder or fence cannot be read.
+        NewerKit: on all ranks, if a newer nodekit wrote the newest one.
+    """
+    fence = _newest_fence(snapshots, world)
+    if snapshots.generation is not None and snapshots.generation < fence:
+        raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
+    writes = world.is_first_on_node if writes is None else writes
+    lost: dict[tuple[int, int], str] = {}
+    known, expected = max(world.gather(world.expected_snapshot)), ""
+    while True:
+        here = snapshots.look(lost, expected=expected) if world.is_first_on_node else Found()
+        own = here.loaded
+        offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
+        held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
+        age, negative_rank, manifest = max(held, key=lambda entry: entry[:2], default=(None, 0, None))
+        found = [Found(None, problems, newer_kit) for _, problems, newer_kit in offers]
+        check_loss([*found, Found(problems=tuple(lost.values()))], age)
+        if age is None or manifest is None:
+            if not known or expected:
+                return None
+            expected = known  # all look again, longer, and say where it was missed
+            continue
+        if snapshots.generation is None:
+            snapshots.generation = max(fence, manifest.generation)
+        if manifest.is_sharded:
+            loaded = _in_parts(snapshots, world, own, manifest)
+        else:
+            loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
+        if loaded:
+            return loaded
+        lost[age] = f"{manifest.name}: rank {-negative_rank} could read it once, and not again"
+
+
+def _newest_fence(snapshots: Snapshots, world: World) -> int:
+    """The highest fence of all nodes' folders that can be read.
+
+    Raises:
+        OSError: on all ranks, if none can: then nobody knows who may train.
+    """
+    fence, problem = None, ""
+    try:
+        fence = retried(Fence(snapshots.folder).read)
+    except OSError as error:
+        problem = f"the fence in {snapshots.folder} cannot be read: {error}"
+        log.warning(problem)
+    gathered = world.gather((fence, problem))
+    fences = [fence for fence, _ in gathered if fence is not None]
+    if not fences:
+        raise OSError(
+            f"whether this generation may train is not known: {'; '.join(sorted({text for _, text in gathered}))}. "
+            "Mend the disk or the file server and start again"
+        )
+    return max(fences)
+
+
+def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
+    """Whether this rank is the one to write to ``snapshots.folder``; every rank calls it.
+
+    Where each node has a folder of its own, that is its first rank. If the folder is said to be shared by all
+    nodes (``world.snapshot_is_shared``), only rank 0 is, after a look: the first rank of each node leaves a file
+    there, and of those that see each other's, the lowest writes.
+    """
+    if not world.snapshot_is_shared:
+        return world.is_first_on_node
+    own = snapshots.folder / f".seen-{secrets.token_hex(8)}"
+    if world.is_first_on_node:
+        try:
+            snapshots.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own.touch(mode=0o600)
+        except OSError as error:
+            log.warning("cannot write to %s: %s", snapshots.folder, error)
+    names = world.gather(own.name if world.is_first_on_node else None)
+    seen, can_look = [], True
+    try:
+        seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
+    except OSError as error:  # what others write there is not seen now, and may be all the same
+        log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
+        can_look = world.is_main
+    blind = [
+        rank
+        for rank, lowest in enumerate(world.gather(min(seen, default=None) if can_look else 0))
+        if lowest != 0
+    ]
+    with suppress(OSError):
+        own.unlink(missing_ok=True)  # all have looked
+    if blind and world.is_main:
+        log.warning(
+            "%s was said to be one folder for all nodes, but what rank 0 writes there is not seen by rank %s: "
+            "they keep snapshots of their own",
+            snapshots.folder,
+            ", ".join(map(str, blind)),
+        )
+    return can_look and world.is_first_on_node and min(seen, default=world.rank) == world.rank
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        retried(path.stat)
+    except NOT_FOUND:
+        return False
+    return True
+
+
+def _everywhere(
+    snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest, *, source: int, writes: bool
+) -> Loaded | None:
+    """The snapshot on every rank, or None on every rank."""
+    loaded = own if own and own.manifest.age == manifest.age else snapshots.read_age(manifest.age)
+    if all(world.gather(loaded is not None)):
+        return loaded
+    # To the disks first. A state may be as large as a node's memory; only the rank that reads it pays for it.
+    with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
+        _broadcast(snapshots, world, manifest, source, file.write if file else None)
+    world.gather(None)  # now it is there for the ranks that did not write it
+    loaded = loaded or _from_rank(source, snapshots.read_age(manifest.age))
+    if all(world.gather(loaded is not None)):
+        return loaded
+    # Again, for those whose disk cannot take it.
+    data = io.BytesIO()
+    _broadcast(snapshots, world, manifest, source, None if loaded else data.write)
+    if loaded is None and hashlib.sha256(data.getbuffer()).hexdigest() == manifest.sha256[manifest.payload]:
+        data.seek(0)
+        loaded = _from_rank(source, Loaded(load_payload(data), manifest, manifest.payload))
+    return loaded if all(world.gather(loaded is not None)) else None
+
+
+def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
+    """The same for a sharded one, which is not sent: all see its folder."""
+    has_it = _is_there(snapshots.folder / manifest.name)
+    if blind := [rank for rank, sees in enumerate(world.gather(has_it)) if not sees]:
+        raise ValueError(
+            f"the newest snapshot ({manifest.name}, sharded) is not in the snapshot folder of rank "
+            f"{', '.join(map(str, blind))}, and sharded ones are not sent: give all nodes one folder, or go on where "
+            "it is with --snapshot-format whole"
+        )
+    is_good = own is not None and own.manifest.age == manifest.age
+    if not all(world.gather(is_good or not world.is_first_on_node)):  # one of those who verify all rejects it
+        return None
+    loaded = own if is_good else snapshots.read_age(manifest.age)
+    return loaded if all(world.gather(loaded is not None)) else None
+
+
+def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
+    return loaded and Loaded(
+        loaded.state, loaded.manifest, f"what rank {source} sent ({loaded.manifest.payload})"
+    )
+
+
+def _read_into(part: torch.Tensor, path: Path, start: int) -> None:
+    with path.open("rb") as file:
+        file.seek(start)
+        file.readinto(part.numpy().data)
+
+
+def _broadcast(
+    snapshots: Snapshots,
+    world: World,
+    manifest: Manifest,
+    source: int,
+    receive: Callable[[memoryview], object] | None,
+) -> None:
+    """Send the payload to all ranks, as rank ``source`` reads it from its disk, in chunks.
+
+    All take part all the time, also those who have it: who waited for the whole transfer would run into the
+    process group's timeout.
+    """
+    size_bytes = manifest.size_bytes[manifest.payload]
+    chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
+    path = snapshots.folder / manifest.payload
+    for start in range(0, size_bytes, _CHUNK_BYTES):
+        part = chunk[: size_bytes - start]
+        if world.rank == source:
+            try:
+                retried(partial(_read_into, part, path, start))
+            except OSError as error:  # the others wait: send what there is, and let its hash tell them
+                log.warning("cannot read %s: %s", path, error)
+        sent = part.to(world.device)
+        dist.broadcast(sent, src=source)
+        if receive:
+            receive(sent.cpu().numpy().data)

@@ -1,0 +1,219 @@
+"""When a loop's snapshots are taken, and what the ranks tell each other of them: in the step's own all-reduce."""
+
+import logging
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nodekit.training.reporting.report import Report
+from nodekit.training.snapshots.fence import Fenced, fence_or_zero
+from nodekit.training.snapshots.interval import FIRST_S, interval_s
+from nodekit.training.snapshots.snapshot import Snapshots
+from nodekit.training.world import World
+
+log = logging.getLogger("nodekit.training")
+
+MANY_FAILED = 3
+"""So many failed saves in a row, and the job says so aloud."""
+_FENCE_EVERY_S = 1.0
+_WAKE_EVERY_S = 0.5
+_QUIET_STEPS = 20
+_STUCK_S = 120.0
+
+
+class Saver:
+    """Rank 0 says when, the ranks with ``writes`` save, and all hear who could not.
+
+    At every step's edge, each rank puts ``flags()`` into the sum over all ranks, and gives the sum to ``agree()``.
+    A save that comes due while one is under way anywhere is put off, step by step, so that no disk holds up the
+    training; but with ``every``, whose steps were asked for, it waits.
+    """
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        world: World,
+        report: Report,
+        *,
+        writes: bool,
+        every: int | None,
+        seconds: float | None,
+        trained_s: float,
+    ) -> None:
+        """The time begins now; all ranks must call it.
+
+        Args:
+            snapshots: of this rank's node.
+            world: its process group must exist.
+            report: speaks, and tells kit that waiting for a disk is no hang.
+            writes: whether this rank saves.
+            every: steps from one snapshot to the next; None: by time.
+            seconds: from one to the next; None: by what they cost (see ``interval_s``): the stall, and by how much
+                steps take longer while one is written.
+            trained_s: how long the job had trained before.
+        """
+        self.snapshots = snapshots
+        self.writes = writes
+        self.interval_s = FIRST_S if seconds is None else seconds
+        self._world = world
+        self._report = report
+        self._every = every
+        self._is_auto = every is None and seconds is None
+        self._trained_s = trained_s
+        self._started_s = self._last_s = time.monotonic()
+        self._is_last = False
+        self._stall_s: float | None = None  # of the last snapshot, until all have heard of its cost
+        self._slowed_s = 0.0  # by how much steps took longer while it was being saved
+        self._quiet_steps_s: deque[float] = deque(maxlen=_QUIET_STEPS)
+        self._edge_s: float | None = None  # when the last edge at which the ranks agreed was left
+        self._edge_step = 0
+        self._fence = 0
+        self._fence_looked_s = 0.0
+        self._failing: set[int] = set()
+        self._hosts = world.gather(f"node {world.node_rank} ({socket.gethostname()})")
+
+    @property
+    def trained_s(self) -> float:
+        """How long the job has trained, restarts included; to be kept in the snapshot."""
+        return self._trained_s + time.monotonic() - self._started_s
+
+    def flags(self, *, step: int, is_last: bool) -> list[float]:
+        """This rank's part of what is summed after ``step``, ``4 + 2 * world_size`` numbers.
+
+        Raises:
+            ValueError: what the last save was given could not be loaded safely.
+        """
+        own_fence = self._look_at_fence()
+        self._is_last = is_last
+        costs, unsaved = [0.0] * self._world.world_size, [0.0] * self._world.world_size
+        costs[self._world.rank] = self._cost_of_the_last(step)
+        if self.snapshots.num_failed >= MANY_FAILED or self._is_stuck():
+            unsaved[self._world.rank] = time.monotonic() - self.snapshots.saved_s
+        return [
+            self._is_due(step) or is_last,
+            self.snapshots.is_saving and not (is_last or self._every),
+            own_fence > 0,
+            own_fence,
+            *costs,
+            *unsaved,
+        ]
+
+    def agree(self, sums: Sequence[float]) -> bool:
+        """Whether a snapshot is taken of this step, from the sum of all ranks' ``flags()``.
+
+        Raises:
+            Fenced: some rank has found that this generation is over; on all ranks.
+        """
+        due, busy, num_fenced, fence, *each = sums
+        if num_fenced:
+            where = str(self.snapshots.folder) if self._fence else "the snapshot folder of another node"
+            raise Fenced(self.snapshots.generation or 0, round(fence / num_fenced), where)
+        self._tell(each[self._world.world_size :])
+        self._edge_s = time.monotonic()
+        cost_s = max(each[: self._world.world_size])
+        if self._is_auto and cost_s:
+            self.interval_s = interval_s(
+                cost_s, trained_s=self.trained_s, num_restarts=self._world.num_restarts
+            )
+            return self._is_last  # whether one is due is to be asked anew
+        return bool(due and not busy)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around everything that the training stands still for when a snapshot is taken; on all ranks."""
+        started_s = time.monotonic()
+        self._report.alive()
+        yield
+        self._last_s = self._edge_s = time.monotonic()
+        self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
+        if self._world.is_first_on_node:
+            self._report.tell("pause", step=self._edge_step, seconds=round(self._stall_s, 4))
+        self._report.leave_out()
+        self._report.alive()
+
+    def paused(self) -> None:
+        """The time since the last edge was not a step's: the next one begins now."""
+        self._edge_s = None
+        self._report.leave_out()
+
+    def save(self, state: Any, *, step: int) -> None:
+        """Copy ``state`` and save it behind the loop's back."""
+        self.wait()
+        self.snapshots.save_async(state, step=step, world_size=self._world.world_size)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk, or has failed to get there."""
+        deadline_s = time.monotonic() + self._world.timeout_s
+        while not self.snapshots.wait(_WAKE_EVERY_S):
+            if time.monotonic() < deadline_s:  # after that it is a hang, and may look like one
+                self._report.alive()
+
+    def settle(self) -> None:
+        """``wait`` for one that has failed already: errors are only logged."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.warning("the last snapshot was not saved: %s", error)
+
+    def _cost_of_the_last(self, step: int) -> float:
+        """Seconds that the last snapshot held the training up, once it is saved, else 0: for all to hear once."""
+        steps_s = None if self._edge_s is None else time.monotonic() - self._edge_s
+        num_steps, self._edge_step = max(1, step - self._edge_step), step
+        if self._stall_s is None:
+            if steps_s is not None:
+                self._quiet_steps_s.append(steps_s / num_steps)
+            return 0.0
+        if steps_s is not None and self.writes and self._quiet_steps_s:
+            self._slowed_s += steps_s - num_steps * statistics.mean(self._quiet_steps_s)
+        if self.snapshots.is_saving:
+            return 0.0
+        cost_s, self._stall_s = self._stall_s + max(0.0, self._slowed_s), None
+        return cost_s
+
+    def _is_stuck(self) -> bool:
+        """Whether a save takes so long that it may never end, as on a file server that is gone."""
+        since_s = time.monotonic() - self._last_s
+        return self.snapshots.is_saving and since_s > max(_STUCK_S, 3 * self.interval_s)
+
+    def _is_due(self, step: int) -> bool:
+        """Rank 0's judgement: clocks differ."""
+        if not self._world.is_main:
+            return False
+        if self._every:
+            return step % self._every == 0
+        return time.monotonic() - self._last_s >= self.interval_s
+
+    def _look_at_fence(self) -> int:
+        """The fence, if this generation is below it, else 0; looked at once a second."""
+        try:
+            self.snapshots.check()
+        except Fenced as error:
+            self._fence = error.fence
+        now_s = time.monotonic()
+        if not self._fence and now_s - self._fence_looked_s >= _FENCE_EVERY_S:
+            self._fence_looked_s = now_s
+            fence, generation = fence_or_zero(self.snapshots.folder), self.snapshots.generation
+            if generation is not None and generation < fence:
+                self._fence = fence
+        return self._fence
+
+    def _tell(self, unsaved: Sequence[float]) -> None:
+        """Rank 0 says where nothing is saved any more, and when that is over."""
+        failing = {rank for rank, since_s in enumerate(unsaved) if since_s}
+        if failing == self._failing:
+            return
+        self._failing = failing
+        if not failing:
+            self._report.say("snapshots: saved on all nodes again")
+            return
+        where = ", ".join(self._hosts[rank] for rank in sorted(failing))
+        self._report.say(
+            f"*** NO SNAPSHOT FOR {max(unsaved):.0f} s on {where}: {MANY_FAILED} or more saves in a row have failed, "
+            "or one does not end. Without the other nodes, all work since would be lost. That node's log has the "
+            f"reason ('no snapshot of step'): make room or mend the disk behind {self.snapshots.folder}. Training "
+            "goes on, and every next snapshot tries again ***"
+        )

@@ -1,0 +1,108 @@
+"""The weights that a run leaves for use: the best ones by a measure on the way, and the last ones."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nodekit.training.snapshots.background import Background
+from nodekit.training.snapshots.hostcopy import HostCopy
+from nodekit.training.tasks import Task
+from nodekit.training.weights.export import write_weights
+from nodekit.training.world import World
+
+log = logging.getLogger("nodekit.training")
+
+
+class Best:
+    """Writes ``best`` and ``last`` below each node's folder, in a thread, the first rank of a node doing so.
+
+    A folder that cannot be written (full, gone) does not end the training: the best weights are tried again with each
+    evaluation, and at the end.
+    """
+
+    def __init__(self, name: str, folder: Path, world: World, task: Task, facts: Mapping[str, Any]) -> None:
+        """Begin with nothing.
+
+        Args:
+            name: of the measure; ``auto`` for accuracy, or else loss, whichever there is; ``off`` for none.
+            folder: this node's, of the run.
+            world: this rank's.
+            task: whose weights they are.
+            facts: about the run, for who uses the weights.
+        """
+        self._name, self._folder, self._world, self._task = name, folder, world, task
+        self._facts = facts
+        self._value: float | None = None
+        self._host_copy, self._writer = HostCopy(), Background("nodekit-weights")
+        self._unwritten: Callable[[], None] | None = None  # the best weights, where writing them has failed
+
+    def state(self) -> dict[str, Any]:
+        """For a snapshot."""
+        return {"name": self._name, "value": self._value}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a snapshot's, if it is by the same measure."""
+        if state.get("name") == self._name:
+            self._value = state["value"]
+
+    def look(
+        self, means: Mapping[str, float], weights: Callable[[], Mapping[str, torch.Tensor]], **facts: Any
+    ) -> None:
+        """Keep these weights if they are the best so far; ``weights`` is called on all ranks, or on none.
+
+        Raises:
+            ValueError: there is no such measure.
+        """
+        name = self._name
+        if name == "auto":
+            name = next((each for each in ("accuracy", "loss") if each in means), "off")
+        if name == "off":
+            return
+        if name not in means:
+            raise ValueError(
+                f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
+            )
+        self.wait()
+        value, sign = means[name], -1 if "loss" in name else 1
+        if self._value is None or sign * value > sign * self._value:
+            self._value = value
+            best = weights()
+            if self._world.is_first_on_node:
+                write = self._writing("best", best, means=dict(means), **facts)
+                self._writer.start(partial(self._try, write))
+        elif self._unwritten:
+            self._writer.start(partial(self._try, self._unwritten))
+
+    def write_last(self, weights: Mapping[str, torch.Tensor], **facts: Any) -> None:
+        """Write the last weights, and the best ones if they are not written yet.
+
+        Raises:
+            Exception: what writing the last ones raised.
+        """
+        self.wait()
+        if self._unwritten:
+            self._try(self._unwritten)
+        if self._world.is_first_on_node:
+            self._writing("last", weights, **facts)()
+
+    def wait(self) -> None:
+        """Wait until the best ones are written, or have failed to be."""
+        self._writer.wait()
+
+    def _writing(self, kind: str, weights: Mapping[str, torch.Tensor], **facts: Any) -> Callable[[], None]:
+        copied = self._host_copy.take(dict(weights))
+        return partial(write_weights, self._folder / kind, copied, self._task, {**self._facts, **facts})
+
+    def _try(self, write: Callable[[], None]) -> None:
+        self._unwritten = write
+        try:
+            write()
+            self._unwritten = None
+        except Exception as error:  # a library's ``export`` raises classes of its own for a full disk
+            log.warning(
+                "the best weights are not written to %s, and going on without: %s", self._folder, error
+            )

@@ -1,0 +1,244 @@
+"""Trained weights for others: folders that plain torch and transformers read too, and loading what fits of them."""
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nodekit.training.snapshots.commit import sync_folder
+from nodekit.training.snapshots.manifest import save_payload
+from nodekit.training.tasks import Task
+
+WEIGHTS = "pytorch_model.bin"
+"""A plain state dict by ``torch.save``, under the name by which transformers looks for one."""
+FACTS = "nodekit.json"
+"""What the weights are of; a folder without it was not written here."""
+
+_READABLE = (WEIGHTS, "model.safetensors")
+_PREFIXES = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before all names."""
+_SHOWN = 4
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def write_weights(
+    folder: Path, weights: Mapping[str, torch.Tensor], task: Task, facts: Mapping[str, Any]
+) -> None:
+    """Write weights and what belongs to them as ``folder``, in place of what is there.
+
+    A kill at any moment leaves the one or the other there, whole.
+
+    Args:
+        folder: of this name; its parent is made.
+        weights: a full state dict of the task's plain model.
+        task: whose ``labels`` are written down, and whose ``export`` adds its files, if it has them.
+        facts: for ``nodekit.json``: task, data, model, engine, step, epoch, means.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{folder.name}.tmp-*"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
+    draft = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(8)}")
+    draft.mkdir()
+    try:
+        export = getattr(task, "export", None)
+        if export is not None:
+            export(draft)
+        plain = {name: _plain(tensor) for name, tensor in weights.items()}
+        with (draft / WEIGHTS).open("wb") as file:
+            save_payload(plain, file)
+        told = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
+        (draft / FACTS).write_text(told, encoding="utf-8")
+        for path in filter(Path.is_file, draft.rglob("*")):
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        sync_folder(draft)
+        _place(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What is written down of the weights in a folder.
+
+    Raises:
+        ValueError: it is no folder of `write_weights`.
+    """
+    path = _there(folder) / FACTS
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} has no {FACTS}: wanted a folder that a run has written, its output/best or output/last"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): wanted JSON") from error
+    if not isinstance(facts, dict) or "task" not in facts:
+        raise ValueError(f"{path} names no task: wanted an object that a run has written")
+    return facts
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in a folder of `write_weights` or transformers, or in a file of a state dict, on the CPU.
+
+    What DDP and torch.compile put before the names is taken away where all names have it.
+
+    Raises:
+        ValueError: there are none; it says what is there.
+    """
+    file = path
+    if path.is_dir() or not path.exists():
+        folder = _there(path)
+        file = next((folder / name for name in _READABLE if (folder / name).is_file()), folder)
+    if not file.is_file():
+        found = "has neither" if file.is_dir() else "is not there"
+        raise ValueError(
+            f"{path} {found}: wanted a folder with {' or '.join(_READABLE)}, or a file of a state dict"
+        )
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file  # comes with transformers; nobody else needs it
+
+            state: Any = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"to read {file}, safetensors is needed: pip install safetensors") from error
+    except Exception as error:  # what a reader of other bytes raises is of any class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{file} is no file of weights ({reason}): wanted a state dict, by torch.save or as .safetensors"
+        ) from error
+    return _state_dict(state, file)
+
+
+def load_weights(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], *, ignore_mismatched_sizes: bool
+) -> list[str]:
+    """Load weights into a module.
+
+    Args:
+        module: a plain one.
+        weights: by name.
+        ignore_mismatched_sizes: load what fits, in name and shape; the rest of the module stays as it is.
+
+    Returns:
+        What was left out, a line for each name; empty without ``ignore_mismatched_sizes``.
+
+    Raises:
+        ValueError: some do not fit and that is not to be ignored, or none fits.
+    """
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    names = dict.fromkeys([*own, *weights])
+    shapes = {
+        name: tuple(each[name].shape if name in each else () for each in (own, weights)) for name in names
+    }
+    fitting = {
+        name: weights[name]
+        for name, (here, there) in shapes.items()
+        if name in own and name in weights and here == there
+    }
+    left_out = [
+        difference(name, here if name in own else None, there if name in weights else None)
+        for name, (here, there) in shapes.items()
+        if name not in fitting
+    ]
+    if left_out and not (fitting and ignore_mismatched_sizes):
+        listed = "; ".join(left_out[:_SHOWN]) + ("; …" if len(left_out) > _SHOWN else "")
+        cure = (
+            f"--ignore-mismatched-sizes takes the {len(fitting)} that fit, and lists the others"
+            if fitting
+            else "none fits: they are of another model"
+        )
+        raise ValueError(f"{len(left_out)} of {len(names)} weights do not fit ({listed}); {cure}")
+    module.load_state_dict(fitting, strict=False)
+    return left_out
+
+
+def difference(name: str, here: Sequence[int] | None, there: Sequence[int] | None) -> str:
+    """What is to be said of a weight whose shape is not the one it is to have; None: it is not there."""
+    told = ["none" if shape is None else str(tuple(shape)) for shape in (here, there)]
+    return f"{name}: {told[0]} here, {told[1]} there"
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and nothing but itself: torch.save writes all of the memory that a view is of."""
+    assert not hasattr(tensor, "full_tensor"), "a DTensor is a part of a weight"
+    plain = tensor.detach().cpu().contiguous()
+    return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
+
+
+def _facts_of(task: Task) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    labels = getattr(task, "labels", None)
+    if labels is not None:
+        facts = {"num_classes": len(labels), "labels": list(labels)}
+    try:
+        return {**facts, "nodekit": metadata.version("nodekit")}
+    except metadata.PackageNotFoundError:  # on a host that kit has sent its package to
+        return facts
+
+
+def _state_dict(state: Any, file: Path) -> dict[str, torch.Tensor]:
+    if not isinstance(state, Mapping) or not state:
+        raise ValueError(f"{file} holds {_what(state)}: wanted a state dict, names with their tensors")
+    odd = [
+        name
+        for name, value in state.items()
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor))
+    ]
+    if odd:
+        inner = [name for name in odd if isinstance(state[name], Mapping)]
+        cure = f"; perhaps its {inner[0]!r} is one: save that alone" if inner else ""
+        raise ValueError(
+            f"{file} holds at {odd[0]!r} {_what(state[odd[0]])}: wanted a state dict, names with their tensors{cure}"
+        )
+    weights = dict(state)
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
+def _what(value: Any) -> str:
+    return "an empty one" if value == {} else f"a {type(value).__name__}"
+
+
+def _place(draft: Path, folder: Path) -> None:
+    """Make the draft the folder; what is there becomes the draft, or is removed."""
+    old = _old(folder)
+    if not folder.exists():
+        draft.rename(folder)
+    elif not _exchange(draft, folder):
+        # Between these two there is none of this name, but `_there` finds the old one.
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        draft.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system, or the file system, cannot."""
+    if sys.platform != "linux":
+        return False
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = [os.fsencode(path) for path in (one, other)]
+    return bool(exchange and exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the one that a kill kept from being replaced by it."""
+    return _old(folder) if not folder.exists() and _old(folder).is_dir() else folder
