@@ -1,8 +1,8 @@
 """Whether the mends of torch's rendezvous hold for every line of torch releases that pyproject.toml allows.
 
-``make releases`` runs tests/test_rendezvous.py against each and writes the table of docs/releases.md. It is no part
-of the suite, for which releases can be had is the package index's to say. A wheel is a gigabyte, but its rendezvous
-is twelve files of plain python that go by the interpreter's own torch: only these are read from the index.
+``make releases`` runs tests/deploy/agent/test_rendezvous.py against each and writes the table of docs/releases.md. It
+is no part of the suite, for which releases can be had is the package index's to say. A wheel is a gigabyte, but its
+rendezvous is twelve files of plain python that go by the interpreter's own torch: only these are read from the index.
 
 ``python tests/releases.py FOLDER ARG…`` runs pytest with what is in FOLDER in place of the installed
 ``torch.distributed.elastic.rendezvous``.
@@ -92,7 +92,7 @@ def put_in_place(folder: Path) -> None:
 
 
 def try_release(release: str) -> str:
-    """What tests/test_rendezvous.py says to a release, in a line; "not to be had: …" if the index has it not."""
+    """What test_rendezvous.py says to a release, in a line; "not to be had: …" if the index has it not."""
     kept = ROOT / ".venv/upstream"
     kept.mkdir(exist_ok=True)
     try:
@@ -103,7 +103,7 @@ def try_release(release: str) -> str:
     with tempfile.TemporaryDirectory() as base:
         argv = [__file__, folder, "-q", "-p", "no:cacheprovider", f"--basetemp={base}/pytest"]
         done = subprocess.run(
-            [sys.executable, *argv, ROOT / "tests/test_rendezvous.py"],
+            [sys.executable, *argv, ROOT / "tests/deploy/agent/test_rendezvous.py"],
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
     if done.returncode:

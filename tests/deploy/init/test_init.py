@@ -14,6 +14,7 @@ import pytest
 import yaml
 from kit_runs import Kit
 from lab_hosts import on
+from places import RECORDED
 
 from nodekit.deploy.init import choices, draft, draft_text, init
 from nodekit.deploy.init.draft import Looked
@@ -21,8 +22,6 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.importers import FoundHost
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
-
-RECORDED = Path(__file__).with_name("recorded")
 
 
 def nic(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import TESTS
 from test_engines import SAME, losses, train
 from test_plan import TWO, TWO_FACTS, build, inventory
 
@@ -111,7 +112,7 @@ def test_the_windows_recipe_needs_nothing_that_windows_has_not(tmp_path: Path) -
     meet = tmp_path / "a b" / "meet;$x"
     meet.parent.mkdir()
     meet.write_bytes(os.urandom(300))
-    paths = [str(Path(__file__).parent / "windows"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS / "windows"), os.environ.get("PYTHONPATH", "")]
     arguments = ["--init-method", f"file://{meet}", "--backend", "gloo", "--epochs", "1"]
     said = train_spawned(tmp_path, *arguments, log=tmp_path / "log", PYTHONPATH=os.pathsep.join(paths))
     assert "epoch 1 done at step 23/23" in said
@@ -133,7 +134,7 @@ for module in pkgutil.walk_packages(package.__path__, "nodekit.training."):
 
 @pytest.mark.slow
 def test_every_module_is_imported_where_posix_is_not(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent / "windows"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS / "windows"), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL],

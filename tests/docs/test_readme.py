@@ -14,13 +14,13 @@ import warm_agents
 import yaml
 from agents import until
 from kit_runs import Kit
+from places import ROOT
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.load import load_inventory
 
 pytestmark = pytest.mark.lab
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
 """The heading of a section → its commands."""

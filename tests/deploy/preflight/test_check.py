@@ -17,6 +17,7 @@ import pytest
 import yaml
 from agents import until
 from kit_runs import Kit, run_id
+from places import RECORDED
 from test_plan import facts, inventory
 
 from nodekit.deploy.host.probes import hostfacts
@@ -33,7 +34,6 @@ from nodekit.deploy.ssh_backend.start import Options
 from nodekit.inventory.errors import KitError
 from nodekit.slurm import show
 
-RECORDED = Path(__file__).parent / "recorded"
 A100 = "nvidia-smi-535.54.03-a100-mig.xml"
 ADA = "nvidia-smi-595.84-rtx4000ada.xml"
 T4 = "nvidia-smi-515.105.01-t4.xml"

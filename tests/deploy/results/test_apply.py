@@ -16,6 +16,7 @@ import torch
 import warm_python
 from agents import processes_of, until
 from kit_runs import Kit
+from places import ROOT
 from rich.cells import cell_len
 from rich.console import Console
 from sklearn.metrics import classification_report, confusion_matrix
@@ -307,7 +308,7 @@ def test_kit_tests_and_predicts_with_the_newest_weights_of_a_run(local: Kit, tex
         pytest.approx(row, abs=1e-5) for row in scores.double().softmax(1).tolist()
     ]
 
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     for line in re.findall(r"^kit (?:test|predict) .*", readme, re.MULTILINE):
         shown = local.run(*shlex.split(line, comments=True)[1:])
         assert shown.returncode == 0, shown.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 
 from nodekit.training import Fenced, Snapshots, World
 from nodekit.training.snapshots import saver, snapshot
@@ -74,7 +75,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
 
 @pytest.mark.slow
 def test_what_a_snapshot_costs_can_be_measured(tmp_path: Path) -> None:
-    bench = Path(__file__).parent.parent / "bench" / "snapshot"
+    bench = ROOT / "bench" / "snapshot"
     done = subprocess.run(
         [bench, "--params", "3e5", "--rounds", "1", "--folder", tmp_path],
         capture_output=True,

@@ -8,11 +8,11 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from places import TESTS
 from simulation import Simulation
 
 SEED = int(os.environ.get("NODEKIT_SIMULATION_SEED") or random.SystemRandom().randrange(1 << 40))
@@ -50,7 +50,7 @@ def test_a_thousand_nodes_survive_what_they_can() -> None:
 
 
 def test_a_run_is_the_same_run_again() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("simulation.py")), "--seed", "5", "--nodes", "5"]
+    command = [sys.executable, str(TESTS / "simulation.py"), "--seed", "5", "--nodes", "5"]
     runs = [
         subprocess.run(
             command, env={**os.environ, "PYTHONHASHSEED": number}, capture_output=True, text=True, check=True

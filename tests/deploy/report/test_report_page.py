@@ -17,6 +17,7 @@ import made_up_run
 import pytest
 from kit_runs import Kit
 from made_up_run import SECRET
+from places import ROOT
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from nodekit.deploy.connect.cluster import SshOptions
@@ -426,7 +427,7 @@ def spoilt(value: Any, name: str = "") -> Any:
 PRINTED, IN_URL, SHAPED = "correct-horse-battery", "Zm9vYmFyYmF6", "sk-abcdefghijklmnop1234"
 KINDS = re.findall(r"`([a-z-]+)`", "".join(
     line.split("|")[1]
-    for line in (Path(__file__).parents[1] / "docs/events.md").read_text().splitlines()
+    for line in (ROOT / "docs/events.md").read_text().splitlines()
     if line.startswith("| `")
 ))  # fmt: skip
 

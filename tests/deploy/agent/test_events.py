@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from agents import Agents, until
 from disks import full, small_disk
+from places import ROOT
 
 from nodekit.deploy.agent import notes
 from nodekit.deploy.agent.notes import Notes, parse_progress, pause_s
@@ -173,7 +174,7 @@ def test_what_a_progress_file_says(text: str, found: tuple[int | None, int | Non
 
 def test_every_kind_is_documented():
     """Those that the code names, and those of the table of what the supervisor does, which it names by class."""
-    root = Path(__file__).parents[1]
+    root = ROOT
     said = set()
     for path in [*(root / "deploy").rglob("*.py"), *(root / "slurm").rglob("*.py")]:
         names = r"\.event|\._note"
@@ -267,7 +268,7 @@ def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch:
 
 
 def test_every_field_of_a_status_is_documented():
-    root = Path(__file__).parents[1]
+    root = ROOT
     writers, said = ("self", "record", "self._record", "self._status"), set()
     for name in ("agent", "record"):
         for node in ast.walk(ast.parse((root / f"deploy/agent/{name}.py").read_text())):

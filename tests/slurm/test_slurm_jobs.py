@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import RECORDED
 from slurm_runs import Site
 
 from nodekit.deploy.lab.lab_cluster import Lab
@@ -38,8 +39,6 @@ from nodekit.slurm.jobs import (
     time_limit,
 )
 from nodekit.slurm.prepare import prepare
-
-RECORDED = Path(__file__).with_name("recorded")
 
 
 def recorded(name: str) -> str:

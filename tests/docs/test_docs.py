@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from agents import processes_of, until
 from kit_runs import Kit, run_id
+from places import ROOT
 from test_readme import BLOCKS, commands
 
 from nodekit.deploy.commands import cli
@@ -30,7 +31,6 @@ from nodekit.inventory.schema import json_schema
 from nodekit.inventory.source import parse
 from nodekit.training import options
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [*DOCS.rglob("*.md"), *ROOT.glob("README*.md")]}
 IN_CHINESE = {"README.zh-CN.md": "README.md", "docs/zh/start.md": "docs/start.md"}

@@ -156,7 +156,9 @@ def test_a_rendezvous_port_that_is_taken_is_named(site: Site) -> None:
 
 DRIVER = """
 import sys
-from nodekit.deploy.plan import check; from nodekit.deploy.connect import cluster; from nodekit.deploy.preflight.network import netdeep
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.plan import check
+from nodekit.deploy.preflight.network import netdeep
 from nodekit.inventory.load import load_inventory
 inventory = load_inventory(sys.argv[1])
 with cluster.links(inventory.hosts, cluster.SshOptions()) as links:

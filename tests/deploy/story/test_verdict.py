@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import RECORDED
 
 from nodekit.deploy.agent.ranks.failures import (
     Failure,
@@ -26,7 +27,6 @@ from nodekit.deploy.screen.verdict_screen import screen, trace
 from nodekit.deploy.story.causes import recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
-RECORDED = Path(__file__).parent / "recorded"
 CASES = sorted((RECORDED / "failures").glob("*.json"))
 REPORTED = json.loads((RECORDED / "reported.json").read_text(encoding="utf-8"))
 

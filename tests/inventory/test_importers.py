@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import RECORDED
 
 from nodekit.deploy.init import draft, draft_slurm
 from nodekit.deploy.init.draft import Looked
@@ -20,11 +21,11 @@ from nodekit.inventory.importers import FoundHost, Imported
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
-RECORDED = Path(__file__).with_name("recorded") / "importers"
+IMPORTERS = RECORDED / "importers"
 
 
 def recorded(name: str) -> str:
-    return (RECORDED / name).read_bytes().decode()
+    return (IMPORTERS / name).read_bytes().decode()
 
 
 def said(found: Imported, *fields: str) -> dict[str, Any]:
@@ -462,7 +463,7 @@ def loaded(text: str, folder: Path) -> Inventory:
 @given(data=st.data())
 def test_no_text_makes_an_importer_crash_or_name_what_is_no_host(kind: str, data: st.DataObject) -> None:
     read, files = READERS[kind]
-    text = data.draw(TEXTS | damaged([recorded(file.name) for file in sorted(RECORDED.glob(files))]), "text")
+    text = data.draw(TEXTS | damaged([recorded(file.name) for file in sorted(IMPORTERS.glob(files))]), "text")
     try:
         found = read(text)
     except KitError:
