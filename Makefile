@@ -31,6 +31,8 @@ check:
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
+	@.venv/bin/vermin --quiet --no-tips --target=3.8- --violations deploy/host
+	@.venv/bin/lint-imports --no-logo
 
 bench:
 	@.ci/setup dev

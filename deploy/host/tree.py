@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import threading
 import time
 
@@ -645,9 +646,10 @@ def keep_package(folder: str, files: dict[str, str] | None = None, digest: str =
             full = _clear(partial, path)
             with open(full, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-        import compileall  # only the first sync of a version needs it
+        if sys.version_info >= (3, 10):  # else this python is not the one that will run it
+            import compileall  # only the first sync of a version needs it
 
-        compileall.compile_dir(partial, quiet=2, stripdir=partial, prependdir=folder)
+            compileall.compile_dir(partial, quiet=2, stripdir=partial, prependdir=folder)  # novermin
         if _package_digest(partial) != digest:
             raise OSError(errno.EIO, "kit's package was damaged on its way", partial)
         if os.path.isdir(folder):
