@@ -11,7 +11,7 @@ from nodekit.deploy.connect.link import Link
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.supervise import Observer
+from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
 from nodekit.slurm.show import record_of
 from nodekit.slurm.source import LOST, Source

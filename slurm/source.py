@@ -11,7 +11,7 @@ from typing import Any
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.records import events
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.screen.view import status_line
+from nodekit.deploy.story.status import status_line
 from nodekit.slurm.login import CALL_TIMEOUT_S, read
 from nodekit.slurm.show import leader_folder, now, record_of
 

@@ -19,7 +19,7 @@ from nodekit.deploy.bench.netbench import Measured, Progress, Reduced
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import terminal
-from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

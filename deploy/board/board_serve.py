@@ -42,7 +42,7 @@ class Options:
 
 def board(options: Options) -> int:
     """Show the curves until Ctrl-C; the exit status."""
-    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+    from nodekit.deploy.output.interrupts import sigterm_interrupts
 
     chosen = find(options.run_ids)
     port = free_port(options.port)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from nodekit.deploy.ssh_backend.start import count
+from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import KitError
 from nodekit.training import options as training
 from nodekit.training.engines import ALONE, ENGINES, EngineError, check_engine

@@ -19,9 +19,9 @@ from nodekit.deploy.drill.drill_site import lab_of
 from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.output import terminal
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import count
 from nodekit.deploy.records import runs
-from nodekit.deploy.ssh_backend.start import count
-from nodekit.deploy.ssh_backend.up import sigterm_interrupts
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory

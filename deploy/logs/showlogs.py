@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.commands import arguments, helptext
-from nodekit.deploy.logs.loglines import (
+from nodekit.deploy.records.loglines import (
     Line,
     Source,
     Style,
@@ -30,7 +30,7 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.deploy.connect.cluster import SshOptions
     from nodekit.deploy.connect.link import Link
-    from nodekit.deploy.logs.fetchlogs import Copy
+    from nodekit.deploy.records.fetchlogs import Copy
     from nodekit.deploy.records.runs import Run
 
 BATCH_S = 0.1
@@ -266,7 +266,7 @@ def _logs(args: argparse.Namespace) -> int:
         return slurm_show.logs(run, options, wanted, args)
     if args.fetch:
         from nodekit.deploy.connect import cluster
-        from nodekit.deploy.logs import fetchlogs
+        from nodekit.deploy.records import fetchlogs
         from nodekit.deploy.ssh_backend import up
 
         hosts = [host for host in up.inventory_of(run).hosts if host.name in run.nodes]
@@ -281,9 +281,8 @@ def _logs(args: argparse.Namespace) -> int:
 def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
     """Of a run that has its own hosts."""
     from nodekit.deploy.connect import cluster
-    from nodekit.deploy.logs import fetchlogs
     from nodekit.deploy.logs.logfollow import Followed, Follower
-    from nodekit.deploy.records import runs
+    from nodekit.deploy.records import fetchlogs, runs
     from nodekit.deploy.ssh_backend import up
 
     hosts = {host.name: host for host in up.inventory_of(run).hosts}

@@ -17,7 +17,7 @@ from nodekit.deploy.host.accept import Acceptor
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History
-from nodekit.deploy.supervise.supervise import Observer
+from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.spec import AgentSpec
@@ -227,6 +229,17 @@ def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Opt
         return options.read(arguments, env)
     except options.OptionsError as error:
         raise KitError(str(error)) from None
+
+
+def weights_folders(node: Mapping[str, Any], weights: str) -> list[str]:
+    """Where a node of a run may have its weights: pure, from its plan on record."""
+    asked = training_options(node["argv"], node["env"])
+    if asked is None or asked.output is None:
+        return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
+    output = posixpath.join(node["code_dir"], str(asked.output))
+    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
+    own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
+    return [posixpath.join(each, weights) for each in own]
 
 
 def _devices(node: NodePlan) -> str:

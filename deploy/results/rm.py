@@ -110,35 +110,19 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
     return list(found.values()), notes
 
 
-def places_of(run: Run) -> list[Place]:
-    """Where the nodes of a run have it, as it is on record; pure."""
-    found = []
-    for name, node in run.nodes.items():
-        shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
-        found.append(Place(name, str(Path(node["node_dir"]).parent), shared))
-    return found
-
-
 @contextlib.contextmanager
 def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, Link]]]:
     """What there is of a run on its hosts, and the links to them."""
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.link import on_all
-    from nodekit.inventory.load import restore
 
     removal = Removal(run)
-    with contextlib.ExitStack() as stack:
-        inventory = restore(run.inventory)
-        if run.slurm:
-            from nodekit.slurm import login
-
-            removal.places = [_slurm_place(run)]
-            links = stack.enter_context(cluster.links([login.host_of(inventory)], options, some=True))
-            removal.problems += _queued(run, links)
-        else:
-            removal.places = places_of(run)
-            hosts = [host for host in inventory.hosts if host.name in run.nodes]
-            links = stack.enter_context(cluster.links(hosts, options, some=True))
+    backend = backend_of(run)
+    removal.places = [Place(*each) for each in backend.folders(run)]
+    with cluster.links(backend.hosts(run).values(), options, some=True) as links:
+        if why := backend.still_there(run, links):
+            removal.problems.append(why)
         removal.lost = [place.host for place in removal.places if place.host not in links]
         by_host = {place.host: place for place in removal.places if place.host in links}
         removal.places = list(by_host.values())
@@ -172,29 +156,6 @@ def _arguments(run: Run, place: Place) -> dict[str, Any]:
         "names": list(run.nodes),
         "snapshots": place.snapshots,
     }
-
-
-def _slurm_place(run: Run) -> Place:
-    from nodekit.slurm.login import LOGIN
-
-    folder = Path(run.slurm["run_dir"])
-    shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
-    return Place(LOGIN, str(folder), f"{shared}/{run.run_id}")
-
-
-def _queued(run: Run, links: Mapping[str, Link]) -> list[str]:
-    """What Slurm has against it; how a job ended that is over is written down."""
-    from nodekit.slurm.jobs import Slurm
-    from nodekit.slurm.login import LOGIN
-    from nodekit.slurm.show import settle
-
-    if run.state in runs.ENDED or LOGIN not in links:
-        return []
-    job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
-    if not job.is_over:
-        return [f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"]
-    settle(run, links[LOGIN], job)
-    return []
 
 
 def remove(
@@ -336,7 +297,7 @@ def _remove_one(run: Run, args: argparse.Namespace) -> None:
 
 def _remove_sweep(run: Run, removal: Removal, links: Mapping[str, Link]) -> None:
     """With the last run of a sweep goes the code that they shared."""
-    sweep_id = run.slurm.get("sweep")
+    sweep_id = run.sweep
     if not sweep_id or runs.sweep(sweep_id) or not removal.places:
         return
     place = removal.places[0]

@@ -49,8 +49,7 @@ class Row:
         if self.state == LEFT:
             file = shlex.quote(_shown(self.run.inventory_path))
             return f"nobody looks after it: kit up {file} does again, kit down {self.run.run_id} stops it"
-        values = f"{self.run.slurm['values']}  " if "values" in self.run.slurm else ""
-        return f"{values}{self.run.verdict}".strip()
+        return f"{self.run.sweep_values}  {self.run.verdict}".strip()
 
     def _guess(self) -> str:
         found = self.numbers.get("guess") or {}
@@ -61,14 +60,12 @@ class Row:
     def cells(self) -> dict[str, str]:
         """One for each column, as text."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
-        # Which nodes a run has that is in Slurm's queue, Slurm knows.
-        nodes = str(run.inventory["slurm"]["nodes"]) if run.slurm else str(len(run.nodes))
         goodput = self.numbers.get("goodput")
         return {
             "run": run.run_id,
             "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
             "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
-            "nodes": nodes,
+            "nodes": run.num_nodes,
             "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
             "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
             "goodput": "–" if goodput is None else f"{goodput:.0%}",
@@ -87,11 +84,8 @@ def row(run: runs.Run) -> Row:
 
 
 def is_left(run: runs.Run) -> bool:
-    """Whether a run is on record as running here, and no process is that starts or supervises it.
-
-    What Slurm runs needs none.
-    """
-    if run.state not in runs.LIVE or run.slurm:
+    """Whether a run is on record as running here, and no process is that starts or supervises it."""
+    if run.state not in runs.LIVE or not run.is_led_here:
         return False
     return not any(_is_held(path) for path in (run.folder / "supervisor.lock", runs.starting_lock(run)))
 

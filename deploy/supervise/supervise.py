@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any, Protocol
+from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
 from nodekit.deploy.plan.plan import NodePlan
-from nodekit.deploy.records.events import Event, Follower, Gatherer
+from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
-from nodekit.deploy.screen.view import View, status_line
+from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import Hands
 from nodekit.deploy.supervise.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.deploy.supervise.observer import Observer, View
 from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.schema import Inventory
 
 TICK_S = 0.1
 RETRY_S = 1.0
@@ -35,17 +37,14 @@ LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 
-class Observer(Protocol):
-    """Is told of a run while it goes on; whatever it raises does not hurt the run."""
-
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
-        """Each reachable node's status, as its agent wrote it; ten times a second at most."""
-
-    def event(self, event: Event) -> None:
-        """One event of the run (docs/events.md), in the order in which they come in."""
-
-    def close(self) -> None:
-        """The run is over, or this process has no more to do with it."""
+def rules_of(inventory: Inventory) -> Rules:
+    """What the supervisor goes by."""
+    return Rules(
+        nodes=tuple(host.name for host in inventory.hosts),
+        min_nodes=inventory.nodes.min,
+        max_nodes=inventory.nodes.max,
+        wait_s=inventory.timings.wait,
+    )
 
 
 class Supervisor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # What a rank prints when another one went away. A rank that says this did not start it.
+_OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
 _BYSTANDER = re.compile(
     r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
     r"|ncclRemoteError|remote process exited|Socket Timeout|Timed out waiting \d+ms for (?:recv|send)"
@@ -141,7 +142,11 @@ def _fatal(lines: Sequence[str], begin: int) -> str:
     threads = [number for number in range(begin, len(lines)) if lines[number].startswith("Current thread ")]
     frames: list[str] = []
     for line in lines[threads[-1] + 1 :] if threads else ():
-        if not line.startswith("  File ") or "/deploy/forkserver.py" in line or len(frames) == _FATAL_FRAMES:
+        if (
+            not line.startswith("  File ")
+            or line.rpartition("/")[2].startswith("forkserver.py")
+            or len(frames) == _FATAL_FRAMES
+        ):
             break
         frames.append(line)
     return "\n".join([*before, lines[begin], *frames])

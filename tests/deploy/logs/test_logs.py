@@ -21,8 +21,8 @@ from nodekit.deploy.connect.link import Link, open_local
 from nodekit.deploy.host.logs import hostfollow, logbook, logread
 from nodekit.deploy.host.logs.logbook import Logbook, Marks
 from nodekit.deploy.logs import fetchlogs, loglines, showlogs
-from nodekit.deploy.logs.loglines import Line, Source, Style, Wanted, Window
 from nodekit.deploy.logs.showlogs import Reader
+from nodekit.deploy.records.loglines import Line, Source, Style, Wanted, Window
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes

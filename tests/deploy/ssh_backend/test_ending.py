@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.host import made, tree
-from nodekit.deploy.ssh_backend.ending import rows
+from nodekit.deploy.launch.ending import rows
 from nodekit.inventory.errors import HostError
 
 

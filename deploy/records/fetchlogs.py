@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.connect.link import on_all
 from nodekit.deploy.host.remote import write_private
-from nodekit.deploy.logs.loglines import Source
+from nodekit.deploy.records.loglines import Source
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:

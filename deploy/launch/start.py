@@ -6,16 +6,16 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.notify import notify
+from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
@@ -28,64 +28,15 @@ from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
-from nodekit.deploy.supervise.judge import FINAL, Rules
+from nodekit.deploy.supervise.judge import FINAL
+from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
 
-if TYPE_CHECKING:
-    from nodekit.deploy.metrics.metrics_port import Place
-
 STARTED_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line of `kit up` says."""
-
-    inventory: Path
-    command: tuple[str, ...] | None = None
-    dry_run: bool = False
-    json: bool = False
-    detach: bool = False
-    new: bool = False
-    quiet: bool = False
-    plain: bool = False
-    """Lines in a terminal too, in place of the live view."""
-    sweep: tuple[str, ...] = ()
-    """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
-    skip_check: bool = False
-    """Look only for what no job can do without."""
-    metrics: Place | None = None
-    """Where metrics for Prometheus are served."""
-    ssh: SshOptions = field(default_factory=SshOptions)
-
-
-class Phases:
-    """Says how long each phase took, and records it."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self.began = time.time()
-        self.done: list[tuple[str, float, float]] = []
-        """Name, seconds, and when it was done."""
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[list[str]]:
-        """Time one phase; what the caller puts into the list is said at its end."""
-        said: list[str] = []
-        start = time.monotonic()
-        yield said
-        seconds = time.monotonic() - start
-        self.done.append((name, seconds, time.time()))
-        self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
-
-    def say(self, text: str) -> None:
-        """One line, unless silent."""
-        if not self._silent:
-            print(text, flush=True)
 
 
 def gather_facts(
@@ -322,16 +273,6 @@ def start(
     return hands
 
 
-def rules_of(inventory: Inventory) -> Rules:
-    """What the supervisor goes by."""
-    return Rules(
-        nodes=tuple(host.name for host in inventory.hosts),
-        min_nodes=inventory.nodes.min,
-        max_nodes=inventory.nodes.max,
-        wait_s=inventory.timings.wait,
-    )
-
-
 def _connect(
     stack: contextlib.ExitStack, inventory: Inventory, options: Options, phases: Phases
 ) -> dict[str, Link]:
@@ -434,11 +375,6 @@ def _send(
     with sync.progress_bars(silent=options.quiet) as progress:
         check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
     return targets
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:

@@ -58,7 +58,7 @@ def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str
 
 def run_drain(args: argparse.Namespace) -> int:
     """Drain a node, or take it back; the exit status."""
-    from nodekit.deploy.ssh_backend.start import rules_of
+    from nodekit.deploy.supervise.supervise import rules_of
     from nodekit.inventory.load import restore
 
     run = runs.find(args.run_id)
