@@ -23,12 +23,12 @@ from nodekit.deploy.supervise.judge import Rules
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
+from nodekit.slurm import leader, prepare
 from nodekit.slurm import run as runner
-from nodekit.slurm import show
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Slurm
+from nodekit.slurm.leader import events_of, forget_secrets, record_of, settle
 from nodekit.slurm.login import LOGIN, host_of, login, read
-from nodekit.slurm.show import events_of, forget_secrets, record_of, settle
 
 
 class SlurmBackend:
@@ -56,7 +56,7 @@ class SlurmBackend:
 
             return sweep.up(inventory, options)
         if options.dry_run:
-            return show.dry_run(inventory, options)
+            return prepare.dry_run(inventory, options)
         with runs.starting(inventory.path):
             run = runs.current(inventory.path, options.command or inventory.job.command, is_new=options.new)
             attached = run is not None and run.state in runs.LIVE and runner.is_there(run, options.ssh)
@@ -85,7 +85,7 @@ class SlurmBackend:
         with login(restore(run.inventory), ssh) as link:
             job = Slurm(link).job(run.slurm["job_id"])
             record = record_of(run, link)
-            heard = show.now(run, link)
+            heard = leader.now(run, link)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
             told = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
             absent = told.get("nodes", []) if told.get("job") == job.job_id else []

@@ -28,9 +28,9 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
+from nodekit.slurm.leader import fetch_logs, forget_secrets, settle
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
-from nodekit.slurm.show import fetch_logs, forget_secrets, settle
 
 ATTACH_TAIL_BYTES = 4096
 LOOK_S = 2.0

@@ -27,11 +27,10 @@ from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
-from nodekit.slurm import show
 from nodekit.slurm.jobs import Job, Slurm, indexes
+from nodekit.slurm.leader import now, record_of, settle
 from nodekit.slurm.login import login, read, settings_of
-from nodekit.slurm.prepare import prepare
-from nodekit.slurm.show import now, record_of, settle
+from nodekit.slurm.prepare import dry_run, prepare
 
 LOOK_S = 2.0
 STOPPED = 130
@@ -89,7 +88,7 @@ def up(inventory: Inventory, options: Options) -> int:
     if options.dry_run:
         for each in wanted if not options.json else ():
             print(f"run {each.index}: {each.values}")
-        return show.dry_run(inventory, options)
+        return dry_run(inventory, options)
     with runs.starting(inventory.path):
         before = [run for run in runs.all_runs() if run.inventory_path == str(inventory.path.resolve())]
         before.sort(key=lambda run: run.state in runs.LIVE)  # what is not over comes before what is newer

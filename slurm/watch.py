@@ -19,8 +19,8 @@ from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
 from nodekit.slurm.jobs import Job, Slurm
+from nodekit.slurm.leader import SharedFolder
 from nodekit.slurm.login import login
-from nodekit.slurm.source import Source
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -90,7 +90,7 @@ def _print(run: Run, options: SshOptions) -> int:
 
 def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
-    source = Source(run, link)
+    source = SharedFolder(run, link)
     slurm = Slurm(link)
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, dict[str, Any]] = {}

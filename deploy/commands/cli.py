@@ -755,8 +755,6 @@ def _status(args: argparse.Namespace) -> int:
         return sweep.status(members, arguments.ssh_options(args), as_json=args.json)
     run = runs.find(args.run_id)
     if run.slurm:
-        from nodekit.slurm import show
-
         return show.status(run, arguments.ssh_options(args), as_json=args.json)
     with cluster.links(up.inventory_of(run).hosts, arguments.ssh_options(args), some=True) as links:
         found = up.statuses(run, links)

@@ -1,30 +1,29 @@
-"""What `kit status`, `kit logs` and `kit up --dry-run` show of a job that Slurm runs, or would."""
+"""What the leader of a job writes in the shared folder, read through the login node: its record, events, statuses."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import re
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.remote import write_private
-from nodekit.deploy.launch.options import Options
-from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, fetchlogs, runs
 from nodekit.deploy.records.fetchlogs import Fetched
-from nodekit.deploy.records.loglines import Source
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import JobFailed, KitError
-from nodekit.inventory.schema import Inventory
 from nodekit.slurm.accounts import usage
-from nodekit.slurm.batch import parameters
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, read, remove_private, settings_of
+from nodekit.slurm.login import CALL_TIMEOUT_S, read, remove_private
 
 STOPPED_EXIT = 130
+LOST = "lost"  # the line of a node that the leader counts out
+_TAIL_BYTES = 65536
+_OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
 
 
 def leader_folder(run: Run) -> str:
@@ -94,20 +93,7 @@ def forget_secrets(run: Run, link: Link) -> None:
         print(f"kit: {error}", file=sys.stderr, flush=True)
 
 
-def sources_of(record: Run, names: Sequence[str], link: Link) -> list[Source]:
-    """The logs of some nodes, through the login node."""
-    return [
-        Source(
-            node=name,
-            folder=f"{record.nodes[name]['node_dir']}/logs",
-            clock_offset=record.clock_offsets.get(name, 0.0),
-            link=link,
-        )
-        for name in names
-    ]
-
-
-def fetch_logs(run: Run, link: Link, output: str | None = None) -> Fetched:
+def fetch_logs(run: Run, link: Link) -> Fetched:
     """Copy the logs of a run to this machine.
 
     Raises:
@@ -116,30 +102,55 @@ def fetch_logs(run: Run, link: Link, output: str | None = None) -> Fetched:
     record = record_of(run, link)
     if record is None:
         raise KitError(f"{run.run_id} has not started: {Slurm(link).job(run.slurm['job_id']).line()}")
-    folder = Path(output) if output else fetchlogs.folder_of(run)
-    return fetchlogs.fetch(sources_of(record, list(record.nodes), link), folder, run)
+    return fetchlogs.fetch_run(run, dict.fromkeys(record.nodes, link), record=record)
 
 
-def dry_run(inventory: Inventory, options: Options) -> int:
-    """Print what would be submitted, and submit nothing."""
-    script.find(inventory, options.command)
-    settings = settings_of(inventory)
-    asked = parameters(
-        inventory,
-        name=inventory.name,
-        run_dir=f"{settings.shared_dir}/runs/…",
-        python=inventory.defaults.python or "python3",
-        kit_dir=f"{settings.shared_dir}/kit/…",
-        minutes=settings.time_min or 0,
-    )
-    command = list(options.command or inventory.job.command or ("python", "-m", "nodekit.training"))
-    if options.json:
-        print(json.dumps({"parameters": asked, "command": command}, indent=2))
-        return 0
-    print(f"through {settings.login or 'this machine'}, for submitit's SlurmExecutor:")
-    for key, value in asked.items():
-        print(f"  {key:<22} {value}")
-    print(
-        f"  {'command':<22} {shlex.join(command)}\n  {'in':<22} {Path(settings.shared_dir) / 'runs' / '…' / 'code'}"
-    )
-    return 0
+class SharedFolder:
+    """What is new in the shared folder."""
+
+    def __init__(self, run: Run, link: Link) -> None:
+        self._run = run
+        self._link = link
+        self._folder = leader_folder(run)
+        self._events_at: Sequence[Any] = ("", 0)
+        self._offsets: dict[str, int] | None = None
+        self._nodes: list[str] = []
+
+    def events(self) -> list[events.Event]:
+        """Those of the leader's record since the last call."""
+        found = self._link.call(
+            "hostfollow.events",
+            timeout_s=CALL_TIMEOUT_S,
+            node_dir=self._folder,
+            file=self._events_at[0],
+            offset=self._events_at[1],
+        )
+        if found:
+            self._events_at = found[-1][:2]
+        return events.parse_all(line for _, _, line in found)
+
+    def logs(self) -> list[tuple[str, str, str]]:
+        """Lines of the ranks, as the leader shows them: node, rank, line."""
+        self._offsets, found = self._link.call(
+            "hostfollow.logs",
+            timeout_s=CALL_TIMEOUT_S,
+            node_dir=f"{self._run.slurm['run_dir']}/slurm",
+            offsets=self._offsets,
+            tail_bytes=_TAIL_BYTES if self._offsets is None else None,
+        )
+        lines = (line for _, text in found for line in text.splitlines())
+        return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
+
+    def statuses(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
+        if not self._nodes:
+            record = record_of(self._run, self._link)
+            self._nodes = list(record.nodes) if record else []
+            if not self._nodes:
+                return {}, {}
+        told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
+        absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
+        heard = now(self._run, self._link)
+        found = {name: heard[name] for name in self._nodes if name in heard}
+        lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
+        return found, {**lines, **dict.fromkeys(absent, LOST)}
