@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,7 +18,7 @@ from nodekit.deploy.host.remote import write_private
 from nodekit.deploy.logs import fetchlogs, showlogs
 from nodekit.deploy.logs.fetchlogs import Copy, Fetched
 from nodekit.deploy.logs.logfollow import Followed, Follower
-from nodekit.deploy.logs.loglines import Source, Wanted, style_of
+from nodekit.deploy.logs.loglines import Source, style_of
 from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import Run
@@ -138,29 +137,28 @@ def status(run: Run, options: SshOptions, *, as_json: bool) -> int:
     return 0
 
 
-def logs(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
+def logs(run: Run, options: showlogs.Options) -> int:
     """Print what the ranks of a run have written, or fetch it; the exit status."""
     copies = fetchlogs.copies(run)
     is_whole = copies and run.state in runs.ENDED and all(each.is_whole for each in copies.values())
-    if is_whole and not args.fetch:
-        return _logs_here(run, copies, wanted, args)
+    if is_whole and not options.fetch:
+        return _logs_here(run, copies, options)
     with contextlib.ExitStack() as stack:
         try:
-            link = stack.enter_context(login(restore(run.inventory), options))
+            link = stack.enter_context(login(restore(run.inventory), options.ssh))
         except KitError as error:
-            if not copies or args.follow or args.fetch:
+            if not copies or options.follow or options.fetch:
                 raise
             print(f"kit: {error}", file=sys.stderr, flush=True)
-            return _logs_here(run, copies, wanted, args)
-        return _logs_there(run, link, options, wanted, args)
+            return _logs_here(run, copies, options)
+        return _logs_there(run, link, options)
 
 
-def _logs_here(run: Run, copies: Mapping[str, Copy], wanted: Wanted, args: argparse.Namespace) -> int:
-    names = showlogs.pick_nodes(run, wanted, list(copies))
-    style = style_of(list(copies), sys.stdout, times=args.time, as_json=args.json)
-    return showlogs.show_copies(
-        showlogs.Reader(list(copies), wanted, style), [copies[name] for name in names]
-    )
+def _logs_here(run: Run, copies: Mapping[str, Copy], options: showlogs.Options) -> int:
+    names = showlogs.pick_nodes(run, options.wanted, list(copies))
+    style = style_of(list(copies), sys.stdout, times=options.times, as_json=options.json)
+    reader = showlogs.Reader(list(copies), options.wanted, style)
+    return showlogs.show_copies(reader, [copies[name] for name in names])
 
 
 def sources_of(record: Run, names: Sequence[str], link: Link) -> list[Source]:
@@ -189,9 +187,10 @@ def fetch_logs(run: Run, link: Link, output: str | None = None) -> Fetched:
     return fetchlogs.fetch(sources_of(record, list(record.nodes), link), folder, run)
 
 
-def _logs_there(run: Run, link: Link, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
-    if args.fetch:
-        fetched = fetch_logs(run, link, args.output)
+def _logs_there(run: Run, link: Link, options: showlogs.Options) -> int:
+    wanted = options.wanted
+    if options.fetch:
+        fetched = fetch_logs(run, link, options.output)
         print(fetched.text())
         return 1 if fetched.failed else 0
     record, slurm = record_of(run, link), Slurm(link)
@@ -199,9 +198,9 @@ def _logs_there(run: Run, link: Link, options: SshOptions, wanted: Wanted, args:
         raise KitError(f"{run.run_id} has not started: {slurm.job(run.slurm['job_id']).line()}")
     names = showlogs.pick_nodes(run, wanted, list(record.nodes))
     sources = sources_of(record, names, link)
-    style = style_of(list(record.nodes), sys.stdout, times=args.time, as_json=args.json)
+    style = style_of(list(record.nodes), sys.stdout, times=options.times, as_json=options.json)
     reader = showlogs.Reader(list(record.nodes), wanted, style)
-    if not args.follow:
+    if not options.follow:
         return showlogs.conclude(reader, sources)
     reader.choose(sources)
     follower = Follower(reader, list(record.nodes), reader.read(sources, final=False))
@@ -211,7 +210,7 @@ def _logs_there(run: Run, link: Link, options: SshOptions, wanted: Wanted, args:
 
         def opened() -> list[Source]:
             if links[-1].is_lost:
-                links.append(stack.enter_context(login(restore(run.inventory), options)))
+                links.append(stack.enter_context(login(restore(run.inventory), options.ssh)))
             now = record_of(run, links[-1]) or record  # Slurm may have given it other nodes
             names = [name for name in now.nodes if name in (wanted.nodes or now.nodes)]
             return sources_of(now, names, links[-1])

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import heapq
 import queue
-import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.deploy.logs.loglines import (
     Line,
     Source,
     Style,
     Wanted,
     lines_of,
-    parse_ranks,
-    parse_when,
     pick_attempts,
     style_of,
 )
@@ -170,66 +166,25 @@ class Reader:
         print(f"kit: {error}{hint}", file=sys.stderr, flush=True)
 
 
-# --- the command --------------------------------------------------------------------------------------------
+# --- kit logs -----------------------------------------------------------------------------------------------
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`kit logs`."""
-    command = arguments.add(
-        commands, "logs", logs, "the output of a run's ranks", helptext.LOGS, helptext.LOGS_EXAMPLES
-    )
-    command.usage = "kit logs [RUN] [options]"
-    command.add_argument(
-        "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
-    )
-    command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    which = command.add_argument_group("which lines")
-    which.add_argument("--node", metavar="N", help="of these nodes, as gpu1 or gpu[1-3] (all)")
-    which.add_argument("--rank", metavar="R", help="of these ranks, as 3, 0-3 or 0,2 (all)")
-    which.add_argument(
-        "--attempt", metavar="G.N", help="of this attempt, as 0.1, of a generation, as 1, or last (all)"
-    )
-    which.add_argument("--since", metavar="WHEN", help="written since then: 10m, 2h, 12:03, 2026-11-22T12:03")
-    which.add_argument("--until", metavar="WHEN", help="written until then")
-    which.add_argument("--grep", metavar="REGEX", help="in which this is found; looked for on the nodes")
-    how = command.add_argument_group("how")
-    how.add_argument("--time", action="store_true", help="date and time to the millisecond before each line")
-    how.add_argument("--json", action="store_true", help="an object on each line, for programs")
-    how.add_argument(
-        "--fetch", action="store_true", help="copy all logs to this machine, in place of showing them"
-    )
-    how.add_argument("-o", "--output", metavar="DIR", help="with --fetch: to there (the run's record)")
-    arguments.add_ssh(command)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `kit logs` is asked for."""
 
-
-def wanted_of(args: argparse.Namespace) -> Wanted:
-    """Which lines a command line means.
-
-    Raises:
-        KitError: one of its values is none.
-    """
-    from nodekit.inventory import hostlists
-
-    now = time.time()
-    if args.grep is not None:
-        try:
-            re.compile(args.grep)
-        except re.error as error:
-            raise KitError(
-                f"--grep: found '{args.grep}', wanted a regular expression as Python has them: {error}"
-            ) from error
-    try:
-        nodes = tuple(hostlists.expand(args.node)) if args.node else ()
-    except ValueError as error:
-        raise KitError(f"--node: found '{args.node}', wanted nodes, as gpu1 or gpu[1-3]: {error}") from error
-    return Wanted(
-        nodes=nodes,
-        ranks=parse_ranks(args.rank) if args.rank else (),
-        attempt=args.attempt or "",
-        since=parse_when(args.since, now=now) if args.since else None,
-        until=parse_when(args.until, now=now, option="--until") if args.until else None,
-        grep=args.grep,
-    )
+    wanted: Wanted
+    """Which lines."""
+    follow: bool = False
+    """Go on until the run ends."""
+    times: bool = False
+    """Date and time before each line."""
+    json: bool = False
+    fetch: bool = False
+    """Copy all logs to this machine, in place of showing them."""
+    output: str | None = None
+    """With `fetch`: to this folder."""
+    ssh: SshOptions
 
 
 def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
@@ -244,41 +199,30 @@ def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
     return [name for name in there if not wanted.nodes or name in wanted.nodes]
 
 
-def logs(args: argparse.Namespace) -> int:
+def logs(run: Run, options: Options) -> int:
     """Show the output of a run, or fetch it; the exit status is 1 where a node's could not be read."""
-    try:
-        return _logs(args)
-    except KeyboardInterrupt:
-        return 130  # without a word: the run goes on
-
-
-def _logs(args: argparse.Namespace) -> int:
-    from nodekit.deploy.records import runs
-
-    wanted = wanted_of(args)
-    if args.output and not args.fetch:
-        raise KitError("-o: found without --fetch, wanted both")
-    run = runs.find(args.run_id)
-    options = arguments.ssh_options(args, notice=lambda text: print(f"kit: {text}", file=sys.stderr))
     if run.slurm:
         from nodekit.slurm import show as slurm_show
 
-        return slurm_show.logs(run, options, wanted, args)
-    if args.fetch:
-        from nodekit.deploy.connect import cluster
-        from nodekit.deploy.logs import fetchlogs
-        from nodekit.deploy.ssh_backend import up
-
-        hosts = [host for host in up.inventory_of(run).hosts if host.name in run.nodes]
-        names = pick_nodes(run, wanted, [host.name for host in hosts])
-        with cluster.links([host for host in hosts if host.name in names], options, some=True) as links:
-            fetched = fetchlogs.fetch_run(run, links, args.output, nodes=names)
-        print(fetched.text())
-        return 1 if fetched.failed else 0
-    return _show(run, options, wanted, args)
+        return slurm_show.logs(run, options)
+    return _fetch(run, options) if options.fetch else _show(run, options)
 
 
-def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
+def _fetch(run: Run, options: Options) -> int:
+    from nodekit.deploy.connect import cluster
+    from nodekit.deploy.logs import fetchlogs
+    from nodekit.deploy.ssh_backend import up
+
+    hosts = [host for host in up.inventory_of(run).hosts if host.name in run.nodes]
+    names = pick_nodes(run, options.wanted, [host.name for host in hosts])
+    chosen = [host for host in hosts if host.name in names]
+    with cluster.links(chosen, options.ssh, some=True) as links:
+        fetched = fetchlogs.fetch_run(run, links, options.output, nodes=names)
+    print(fetched.text())
+    return 1 if fetched.failed else 0
+
+
+def _show(run: Run, options: Options) -> int:
     """Of a run that has its own hosts."""
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.logs import fetchlogs
@@ -288,8 +232,9 @@ def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespac
 
     hosts = {host.name: host for host in up.inventory_of(run).hosts}
     nodes = list(hosts)
-    names = pick_nodes(run, wanted, nodes)
-    reader = Reader(nodes, wanted, style_of(nodes, sys.stdout, times=args.time, as_json=args.json))
+    names = pick_nodes(run, options.wanted, nodes)
+    style = style_of(nodes, sys.stdout, times=options.times, as_json=options.json)
+    reader = Reader(nodes, options.wanted, style)
     copies, is_over = fetchlogs.copies(run), run.state in runs.ENDED
     if is_over and all(name in copies and copies[name].is_whole for name in names if name in run.nodes):
         return show_copies(reader, [copies[name] for name in names if name in copies])
@@ -298,10 +243,10 @@ def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespac
         folder = f"{run.nodes[name]['node_dir']}/logs"
         return Source(node=name, folder=folder, clock_offset=run.clock_offsets.get(name, 0.0), link=link)
 
-    with cluster.links([hosts[name] for name in names], options, some=True) as links:
+    with cluster.links([hosts[name] for name in names], options.ssh, some=True) as links:
         sources = [source(name, link) for name, link in links.items() if name in run.nodes]
         missing = [name for name in names if name not in links]
-        if not args.follow or is_over:
+        if not options.follow or is_over:
             reader.failed.update(name for name in missing if name in run.nodes and name not in copies)
             return show_copies(reader, [copies[name] for name in missing if name in copies], sources)
         reader.choose(sources)
@@ -309,7 +254,7 @@ def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespac
 
         def opened(name: str) -> list[Source]:
             if links.get(name) is None or links[name].is_lost:
-                links[name] = cluster.open_link(hosts[name], options)
+                links[name] = cluster.open_link(hosts[name], options.ssh)
             if name not in run.nodes:
                 run.reload()  # it may come in later
             return [source(name, links[name])] if name in run.nodes else []

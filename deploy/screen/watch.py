@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
 
-from nodekit.deploy.commands import arguments
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import terminal
@@ -104,9 +102,3 @@ def _view(run: Run, rules: Rules, *, plain: bool) -> View:
         return View(list(rules.nodes))
     leaves = "leave this view; the job goes on"
     return up.full_screen(run, rules, leaves=leaves, interrupts=leaves)
-
-
-def run_watch(args: argparse.Namespace) -> int:
-    """Watch the run that the command line names; the exit status."""
-    options = arguments.ssh_options(args)
-    return watch(runs.find(args.run_id), options, plain=args.plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection
 
 from nodekit.deploy.records import runs
@@ -56,25 +55,24 @@ def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str
     return f"{node} leaves the job when its ranks have saved, and stays out until it is taken back"
 
 
-def run_drain(args: argparse.Namespace) -> int:
-    """Drain a node, or take it back; the exit status."""
+def drain(run: Run, node: str, *, undo: bool) -> int:
+    """Drain a node, or take it back, and say so; the exit status."""
     from nodekit.deploy.ssh_backend.start import rules_of
     from nodekit.inventory.load import restore
 
-    run = runs.find(args.run_id)
     if run.slurm:
         raise KitError(
-            f"{run.run_id} is Slurm's: scontrol update nodename={args.node} state=drain takes the node away after "
+            f"{run.run_id} is Slurm's: scontrol update nodename={node} state=drain takes the node away after "
             "the job; slurm.nodes says how many the job takes"
         )
     if run.state not in runs.LIVE:
         raise KitError(f"{run.run_id} is over ({run.state}): there is nothing to drain")
     rules = rules_of(restore(run.inventory))
-    if args.node not in rules.nodes:
-        raise KitError(f"{run.run_id}: {refusal(rules, (), args.node)}")
-    if not args.undo and (why := refusal(rules, run.drained, args.node)):
+    if node not in rules.nodes:
+        raise KitError(f"{run.run_id}: {refusal(rules, (), node)}")
+    if not undo and (why := refusal(rules, run.drained, node)):
         raise KitError(why)
-    print(ask(run, rules, args.node, undo=args.undo))
+    print(ask(run, rules, node, undo=undo))
     lock = runs.SupervisorLock(run)
     if lock.take():
         lock.release()
