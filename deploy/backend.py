@@ -74,7 +74,7 @@ class Backend(Protocol):
         """The run as its supervisor has it, with its nodes, read through links to `hosts`; None before there is one."""
 
     def nodes_at(self, record: Run, host: str) -> Sequence[str]:
-        """The nodes of a record whose files are read through one of `hosts`."""
+        """The nodes that a record has, or may get, whose files are read through one of `hosts`."""
 
     def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
         """Whether a run has ended; `all_gone`: no agent is left where it could be asked."""

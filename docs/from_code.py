@@ -37,7 +37,7 @@ def commands() -> str:
     try:
         texts = [
             f"{'#' * min(3, len(name.split()) + 1)} {name}\n\n```text\n{parser.format_help().strip()}\n```"
-            for name, parser in parsers(cli._parser(), "kit")
+            for name, parser in parsers(cli.parser(), "kit")
         ]
     finally:
         for name, value in before.items():

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.drill.drill_site import Site
+    from nodekit.deploy.lab.lab_cluster import Lab
 
 BACK_AFTER_S = 6.0
 """A lost host is back after this; long enough that its loss is noticed before."""

@@ -6,20 +6,17 @@ deadline for each attempt. Values of secrets are read from the environment, and 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import queue
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.deploy.notify.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.notify.message import Message, Story, with_goodput
 from nodekit.deploy.output.redact import Redactor
@@ -251,47 +248,32 @@ class _Turn:
             self._file = None
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``notify`` to kit's."""
-    command = arguments.add(
-        commands,
-        "notify",
-        run_notify,
-        "who is told of a run, and whether that works",
-        helptext.NOTIFY,
-        helptext.NOTIFY_EPILOG,
-    )
-    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
-    command.add_argument("--test", action="store_true", help="send a message now, each way")
+def targets(inventory: Inventory) -> dict[str, str]:
+    """Who is told, by the way it takes: a command's words, a webhook's address.
 
-
-def run_notify(args: argparse.Namespace) -> int:
-    """Say who is told, and with ``--test`` tell them."""
-    from nodekit.inventory.load import load_inventory
-
-    inventory = load_inventory(args.inventory)
+    Raises:
+        KitError: nobody is.
+    """
     if inventory.notify is None:
         raise KitError(
             f"{inventory.path}: found no notify:, wanted one, as notify: {{command: [notify-send, kit]}}"
         )
-    secrets = secrets_of(inventory)
-    occasions = ", ".join(inventory.notify.on)
-    targets = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
-    if not args.test:
-        for name in ways(inventory.notify, secrets, None):
-            print(f"{name}  {targets[name]}  at {occasions}")
-        return 0
-    text = f"a test of notify: in {inventory.path.name}\nkit notify {shlex.quote(str(args.inventory))}"
+    found = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
+    return {name: found[name] for name in ways(inventory.notify, secrets_of(inventory), None)}
+
+
+def send_test(inventory: Inventory, text: str) -> dict[str, NotDelivered | None]:
+    """Tell everybody now; for each way, why that failed."""
+    assert inventory.notify is not None
     message = Message(kind="test", run=f"{inventory.name}-test", time=time.time(), text=text)
-    problems = 0
-    for name, deliver in ways(inventory.notify, secrets, inventory.path.parent).items():
+    problems: dict[str, NotDelivered | None] = {}
+    for name, deliver in ways(inventory.notify, secrets_of(inventory), inventory.path.parent).items():
         try:
             within(deliver, message, ATTEMPT_S + 1.0)
-            print(f"{name}  {targets[name]}  was told")
+            problems[name] = None
         except NotDelivered as error:
-            problems += 1
-            print(f"kit: {name}: {error}" + (f"\n{error.said}" if error.said else ""), file=sys.stderr)
-    return 1 if problems else 0
+            problems[name] = error
+    return problems
 
 
 def _target(notify: Notify) -> str:

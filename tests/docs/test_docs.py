@@ -82,10 +82,10 @@ def command_lines(page: str) -> list[list[str]]:
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Kit's own main, up to where a command would run."""
-    real = cli._parser
+    real = cli.parser
 
-    def parser() -> Any:
-        made = real()
+    def parser(name: str = "") -> Any:
+        made = real(name)
         parse_args = made.parse_args
 
         def only_parsed(argv: list[str]) -> Any:
@@ -96,7 +96,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(made, "parse_args", only_parsed)
         return made
 
-    monkeypatch.setattr(cli, "_parser", parser)
+    monkeypatch.setattr(cli, "parser", parser)
 
     def main(argv: list[str]) -> str:
         """What kit has to say against this; empty if it would run."""
@@ -130,7 +130,7 @@ def test_what_kit_does_not_take_would_be_found(refusal: Any) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_command_within_a_sentence_exists_with_its_options(page: str) -> None:
-    parsers = dict(from_code().parsers(cli._parser(), "kit"))
+    parsers = dict(from_code().parsers(cli.parser(), "kit"))
     prose = FENCE.sub("", PAGES[page].read_text())
     for shown in re.findall(r"`(kit [a-z][^`]*)`", " ".join(prose.split())):
         words = shown.partition(" -- ")[0].split()
@@ -389,7 +389,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:
     text = " ".join(Loads(site / "commands.html").text.split())
-    for name, parser in from_code().parsers(cli._parser(), "kit"):
+    for name, parser in from_code().parsers(cli.parser(), "kit"):
         assert f"usage: {name}" in text
         for action in parser._actions:
             assert all(option in text for option in action.option_strings), (name, action.option_strings)
