@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.logs import fetchlogs
-from nodekit.deploy.notify import notify
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.ssh_backend.start import Options, Phases
 from nodekit.deploy.story.causes import recognise
@@ -54,7 +53,7 @@ def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
             options,
             phases,
             secrets=secrets_of(inventory),
-            notify_secrets=notify.secrets_of(inventory),
+            notify_secrets=secret_files.notify_secrets(inventory),
         )
         ready.place(ready.run_dir, inventory, options.command)
         with phases.phase("submit") as said:

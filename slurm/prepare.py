@@ -16,9 +16,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.link import Link, all_or_raise
 from nodekit.deploy.plan import plan, script
-from nodekit.deploy.plan.check import all_or_raise
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.ssh_backend.start import Options, Phases, count
 from nodekit.deploy.story import leftout

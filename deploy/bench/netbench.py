@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, RemoteError, on_all
+from nodekit.deploy.connect.link import Link, RemoteError, all_or_raise, on_all
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.plan import NodePlan
@@ -195,7 +195,7 @@ def _measure_pairs(
     token = secrets.token_hex(16)
     num_pairs = len(nodes) * (len(nodes) - 1)
     limit_s = 60 + 2 * num_pairs * (seconds + 3)
-    ports = check.all_or_raise(
+    ports = all_or_raise(
         on_all(
             {node.name: node for node in nodes},
             lambda node: links[node.name].call(
@@ -231,7 +231,7 @@ def _measure_pairs(
     progress("pairs", 0, num_pairs)
     for meeting in schedule:
         results = on_all({f"{source} → {target}": (source, target) for source, target in meeting}, one)
-        for pair in check.all_or_raise(results).values():
+        for pair in all_or_raise(results).values():
             found[pair.source, pair.target] = pair
         progress("pairs", len(found), num_pairs)
     # What looks slow is measured once more with nothing beside it; a neighbour's burst is no slow link.
@@ -314,7 +314,7 @@ def _reduce(
         return found
 
     progress(f"all-reduce, {backend}", 0, 0)
-    done = check.all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
+    done = all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
     if problem := _why(backend, [(node.name, done[str(number)]) for number, (node, _) in enumerate(ranks)]):
         raise problem
     told = json.loads(done["0"]["out"].splitlines()[-1])

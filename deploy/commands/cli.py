@@ -577,15 +577,17 @@ def _inventory(args: argparse.Namespace) -> Path:
 
 def _drill(args: argparse.Namespace) -> int:
     from nodekit.deploy.drill.drill import Options, drill, list_faults
+    from nodekit.deploy.lab.lab_cluster import Lab
 
     options = Options(
         inventory=_inventory(args),
         faults=tuple(args.faults),
         command=tuple(args.command),
         json=args.json,
+        load_lab=Lab.load,
         ssh=arguments.ssh_options(args),
     )
-    return list_faults(options.inventory) if args.list else drill(options)
+    return list_faults(options) if args.list else drill(options)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -655,6 +657,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _shell(args: argparse.Namespace) -> int:
+    from nodekit.deploy.connect import cluster
     from nodekit.deploy.shell import shell, shell_view
     from nodekit.inventory.load import load_inventory
 
@@ -673,7 +676,7 @@ def _shell(args: argparse.Namespace) -> int:
                 f"a shell to type in is one host's, and this is {names}; name one: kit shell {args.inventory} "
                 f"{hosts[0].name}; or a command for all: kit shell {args.inventory} -- uptime"
             )
-        argv = shell.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
+        argv = cluster.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
         try:
             os.execvp(argv[0], argv)  # noqa: S606  # the terminal is its own from here
         except OSError as error:

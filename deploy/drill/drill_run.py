@@ -21,7 +21,6 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.hands import Hands
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
-from nodekit.inventory.schema import Inventory
 
 OWN_JOB = (
     "-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "14",
@@ -50,7 +49,7 @@ class Drill:
 
     def __init__(
         self,
-        inventory: Inventory,
+        site: Site,
         command: Sequence[str],
         options: SshOptions,
         folder: Path,
@@ -59,14 +58,14 @@ class Drill:
         """Nothing is started yet.
 
         Args:
-            inventory: what the cluster is.
+            site: the hosts, and their lab.
             command: in place of the inventory's.
             options: how to reach the hosts.
             folder: for the copy of the inventory, and each run's output.
             say: tells the user one line about the run of this name.
         """
         self.results: list[Result] = []
-        self.site = Site(inventory)
+        self.site, inventory = site, site.inventory
         self._hosts = {host.name: host for host in inventory.hosts}
         self._options = options
         self._folder = folder

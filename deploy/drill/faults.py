@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -26,6 +26,21 @@ SPARE_BYTES = 64 << 20
 
 class NotTried(KitError):
     """A fault that could not be brought about."""
+
+
+class Lab(Protocol):
+    """What the faults need of `nodekit.deploy.lab`, by the lab's names of its hosts; `kit drill` hands it in."""
+
+    @property
+    def hosts(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]: ...  # noqa: D102
+    def is_alive(self, host: str) -> bool: ...  # noqa: D102
+    def status(self, host: str) -> str: ...  # noqa: D102
+    def crash(self, host: str) -> None: ...  # noqa: D102
+    def revive(self, host: str) -> None: ...  # noqa: D102
+    def cut(self, host: str) -> None: ...  # noqa: D102
+    def slow(self, host: str, *, delay_ms: float, loss_percent: float) -> None: ...  # noqa: D102
+    def mend(self, host: str) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nodekit.deploy.connect.cluster import login_argv
 from nodekit.deploy.plan.plan import PYTHON, NodePlan, Plan
-from nodekit.deploy.shell.shell import login_argv
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.plan.check import OLDEST_PYTHON, OLDEST_TORCH
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Nic = Mapping[str, Any]

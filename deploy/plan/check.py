@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 from nodekit.deploy.plan.findings import Finding
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engines import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
-OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 10)
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
 PINGS = 3  # the shortest round trip of so many says most about the clock
@@ -170,18 +169,12 @@ def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> li
     return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
 
 
-def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results, when no host failed; else one error with a line per host that did."""
-    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
-    if not failures:
-        return dict(results)
-    for failure in failures.values():
-        if not isinstance(failure, KitError):
-            raise failure  # our own bug: its traceback is worth more than a summary
-    first = next(iter(failures.values()))
-    if len(failures) == 1:
-        raise first
-    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
+def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
+    """The hosts grouped by the workdir they share: first of a group → all of it."""
+    groups: dict[str, list[str]] = {}
+    for name, found in facts.items():
+        groups.setdefault(found.workdir_id or name, []).append(name)
+    return {names[0]: names for names in groups.values()}
 
 
 def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.notify import notify
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
@@ -22,6 +21,7 @@ from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import gpus, leftovers, software
 from nodekit.deploy.preflight.network.netcheck import network_findings
 from nodekit.deploy.preflight.network.netdeep import deep_findings
+from nodekit.deploy.records import secret_files
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
@@ -157,7 +157,7 @@ def survey(
         of = peers[link.host]
         return _look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=of, files=files)
 
-    return check.all_or_raise(on_all(links, ask))
+    return all_or_raise(on_all(links, ask))
 
 
 def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list[Finding]:
@@ -243,7 +243,7 @@ def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Fin
         text = f"job.secrets names {', '.join(absent)}, not set in this environment"
         found.append(failure(text, "their values", f"export {absent[0]}=…"))
     try:
-        notify.secrets_of(inventory)
+        secret_files.notify_secrets(inventory)
     except KitError as error:
         text, cure = split(str(error))
         found.append(failure(text, "their values", cure))

@@ -15,7 +15,6 @@ from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.software import unseen
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.judge import FINAL
 from nodekit.inventory.schema import Inventory
 
 LOOK_TIMEOUT_S = 15.0
@@ -70,9 +69,9 @@ def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
     if found["agent"] is None:
         return "left"
     is_over = record is not None and record.state in runs.ENDED
-    if (is_over or found["state"] in FINAL) and found["quiet_s"] > ENDING_S:
+    if (is_over or found["state"] in runs.ENDED) and found["quiet_s"] > ENDING_S:
         return "forgotten"
-    if is_over and found["state"] not in FINAL:
+    if is_over and found["state"] not in runs.ENDED:
         return "forgotten"
     return "running"
 

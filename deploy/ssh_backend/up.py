@@ -22,7 +22,7 @@ from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
 from nodekit.deploy.plan import script
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import runs, secret_files
 from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.verdict_screen import screen
@@ -209,7 +209,7 @@ def _gather_unwatched(hands: Hands) -> None:
 def dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     secrets_of(inventory)
-    notify.secrets_of(inventory)
+    secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)
     planned = start.planned(inventory, options)
     print(planned.to_json() if options.json else planned.to_text())
