@@ -112,7 +112,7 @@ def findings(
         if not bad:
             running = ", ".join(sorted({each.run for each in here}))
             text = f"{running} runs" if running else "none"
-            found.append(Finding(check="leftovers", host=host, level="ok", found=text))
+            found.append(Finding("leftovers", host, "ok", text))
     return found
 
 
@@ -130,14 +130,8 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
         what, cure = "is over, but runs here", f"kit down {left.run}"
     else:
         what, cure = "has lost its agent and left", f"kit clean {shlex.quote(str(inventory.path))}"
-    return Finding(
-        check="leftovers",
-        host=left.host,
-        level="failure",
-        found=f"{left.run} {what}: {left.text}",
-        wanted="nothing of runs that are over",
-        cure=cure,
-    )
+    text = f"{left.run} {what}: {left.text}"
+    return Finding("leftovers", left.host, "failure", text, "nothing of runs that are over", cure)
 
 
 def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
