@@ -188,10 +188,8 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
     env = {**torchrun_env(node), **node.env}
     python_path = env.pop("PYTHONPATH", None)
     after = "${PYTHONPATH:+:$PYTHONPATH}"
-    if python_path is not None:
-        after = (
-            bash_word(f":{python_path}") if python_path else ""
-        )  # an empty part would be the current folder
+    if python_path is not None:  # an empty part of it would be the current folder
+        after = bash_word(f":{python_path}") if python_path else ""
     lines = [
         "#!/usr/bin/env bash",
         *head,
