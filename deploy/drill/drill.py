@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -130,7 +130,7 @@ class Voice:
 
 def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
     """Print what came of it all, and keep it in the folder."""
-    text = json.dumps([result.to_dict() for result in results], indent=2, ensure_ascii=False)
+    text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text, flush=True)

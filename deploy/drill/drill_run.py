@@ -105,16 +105,11 @@ class Drill:
         self._training_s, self.run_s = ended - began, time.monotonic() - started
         steps = self._num_steps
         world = "→".join(map(str, drill_report.world_sizes(trace)))
-        self._say(
-            "unbroken",
-            f"{f'{steps} steps' if steps else 'trained (it tells no steps)'} in {self._training_s:.0f} s, "
-            f"world size {world}"
-            + (
-                ""
-                if drill_report.losses(trace)
-                else "; it writes no metrics.jsonl: there is no curve to compare"
-            ),
-        )
+        told = f"{f'{steps} steps' if steps else 'trained (it tells no steps)'} in {self._training_s:.0f} s"
+        told += f", world size {world}"
+        if not drill_report.losses(trace):
+            told += "; it writes no metrics.jsonl: there is no curve to compare"
+        self._say("unbroken", told)
 
     def try_fault(self, fault: Fault) -> None:
         """One fault, in a run of its own."""
@@ -135,9 +130,8 @@ class Drill:
                 except GaveUp as error:
                     problem = str(error)
                 if fault.needs_lab and fault.back:
-                    fault.back(
-                        self.site
-                    )  # the job may have ended before, and what all nodes say must be heard
+                    # The job may have ended before, and what all nodes say must be heard.
+                    fault.back(self.site)
                 watch.close()
                 trace = watch.trace
         except KitError as error:
@@ -262,10 +256,8 @@ class Drill:
                 run.finish_stopped()
             unsure = [name for name in run.nodes if isinstance(results.get(name, KitError()), Exception)]
             if unsure:
-                self._say(
-                    "warning",
-                    f"it may still run on {', '.join(unsure)}: kit down {run.run_id} when they are back",
-                )
+                where = ", ".join(unsure)
+                self._say("warning", f"it may still run on {where}: kit down {run.run_id} when they are back")
         if lab is not None:
             make_whole(lab, small_disks_at=self.site.small_disk)
 
