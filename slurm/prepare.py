@@ -17,11 +17,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.link import Link, all_or_raise
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import plan, script
-from nodekit.deploy.plan.check import all_or_raise
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.story import leftout
 from nodekit.deploy.supervise.hands import SYNC_TIMEOUT_S, take

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import Options
-from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
-from nodekit.deploy.records import fetchlogs, runs
+from nodekit.deploy.records import fetchlogs, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.causes import recognise
 from nodekit.deploy.supervise.hands import secrets_of
@@ -56,7 +55,7 @@ def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
             options,
             phases,
             secrets=secrets_of(inventory),
-            notify_secrets=notify.secrets_of(inventory),
+            notify_secrets=secret_files.notify_secrets(inventory),
         )
         ready.place(ready.run_dir, inventory, options.command)
         with phases.phase("submit") as said:

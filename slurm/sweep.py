@@ -16,11 +16,10 @@ from typing import Any
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import Options
-from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan.plan import TRAINING_MODULE
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.hands import secrets_of
 from nodekit.inventory.errors import JobFailed, KitError
@@ -138,7 +137,7 @@ def _start(
             options,
             phases,
             secrets=secrets_of(inventory),
-            notify_secrets=notify.secrets_of(inventory),
+            notify_secrets=secret_files.notify_secrets(inventory),
         )
         todo: list[tuple[Run, Inventory, str]] = []
         for number, variant in enumerate(wanted):

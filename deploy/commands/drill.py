@@ -48,15 +48,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job with each fault; 1 where one was not survived."""
     from nodekit.deploy.drill.drill import Options, drill, list_faults
+    from nodekit.deploy.lab.lab_cluster import Lab
 
     options = Options(
         inventory=arguments.inventory(args),
         faults=tuple(args.faults),
         command=tuple(args.command),
         json=args.json,
+        load_lab=Lab.load,
         ssh=arguments.ssh_options(args),
     )
-    return list_faults(options.inventory) if args.list else drill(options)
+    return list_faults(options) if args.list else drill(options)
 
 
 COMMAND = arguments.Command(

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log_in(hosts: Sequence[Host], args: argparse.Namespace) -> NoReturn:
+    from nodekit.deploy.connect import cluster
     from nodekit.deploy.shell import shell
 
     if len(hosts) > 1:
@@ -82,7 +83,7 @@ def _log_in(hosts: Sequence[Host], args: argparse.Namespace) -> NoReturn:
             f"a shell to type in is one host's, and this is {names}; name one: kit shell {args.inventory} "
             f"{hosts[0].name}; or a command for all: kit shell {args.inventory} -- uptime"
         )
-    argv = shell.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
+    argv = cluster.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
     try:
         os.execvp(argv[0], argv)  # noqa: S606  # the terminal is its own from here
     except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.connect.ssh import SshConnection
@@ -271,6 +271,20 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
     for thread in threads:
         thread.join()
     return {name: results[name] for name in items}
+
+
+def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results, when no host failed; else one error with a line per host that did."""
+    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
+    if not failures:
+        return dict(results)
+    for failure in failures.values():
+        if not isinstance(failure, KitError):
+            raise failure  # our own bug: its traceback is worth more than a summary
+    first = next(iter(failures.values()))
+    if len(failures) == 1:
+        raise first
+    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
 
 
 @functools.cache

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.drill.drill_job import Job
 from nodekit.deploy.drill.drill_watch import Watch
-from nodekit.deploy.drill.faults import SAVE_TIMEOUT_S, NotTried
-from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.drill.faults import SAVE_TIMEOUT_S, Lab, NotTried
 from nodekit.deploy.records.runs import Run
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
 
 class Site:
     """What faults may ask and do; `enter` a run before they strike."""
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: Inventory, load_lab: Callable[[Path], Lab]) -> None:
         self.inventory = inventory
-        self.lab, self._lab_names = lab_of(inventory)
+        self.lab, self._lab_names = lab_of(inventory, load_lab)
         self._hosts = [host.name for host in inventory.hosts]
         self._folders: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
@@ -120,15 +119,15 @@ class Site:
         self._job.start(new=False)
 
 
-def lab_of(inventory: Inventory) -> tuple[Lab | None, Mapping[str, str]]:
+def lab_of(inventory: Inventory, load_lab: Callable[[Path], Lab]) -> tuple[Lab | None, Mapping[str, str]]:
     """The lab whose hosts these are, with each one's name there; None if they are not all of one lab's."""
     folders = [inventory.path.resolve().parent]
     for host in inventory.hosts:
         folders += [Path(path).parent for path in (host.identity_file, host.known_hosts) if path]
     for folder in dict.fromkeys(folders):
-        with contextlib.suppress(KitError, OSError, HostError):
+        with contextlib.suppress(KitError, OSError):
             if os.geteuid() == 0 and (folder / "lab.json").exists():
-                lab = Lab.load(folder)
+                lab = load_lab(folder)
                 names = {host.address: name for name, host in lab.hosts.items()}
                 if all(host.address in names for host in inventory.hosts):
                     return lab, {host.name: names[host.address] for host in inventory.hosts}

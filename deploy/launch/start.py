@@ -12,23 +12,21 @@ from secrets import token_hex
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.launch.options import Options
-from nodekit.deploy.notify import notify
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import checkup
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
-from nodekit.deploy.supervise.judge import FINAL
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
@@ -155,7 +153,7 @@ def start(
     phases = Phases(silent=options.quiet)
     secrets = secrets_of(inventory)
     if not placed:  # else they were looked at where the job was submitted
-        notify.secrets_of(inventory)
+        secret_files.notify_secrets(inventory)
         script.find(inventory, options.command)
     run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
@@ -223,7 +221,7 @@ def start(
         port=planned.nodes[0].master_port,
         nodes=active,
     )
-    groups = cluster.one_per_folder(facts)
+    groups = check.one_per_folder(facts)
     firsts = {name: links[name] for name in groups}
     code_digest, named_left_out = run.code_digest, run.left_out
     try:
@@ -291,7 +289,7 @@ def _connect(
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
-    check.all_or_raise(on_all({name: name for name in names}, function))
+    all_or_raise(on_all({name: name for name in names}, function))
 
 
 class _Reading:
@@ -316,7 +314,7 @@ class _Reading:
             KitError: it could not be.
         """
         self._thread.join()
-        found: tuple[sync.Tree, LeftOut] = check.all_or_raise(self._found)["code"]
+        found: tuple[sync.Tree, LeftOut] = all_or_raise(self._found)["code"]
         return found
 
 
@@ -373,7 +371,7 @@ def _send(
         for name, link in firsts.items()
     }
     with sync.progress_bars(silent=options.quiet) as progress:
-        check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
+        all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
     return targets
 
 
@@ -395,7 +393,7 @@ def _wait_started(hands: Hands, names: Sequence[str]) -> None:
     def wait(name: str) -> None:
         while True:
             status = hands.status(name)
-            if status.get("state") in ("running", "waiting", *FINAL):
+            if status.get("state") in ("running", "waiting", *runs.ENDED):
                 return
             if not status["alive"]:
                 raise HostError(

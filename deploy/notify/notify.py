@@ -23,7 +23,7 @@ from nodekit.deploy.output.redact import Redactor
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.records.secret_files import NOTIFY, secrets_file
+from nodekit.deploy.records.secret_files import NOTIFY, notify_names, notify_secrets, secrets_file
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -33,28 +33,6 @@ PAUSES_S = (1.0, 4.0)  # before the second attempt, and the third
 CLOSE_S = 5.0  # at its end the run waits so long for what has not been delivered
 MAX_WAITING = 16
 _TOLD_BYTES = 120
-
-
-def names_of(notify: Notify | None) -> tuple[str, ...]:
-    """The variables that hold its secrets."""
-    hook = notify.webhook if notify else None
-    return tuple(filter(None, [hook.url_from, *hook.headers_from.values()])) if hook else ()
-
-
-def secrets_of(inventory: Inventory) -> dict[str, str]:
-    """The values of its secrets, from the environment here.
-
-    Raises:
-        KitError: some are not set.
-    """
-    names = names_of(inventory.notify)
-    absent = [name for name in names if not os.environ.get(name)]
-    if absent:
-        raise KitError(
-            f"{inventory.path}: notify.webhook names {', '.join(absent)}, not set in this environment; "
-            f"export {absent[0]}=… and run again"
-        )
-    return {name: os.environ[name] for name in names}
 
 
 def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
@@ -68,7 +46,7 @@ def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
             run_dir = Path(next(iter(run.nodes.values()))["code_dir"]).parent
             if (file := secrets_file(run_dir, NOTIFY)) is not None:
                 return dict(json.loads(file.read_text(encoding="utf-8")))
-    return {name: os.environ[name] for name in names_of(notify) if name in os.environ}
+    return {name: os.environ[name] for name in notify_names(notify) if name in os.environ}
 
 
 class Notifier:
@@ -259,7 +237,7 @@ def targets(inventory: Inventory) -> dict[str, str]:
             f"{inventory.path}: found no notify:, wanted one, as notify: {{command: [notify-send, kit]}}"
         )
     found = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
-    return {name: found[name] for name in ways(inventory.notify, secrets_of(inventory), None)}
+    return {name: found[name] for name in ways(inventory.notify, notify_secrets(inventory), None)}
 
 
 def send_test(inventory: Inventory, text: str) -> dict[str, NotDelivered | None]:
@@ -267,7 +245,7 @@ def send_test(inventory: Inventory, text: str) -> dict[str, NotDelivered | None]
     assert inventory.notify is not None
     message = Message(kind="test", run=f"{inventory.name}-test", time=time.time(), text=text)
     problems: dict[str, NotDelivered | None] = {}
-    for name, deliver in ways(inventory.notify, secrets_of(inventory), inventory.path.parent).items():
+    for name, deliver in ways(inventory.notify, notify_secrets(inventory), inventory.path.parent).items():
         try:
             within(deliver, message, ATTEMPT_S + 1.0)
             problems[name] = None

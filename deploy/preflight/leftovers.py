@@ -15,7 +15,6 @@ from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.software import unseen
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.judge import FINAL
 from nodekit.inventory.schema import Inventory
 
 LOOK_TIMEOUT_S = 15.0
@@ -70,9 +69,9 @@ def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
     if found["agent"] is None:
         return "left"
     is_over = record is not None and record.state in runs.ENDED
-    if (is_over or found["state"] in FINAL) and found["quiet_s"] > ENDING_S:
+    if (is_over or found["state"] in runs.ENDED) and found["quiet_s"] > ENDING_S:
         return "forgotten"
-    if is_over and found["state"] not in FINAL:
+    if is_over and found["state"] not in runs.ENDED:
         return "forgotten"
     return "running"
 
@@ -113,7 +112,7 @@ def findings(
         if not bad:
             running = ", ".join(sorted({each.run for each in here}))
             text = f"{running} runs" if running else "none"
-            found.append(Finding(check="leftovers", host=host, level="ok", found=text))
+            found.append(Finding("leftovers", host, "ok", text))
     return found
 
 
@@ -131,14 +130,8 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
         what, cure = "is over, but runs here", f"kit down {left.run}"
     else:
         what, cure = "has lost its agent and left", f"kit clean {shlex.quote(str(inventory.path))}"
-    return Finding(
-        check="leftovers",
-        host=left.host,
-        level="failure",
-        found=f"{left.run} {what}: {left.text}",
-        wanted="nothing of runs that are over",
-        cure=cure,
-    )
+    text = f"{left.run} {what}: {left.text}"
+    return Finding("leftovers", left.host, "failure", text, "nothing of runs that are over", cure)
 
 
 def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from nodekit.deploy.host.remote import append_private, write_private
 from nodekit.inventory.errors import KitError, NotWritten
 
-ENDED = ("succeeded", "failed", "stopped")
+Outcome = Literal["succeeded", "failed", "stopped"]
+ENDED: tuple[Outcome, ...] = ("succeeded", "failed", "stopped")
+"""The states of a run, or of a node, that has come to its end."""
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 

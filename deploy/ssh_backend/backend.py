@@ -17,10 +17,9 @@ from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
 from nodekit.deploy.metrics import metrics_port
-from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.plan import script
-from nodekit.deploy.records import events, fetchlogs, runs
+from nodekit.deploy.records import events, fetchlogs, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
 from nodekit.deploy.screen.verdict_screen import shown_path
@@ -295,7 +294,7 @@ def _gather_unwatched(hands: Hands) -> None:
 def _dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     secrets_of(inventory)
-    notify.secrets_of(inventory)
+    secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)
     planned = start.planned(inventory, options)
     print(planned.to_json() if options.json else planned.to_text())

@@ -19,9 +19,9 @@ from nodekit.deploy.agent.ranks.failures import (
     was_told,
 )
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import ENDED, Outcome
 from nodekit.deploy.story.attempts import is_number, text_of
 from nodekit.deploy.story.causes import NODE_LOST, Cause, recognise
-from nodekit.deploy.supervise.judge import FINAL, Outcome
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
 _SUMMARY_WIDTH = 100
@@ -53,7 +53,7 @@ class Told:
     @property
     def outcome(self) -> str:
         """How the node ended, ``gone`` for an agent that ended without a word."""
-        return self.state if self.state in FINAL else "gone"
+        return self.state if self.state in ENDED else "gone"
 
 
 @dataclass(frozen=True)

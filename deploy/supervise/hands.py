@@ -10,7 +10,7 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.host import remote
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.plan import NodePlan
@@ -243,8 +243,8 @@ class Hands:
         target = sync.code_target(
             self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
-        check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
-        check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
 
     def _link(self, name: str) -> Link:
         link = self.links.get(name)

@@ -18,13 +18,14 @@ from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
 from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import Hands
-from nodekit.deploy.supervise.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.deploy.supervise.judge import Action, Finish, NodeAction, Rules, Seen, State
 from nodekit.deploy.supervise.observer import Observer, View
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
@@ -400,7 +401,7 @@ class Supervisor:
     def _line(self, name: str, status: Mapping[str, Any]) -> str:
         if not status["alive"] and name in self._rules.drained:
             return "drained"
-        if not status["alive"] and status.get("state") not in FINAL:
+        if not status["alive"] and status.get("state") not in runs.ENDED:
             busy = self._busy.get(name)
             spare = not status.get("agent")
             return busy or ("spare" if spare else "gone")
@@ -421,7 +422,7 @@ class Supervisor:
             self._view.say(notice)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
-        if not status["alive"] and state not in FINAL:
+        if not status["alive"] and state not in runs.ENDED:
             message = str(status.get("agent_log", "")).strip()[-2000:]
         self._told[name] = Told(
             state=state,
