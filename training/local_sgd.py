@@ -24,10 +24,10 @@ class LocalSgd:
 
     def __init__(self, options: Options, world: World, module: torch.nn.Module, *, step: int) -> None:
         """Begin after ``step`` with weights that are the same on all ranks."""
-        assert options.steps_apart is not None
+        assert options.local_steps is not None
         self.step_s = 0.0
         """How long a step has taken lately, on this rank."""
-        self._every, self._world = options.steps_apart, world
+        self._every, self._world = options.local_steps, world
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._talk_at, self._talked_at, self._talked_s = 0, step, time.monotonic()
         self._snapshot_every = options.snapshot_every

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nodekit.training import rng
-from nodekit.training.engines import ShardedEngine, State, load_engine
+from nodekit.training.engines import ShardedEngine, State
+from nodekit.training.engines.load import load_engine
+from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.options import Options
-from nodekit.training.reporting.evaluate import Evaluation, to_device
 from nodekit.training.reporting.report import Report
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
@@ -23,7 +24,7 @@ from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.stop import Stop
-from nodekit.training.tasks import Task
+from nodekit.training.tasks import Task, optimizer_of
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
@@ -55,8 +56,7 @@ class Loop:
         self.module = task.model().to(world.device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        make_optimizer = getattr(task, "optimizer", _adamw)
-        optimizer: torch.optim.Optimizer = make_optimizer(self.module, options.peak_lr)
+        optimizer = optimizer_of(task, self.module, options.peak_lr)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         data = task.train_data()
@@ -106,7 +106,7 @@ class Loop:
             cast(ShardedEngine, self.engine).load_shards(found)
         if options.compile:
             self.module.compile()  # in place: no other names in its state
-        self.apart = LocalSgd(options, world, self.module, step=self.step) if options.steps_apart else None
+        self.apart = LocalSgd(options, world, self.module, step=self.step) if options.local_steps else None
         if self.apart:
             self.apart.load(state.get("outer", {}))
         self._untold: list[_Step] = []
@@ -352,7 +352,3 @@ def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr)

@@ -17,7 +17,7 @@ from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.plan.findings import Finding
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Environment, Host, Inventory
-from nodekit.training.engines import LIBRARIES
+from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
 OLDEST_PYTHON = (3, 10)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nodekit.training.engines import EngineError, State, single
+from nodekit.training.engine_info import EngineError
+from nodekit.training.engines import State, single
 from nodekit.training.engines.deepspeed_config import read_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

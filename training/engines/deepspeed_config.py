@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nodekit.training.engines import EngineError
+from nodekit.training.engine_info import EngineError
 from nodekit.training.options import Options
 
 OWNED = {

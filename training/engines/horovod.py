@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from nodekit.training.engines import BUILD_HOROVOD, EngineError, single
+from nodekit.training.engine_info import BUILD_HOROVOD, EngineError
+from nodekit.training.engines import single
 from nodekit.training.options import Options
 from nodekit.training.world import World
 
@@ -42,7 +43,7 @@ class Engine(single.Engine):
 
     def update(self, clip: float | None) -> None:
         """Gradients are averaged once in a step, whatever the number of micro-batches."""
-        if not self.options.steps_apart:
+        if not self.options.local_steps:
             self._average()
         super().update(clip)
 
