@@ -188,10 +188,10 @@ def _faults(prefix: str, **_: Any) -> dict[str, str]:
 
 def _engines(prefix: str, **_: Any) -> dict[str, str]:
     """Engines, of a list with commas the last one."""
-    from nodekit.training.engines import ENGINES
+    from nodekit.training.engine_info import ENGINES
 
     before, comma, start = prefix.rpartition(",")
-    return {before + comma + name: about for name, about in ENGINES.items() if name.startswith(start)}
+    return {before + comma + name: info.about for name, info in ENGINES.items() if name.startswith(start)}
 
 
 def _escaped(prefix: str) -> str:

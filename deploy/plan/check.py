@@ -18,7 +18,7 @@ from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 from nodekit.deploy.plan.findings import Finding
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Environment, Host, Inventory
-from nodekit.training.engines import LIBRARIES
+from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
 NEEDED_BYTES = 100 * 1024**2

@@ -21,7 +21,7 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
-from nodekit.training.engines import EngineError, lacking
+from nodekit.training.engine_info import EngineError, lacking
 from nodekit.training.engines.deepspeed_config import read_config
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
@@ -185,7 +185,7 @@ def refuse_options(
         code: the folder that is synced: rows of text in it are looked at, too.
         world_size: the number of ranks.
         env: what they would find in their environment.
-        modules: host → those of engines.LIBRARIES and trackers.TRACKERS that are there.
+        modules: host → those of engine_info.LIBRARIES and trackers.TRACKERS that are there.
 
     Raises:
         KitError: it would refuse that.

@@ -20,7 +20,7 @@ from nodekit.deploy.plan.script import Script
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
-from nodekit.training.engines import LIBRARIES
+from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
 T = TypeVar("T")
