@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from nodekit.inventory.errors import KitError
-
-if TYPE_CHECKING:
-    from nodekit.deploy.drill.drill_site import Site
+from nodekit.deploy.drill.drill_site import SAVE_TIMEOUT_S, Lab, NotTried, Site
 
 BACK_AFTER_S = 6.0
 """A lost host is back after this; long enough that its loss is noticed before."""
-SAVE_TIMEOUT_S = 60.0
 FLAPS = 4
 FLAP_S = 0.7
 SLOW_MS, SLOW_LOSS_PERCENT = 40.0, 1.0
 SPARE_BYTES = 64 << 20
 """What a small disk has more than one run needs: then it is filled."""
-
-
-class NotTried(KitError):
-    """A fault that could not be brought about."""
-
-
-class Lab(Protocol):
-    """What the faults need of `nodekit.deploy.lab`, by the lab's names of its hosts; `kit drill` hands it in."""
-
-    @property
-    def hosts(self) -> Mapping[str, Any]: ...  # noqa: D102
-    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]: ...  # noqa: D102
-    def is_alive(self, host: str) -> bool: ...  # noqa: D102
-    def status(self, host: str) -> str: ...  # noqa: D102
-    def crash(self, host: str) -> None: ...  # noqa: D102
-    def revive(self, host: str) -> None: ...  # noqa: D102
-    def cut(self, host: str) -> None: ...  # noqa: D102
-    def slow(self, host: str, *, delay_ms: float, loss_percent: float) -> None: ...  # noqa: D102
-    def mend(self, host: str) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
