@@ -206,15 +206,3 @@ def test_the_inventories_it_shows_are_some(tmp_path: Path) -> None:
     assert [host.name for host in lab.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
     assert cluster.slurm is not None
     assert (cluster.nodes.min, cluster.nodes.max) == (2, 4)
-
-
-def test_the_map_of_the_code_has_every_file() -> None:
-    shown = set(re.findall(r"\w+", (ROOT / "docs/code.md").read_text()))
-    files = [
-        path
-        for folder in ("deploy", "inventory", "slurm", "training")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    assert not [
-        str(path.relative_to(ROOT)) for path in files if path.stem not in shown and path.stem != "__init__"
-    ]
