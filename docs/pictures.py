@@ -241,12 +241,15 @@ def piece(text: str, style: Style, column: int, row: int) -> str:
 
 # --- a page, as a browser has laid it out -------------------------------------------------------------------
 
-SHOWN = """() => {
+SHOWN = r"""() => {
   const rest = "nav, script, footer, .skip, details, .readout, #summary .card, section:nth-child(n+4)";
   for (const each of document.querySelectorAll("#curves .grid > :nth-child(n+3)")) each.remove();
   for (const each of document.querySelectorAll(rest)) each.remove();
-  const style = document.querySelector("style").textContent, body = document.body;
-  return [style, new XMLSerializer().serializeToString(body), body.offsetHeight];
+  // A picture is laid out as at this width, however large it is shown: no rules for other widths, no share of a width.
+  const rules = [...document.styleSheets[0].cssRules].filter((rule) => !/width|print/.test(rule.media?.mediaText));
+  const style = rules.map((rule) => rule.cssText).join("\n");
+  const fixed = style.replace(/([\d.]+)vw/g, (_, share) => share * innerWidth / 100 + "px");
+  return [fixed, new XMLSerializer().serializeToString(document.body), document.body.offsetHeight];
 }"""
 
 

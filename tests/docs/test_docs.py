@@ -231,11 +231,11 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
 def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     make_up, own_script, machines, lab = fences("docs/start.md", "sh")
     # These run in test_readme, on what it takes.
-    assert commands(make_up) == commands(BLOCKS["Two commands"])[:1]
+    assert commands(make_up) == commands(BLOCKS["Quick start"])[:1]
     init, *others = commands(machines)
-    assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Know before you run"])
-    assert set(others) < {*commands(BLOCKS["Know before you run"]), *commands(BLOCKS["On your machines"])}
-    assert [each for each in commands(BLOCKS["No machines at hand"]) if "drill" not in each] == commands(lab)
+    assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Check before a run"])
+    assert set(others) < {*commands(BLOCKS["Check before a run"]), *commands(BLOCKS["Train on your machines"])}
+    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(lab)
 
     kit = Kit(tmp_path / "my project", None)
     (kit.folder / "train.py").write_text(titled("docs/start.md", "train.py"))
