@@ -4,7 +4,7 @@
 # tests that start hosts or jobs spend a good part of their time waiting.
 PYTEST = .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help up test quick check bench docs releases
+.PHONY: help up test quick check bench docs pictures releases
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
@@ -14,6 +14,7 @@ help:
 	@echo "make check  ruff and mypy alone"
 	@echo "make releases  try the mends of torch's rendezvous against every line of torch releases"
 	@echo "make docs   the documentation as a site, in site/"
+	@echo "make pictures  its pictures, from a real run on three lab hosts (root)"
 
 up:
 	@.ci/setup
@@ -51,6 +52,10 @@ docs:
 	@.ci/setup dev
 	@.venv/bin/mkdocs build --strict --clean --quiet
 	@echo "the documentation: $(CURDIR)/site/index.html (with search: python3 -m http.server -d site)"
+
+pictures:
+	@.ci/setup dev
+	@.venv/bin/python docs/pictures.py
 
 releases:
 	@.ci/setup dev

@@ -1,11 +1,19 @@
-"""What the site takes from the code when it is built: every command's --help, every key of an inventory. For MkDocs."""
+"""What the site takes from the code when it is built, for MkDocs: every command, every inventory key, every file.
+
+`python docs/from_code.py` prints the picture of the layers that docs/code.md holds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import html
 import os
 import re
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.commands import cli
@@ -14,6 +22,9 @@ from nodekit.inventory.schema import json_schema
 WIDTH = "100"
 COMMANDS = "<!-- every command -->"
 KEYS = "<!-- every key -->"
+FILES = "<!-- every file -->"
+LAYERS = re.compile(r"```mermaid\n.*?```", re.DOTALL)
+ROOT = Path(__file__).parent.parent
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -22,6 +33,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace(COMMANDS, commands())
     if KEYS in markdown:
         markdown = markdown.replace(KEYS, keys(json_schema()))
+    if FILES in markdown:
+        markdown = LAYERS.sub(lambda _: boxes(), markdown.replace(FILES, files()))
     return markdown
 
 
@@ -132,3 +145,72 @@ _KINDS = {
 def _cell(text: str) -> str:
     """Text as a table's cell has it: what looks like code or markup is shown as it is."""
     return re.sub(r"([|*<_\[\]])", r"\\\1", text.replace("\n", " "))
+
+
+# --- the code -----------------------------------------------------------------------------------------------
+
+
+def layers() -> list[list[str]]:
+    """The folders as `make check` holds them: each may import those in the lists after its own."""
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    contracts = toml.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    listed = next(each["layers"] for each in contracts if each["name"].startswith("A folder imports only"))
+    return [[name.removeprefix("nodekit.").replace(".", "/") for name in row.split(" | ")] for row in listed]
+
+
+def about(name: str) -> str:
+    """The first sentence that a folder or a file says of itself."""
+    path = ROOT / name
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
+
+
+def folders() -> list[str]:
+    """Every folder of the code, those within others too."""
+    tops = ("deploy", "slurm", "training", "inventory")
+    return sorted(
+        str(path.parent.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("__init__.py")
+    )
+
+
+def mermaid() -> str:
+    """The layers as a Mermaid chart: a box for each, with its folders, and what they are for if it is one."""
+    lines = ["flowchart TB"]
+    for number, row in enumerate(layers()):
+        text = [f"<b>{' · '.join(row)}</b>"]
+        text += [about(row[0]).replace('"', "'").replace("`", "")] if len(row) == 1 else []
+        within = [each for each in folders() if each.startswith(tuple(f"{name}/" for name in row))]
+        text += [f"<i>{' · '.join(within)}</i>"] if within else []
+        lines.append(f'  L{number}["{"<br>".join(text)}"]')
+    lines.append("  " + " --> ".join(f"L{number}" for number in range(len(layers()))))
+    return "\n".join(["```mermaid", *lines, "```"])
+
+
+def boxes() -> str:
+    """The same as HTML: what draws Mermaid would be loaded from elsewhere."""
+    rows = re.findall(r'L\d+\["(.*)"\]', mermaid())
+    return '<div class="layers">' + "".join(f"<p>{row}</p>" for row in rows) + "</div>"
+
+
+def files() -> str:
+    """Each folder with what it is for, and its files with what they do."""
+    text = []
+    for folder in folders():
+        text += [
+            f"### {folder}",
+            "",
+            html.escape(about(folder), quote=False),
+            "",
+            "| file | what |",
+            "|---|---|",
+        ]
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if path.stem != "__init__":
+                text.append(f"| `{path.name}` | {_cell(about(str(path.relative_to(ROOT))))} |")
+        text.append("")
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    print(mermaid())

@@ -18,6 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from agents import processes_of, until
@@ -230,11 +231,11 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
 def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     make_up, own_script, machines, lab = fences("docs/start.md", "sh")
     # These run in test_readme, on what it takes.
-    assert commands(make_up) == commands(BLOCKS["Two commands"])[:1]
+    assert commands(make_up) == commands(BLOCKS["Quick start"])[:1]
     init, *others = commands(machines)
-    assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Know before you run"])
-    assert set(others) < {*commands(BLOCKS["Know before you run"]), *commands(BLOCKS["On your machines"])}
-    assert [each for each in commands(BLOCKS["No machines at hand"]) if "drill" not in each] == commands(lab)
+    assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Check before a run"])
+    assert set(others) < {*commands(BLOCKS["Check before a run"]), *commands(BLOCKS["Train on your machines"])}
+    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(lab)
 
     kit = Kit(tmp_path / "my project", None)
     (kit.folder / "train.py").write_text(titled("docs/start.md", "train.py"))
@@ -292,6 +293,46 @@ def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
     given = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"(?:: |\] = )', code))
     assert {"RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NODEKIT_SNAPSHOT_SHARED"} <= given
     assert not given - set(re.findall(r"`([A-Z_]+)`", PAGES["docs/from-torchrun.md"].read_text()))
+
+
+# --- the code -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_code_has_the_layers_that_make_check_holds() -> None:
+    code = from_code()
+    wanted = code.mermaid()
+    assert wanted in PAGES["docs/code.md"].read_text(), f"python docs/from_code.py prints it now:\n{wanted}"
+    inner = {name.partition("/")[0] for name in code.folders()}
+    assert not [name for name in code.folders() if name not in inner and name not in wanted]
+
+
+def test_every_folder_and_every_file_of_the_code_says_what_it_is_for() -> None:
+    code = from_code()
+    listed = code.files()
+    for top in ("deploy", "inventory", "slurm", "training"):
+        for path in (ROOT / top).rglob("*.py"):
+            assert code.about(str(path.relative_to(ROOT))), path
+            assert path.stem == "__init__" or f"| `{path.name}` | " in listed, path
+
+
+# --- pictures -----------------------------------------------------------------------------------------------
+
+PICTURE = re.compile(r"\((?:docs/)?(pictures/[\w.]+)\)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md", "docs/index.md"])
+def test_the_first_pages_show_kit_before_they_describe_it(page: str) -> None:
+    before = PAGES[page].read_text().partition("\n## ")[0]
+    assert set(PICTURE.findall(before)) == {f"pictures/{name}.svg" for name in ("up", "watch", "report")}
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*")), ids=lambda path: str(path.name))
+def test_a_picture_is_small_and_loads_nothing(picture: Path) -> None:
+    text = picture.read_text()
+    assert len(text.encode()) < 60_000
+    ElementTree.fromstring(text)
+    loads = r"<(?:script|image|iframe)|@import|(?:href|src)=\"(?!#)|url\((?![\"']?#)| on\w+=\""
+    assert not re.findall(loads, text)
 
 
 # --- the same in Chinese ------------------------------------------------------------------------------------
@@ -393,6 +434,7 @@ def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:
         assert f"usage: {name}" in text
         for action in parser._actions:
             assert all(option in text for option in action.option_strings), (name, action.option_strings)
+    assert "quorum.py" in Loads(site / "code.html").text
     keys = Loads(site / "inventory.html").text
     described = re.findall(r'"description": ("(?:[^"\\]|\\.)*")', json.dumps(json_schema()))
     for description in described:

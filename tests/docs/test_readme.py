@@ -59,7 +59,7 @@ def sh(command: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[s
 
 @pytest.mark.timeout(900)  # it installs PyTorch, beside other tests
 def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
-    assert commands(BLOCKS["Two commands"]) == ["make up", "make test"]  # the second is what runs this
+    assert commands(BLOCKS["Quick start"]) == ["make up", "make test"]  # the second is what runs this
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     for name in (
@@ -98,7 +98,7 @@ def readme_lab(kit: Kit, lab: Lab) -> Kit:
 
 def test_the_commands_for_a_cluster_run_in_their_order(readme_lab: Kit) -> None:
     folder = readme_lab.folder
-    for command in commands(BLOCKS["On your machines"]):
+    for command in commands(BLOCKS["Train on your machines"]):
         if command == "kit up lab.yaml --new -d -- train.py":
             (folder / "train.py").write_text(TRAIN.replace('os.environ.get("ENDLESS")', '"1"'))
         if command == "kit up lab.yaml -- train.py":  # it attaches, until somebody says `kit down`
@@ -129,7 +129,7 @@ def test_the_commands_to_know_before_run_in_their_order(readme_lab: Kit, own_hom
         "".join(f"Host {name}\n  HostName {each['address']}\n" for name, each in values["hosts"].items())
         + f'Host *\n  User root\n  IdentityFile "{values["identity_file"]}"\n'
     )
-    for command in commands(BLOCKS["Know before you run"]):
+    for command in commands(BLOCKS["Check before a run"]):
         done = sh(command, readme_lab.folder)
         assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
     assert load_inventory(readme_lab.folder / "found.yaml").hosts[0].name == "gpu1"
@@ -142,7 +142,7 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
     folder.mkdir()
     slurm = {"nodes": "1:2", "time": 5, "shared_dir": str(lab.slurm.shared / "kit")}
     (folder / "slurm.yaml").write_text(yaml.safe_dump({"slurm": slurm, "job": {"command": ["train.py"]}}))
-    for command in commands(BLOCKS["On Slurm"]):
+    for command in commands(BLOCKS["Train on Slurm"]):
         endless = " -d " in command
         (folder / "train.py").write_text(
             TRAIN.replace('os.environ.get("ENDLESS")', '"1"') if endless else TRAIN
@@ -157,7 +157,7 @@ def test_the_commands_for_slurm_run_in_their_order(tmp_path: Path, labs: Path) -
 
 def look_at_the_run(folder: Path) -> None:
     """The commands to see a run, after one has ended."""
-    watch, why, report, board = commands(BLOCKS["See the run"])
+    watch, why, report, board = commands(BLOCKS["Monitor a run"])
     for command in (watch, why, report):
         done = sh(command, folder)
         assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
@@ -184,7 +184,7 @@ def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Pat
     lab_folder = own_home / "mylab"
     try:
         for command in commands(
-            BLOCKS["No machines at hand"]
+            BLOCKS["Try it without machines"]
         ):  # those of "Without a script …" are in test_apply
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
@@ -206,15 +206,3 @@ def test_the_inventories_it_shows_are_some(tmp_path: Path) -> None:
     assert [host.name for host in lab.hosts] == ["gpu1", "gpu2", "gpu3", "gpu4"]
     assert cluster.slurm is not None
     assert (cluster.nodes.min, cluster.nodes.max) == (2, 4)
-
-
-def test_the_map_of_the_code_has_every_file() -> None:
-    shown = set(re.findall(r"\w+", (ROOT / "docs/code.md").read_text()))
-    files = [
-        path
-        for folder in ("deploy", "inventory", "slurm", "training")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    assert not [
-        str(path.relative_to(ROOT)) for path in files if path.stem not in shown and path.stem != "__init__"
-    ]
