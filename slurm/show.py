@@ -11,17 +11,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.logs import fetchlogs, showlogs
 from nodekit.deploy.logs.fetchlogs import Copy, Fetched
 from nodekit.deploy.logs.logfollow import Followed, Follower
 from nodekit.deploy.logs.loglines import Source, Wanted, style_of
 from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.events import of_node
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.view import status_line
 from nodekit.deploy.ssh_backend.start import Options
@@ -50,20 +51,13 @@ def record_of(run: Run, link: Link) -> Run | None:
 
 def events_of(run: Run, link: Link) -> list[str]:
     """The lines of the leader's events."""
-    folder = leader_folder(run)
-    lines: list[str] = []
-    at: Sequence[Any] = ("", 0)
-    while found := link.call(
-        "hostfollow.events", timeout_s=CALL_TIMEOUT_S, node_dir=folder, file=at[0], offset=at[1]
-    ):
-        lines += [line for _, _, line in found]
-        at = found[-1][:2]
-    return lines
+    parts = of_node(link, leader_folder(run), timeout_s=CALL_TIMEOUT_S)
+    return [line for found in parts for _, _, line in found]
 
 
-def now(run: Run, link: Link) -> dict[str, dict[str, Any]]:
+def now(run: Run, link: Link) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
-    found: dict[str, dict[str, Any]] = link.call(
+    found: dict[str, NodeStatus] = link.call(
         "present.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
     )
     return found

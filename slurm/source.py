@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.records import events
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.view import status_line
@@ -56,7 +57,7 @@ class Source:
         lines = (line for _, text in found for line in text.splitlines())
         return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
 
-    def statuses(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def statuses(self) -> tuple[dict[str, NodeStatus], dict[str, str]]:
         """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
         if not self._nodes:
             record = record_of(self._run, self._link)

@@ -48,8 +48,9 @@ from nodekit.deploy.agent.rendezvous import FormAgain, Formed, Rendezvous, Store
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.signed_store import Forged
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.host import programs, remote
+from nodekit.deploy.host import ports, processes, programs
 from nodekit.deploy.host.logs.logbook import Logbook
+from nodekit.deploy.host.node import status
 from nodekit.deploy.host.probes import kernel
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -147,7 +148,7 @@ class Agent:
             else None
         )
         # For the rendezvous, should the supervisor choose this node.
-        self._held = remote.listen(spec.local_addr)
+        self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
         self._electorate = spec.known_electorate()
         self._attempt = ""
@@ -271,7 +272,7 @@ class Agent:
         if spec.is_host:
             # The port was found free by being held: it goes over to the store, and another is held from now on.
             spec = replace(spec, listen_fd=self._held.detach())
-            self._held = descriptors.when_there(lambda: remote.listen(spec.local_addr), self._stop.check)
+            self._held = descriptors.when_there(lambda: ports.listen(spec.local_addr), self._stop.check)
         if spec.generation > old.generation:
             self._is_orphan = False
         self._spec = spec
@@ -330,7 +331,7 @@ class Agent:
             self._record.update(blocked=self._who_is_missing(self._rendezvous.present))
 
     def _look_at_fence(self) -> None:
-        if remote.fence_of(str(self._folder)) > self._spec.generation:
+        if status.fence_in(str(self._folder)) > self._spec.generation:
             raise Fenced
 
     def _see_fence(self) -> None:
@@ -476,7 +477,7 @@ class Agent:
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
         workers = [
-            {"local_rank": key, "rank": self._ranks[key], "pid": pid, "start_time": remote.start_time(pid)}
+            {"local_rank": key, "rank": self._ranks[key], "pid": pid, "start_time": processes.start_time(pid)}
             for key, pid in pids.items()
         ]
         self._record.update(

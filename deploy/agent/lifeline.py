@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from nodekit.deploy.agent.replicas.replica_wire import Wire
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 
 _MAX_WIDENING = 8
@@ -49,7 +49,7 @@ class Hub:
         self._lock = threading.Lock()
         self._connected: dict[str, socket.socket] = {}
         self._lost: set[str] = set()
-        listener = remote.listen(address)
+        listener = ports.listen(address)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self._serve, name="lifeline-hub")
 

@@ -19,7 +19,8 @@ from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.notes import Notes
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.usage import Usage
-from nodekit.deploy.host import present, remote
+from nodekit.deploy.host import files, present
+from nodekit.deploy.host.node import fence
 
 STATUS_INTERVAL_S = 1.0
 MAX_STATUS_INTERVAL_S = 1.5  # where nobody asks for a look
@@ -58,13 +59,13 @@ class Record:
         }
         self._reserve = self._folder / "reserve"
         with contextlib.suppress(OSError):
-            remote.write_private(str(self._reserve), bytes(RESERVE_BYTES))
+            files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
         for name in ("logs", "progress", "told", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
         self._events = str(self._folder / "events.jsonl")
         self._present = present.Present(self._events)
-        remote.end_torn_line(self._events)
+        files.end_torn_line(self._events)
         self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
         usage = Usage(
@@ -90,7 +91,7 @@ class Record:
         Raises:
             OSError: it cannot be made, or what it lies in, which all hosts share, is not there.
         """
-        remote.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
+        fence.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
 
     @property
     def expected_snapshot(self) -> str:
@@ -100,14 +101,14 @@ class Record:
             OSError: that cannot be read.
         """
         told = self._spec.env.get("NODEKIT_SNAPSHOT_EXPECTED", "")
-        return str((remote.load(str(self._folder / "saved.json")) or {}).get("words", told))
+        return str((files.load(str(self._folder / "saved.json")) or {}).get("words", told))
 
     def _noted(self, kind: str, **fields: Any) -> None:
         self.event(kind, **fields)
         if kind == "snapshot":
             words = f"step {fields['step']} of generation {fields['generation']} was committed in {self.snapshot_dir}"
             with contextlib.suppress(OSError):  # the supervisor has the event
-                remote.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
+                files.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
 
     @property
     def _is_shared(self) -> bool:
@@ -137,7 +138,7 @@ class Record:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event."""
         line = json.dumps({**self._which(), "kind": kind, **fields}).encode() + b"\n"
-        self._write(lambda: remote.append_private(self._events, line))
+        self._write(lambda: files.append_private(self._events, line))
 
     def _which(self) -> dict[str, Any]:
         return {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name}

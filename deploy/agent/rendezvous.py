@@ -42,7 +42,7 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.lifeline import Hub, Lifeline, cut_connections
 from nodekit.deploy.agent.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 
 CONNECT_TIMEOUT_S = 60.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
@@ -393,7 +393,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def _new_store(address: str) -> Any:
-    held = remote.listen(address)
+    held = ports.listen(address)
     port = held.getsockname()[1]
     try:
         return TCPStore(

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.agent import guess
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records.events import Event
 from nodekit.inventory.errors import NotWritten
@@ -129,7 +130,7 @@ class View:
             self._printed, self._printed_at = states, time.monotonic()
             _print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed))
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it."""
 
     def event(self, event: Event) -> None:
@@ -272,7 +273,7 @@ class FullScreen(View):
             super().status(lines)  # it has failed
         self._watched.lines(lines)
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status."""
         with self._no_harm():
             self._watched.see(statuses)
@@ -474,12 +475,12 @@ def _state_style(state: str) -> str:
     return "bold red" if state in ("failed", "unreachable", "gone") else "yellow"
 
 
-def status_line(seen: Mapping[str, Any], *, now: float) -> str:
+def status_line(seen: NodeStatus, *, now: float) -> str:
     """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
     parts = [str(seen.get("state", "starting"))]
-    if seen.get("rank") is not None:
-        last = seen["rank"] + max(0, len(seen.get("workers", ())) - 1)
-        ranks = str(seen["rank"]) if last == seen["rank"] else f"{seen['rank']}-{last}"
+    if (first := seen.get("rank")) is not None:
+        last = first + max(0, len(seen.get("workers", ())) - 1)
+        ranks = str(first) if last == first else f"{first}-{last}"
         parts.append(f"rank {ranks} of {seen['world_size']}")
     if seen.get("state") == "running" and (ended := seen.get("ended")):
         parts.append(f"rank {', '.join(map(str, ended))} has ended well, not yet the others")
@@ -490,11 +491,11 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         parts.append(f"attempt {seen['attempt']}")
     if seen.get("progress"):
         parts.append(f"step {seen['progress']}")
-        quiet = now - float(seen["progress_time"])
+        quiet = now - float(seen["progress_time"] or now)
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
-    elif seen.get("guess"):
-        parts.append(guess.words(seen["guess"]))
+    elif guessed := seen.get("guess"):
+        parts.append(guess.words(guessed))
     if seen.get("blocked"):
         parts.append(str(seen["blocked"]))
     if seen.get("message"):

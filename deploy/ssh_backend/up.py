@@ -19,6 +19,7 @@ from typing import IO, Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
 from nodekit.deploy.plan import script
@@ -175,7 +176,7 @@ def _command(inventory: Inventory, options: Options) -> list[str] | None:
     return list(command) if command else None
 
 
-def statuses(run: Run, links: Mapping[str, Link]) -> dict[str, dict[str, Any]]:
+def statuses(run: Run, links: Mapping[str, Link]) -> dict[str, NodeStatus]:
     """Each reachable node's status."""
     results = on_all(
         {name: link for name, link in links.items() if name in run.nodes},

@@ -17,6 +17,7 @@ from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Event, Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
@@ -38,7 +39,7 @@ NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 class Observer(Protocol):
     """Is told of a run while it goes on; whatever it raises does not hurt the run."""
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it; ten times a second at most."""
 
     def event(self, event: Event) -> None:
@@ -94,7 +95,7 @@ class Supervisor:
         self._gatherer = Gatherer(hands.run.folder)
         self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
         self._events = Follower(hands.run.folder)
-        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
@@ -398,7 +399,7 @@ class Supervisor:
         else:
             self._ungathered[name].extend(found)
 
-    def _line(self, name: str, status: Mapping[str, Any]) -> str:
+    def _line(self, name: str, status: NodeStatus) -> str:
         if not status["alive"] and name in self._rules.drained:
             return "drained"
         if not status["alive"] and status.get("state") not in FINAL:
@@ -408,7 +409,7 @@ class Supervisor:
         now = time.time() + self._run.clock_offsets.get(name, 0.0)
         return status_line(status, now=now)
 
-    def _tell(self, name: str, status: Mapping[str, Any]) -> None:
+    def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
         told = self._told[name]
         failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
@@ -458,12 +459,13 @@ class Supervisor:
         self._view.log(node, rank, lines)
 
 
-def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
+def seen_of(status: NodeStatus, *, problem: str = "") -> Seen:
     """What the judge is to know of a node's status."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
     electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
     fence = int(status.get("fence", -1))
+    held = status.get("snapshot", (-1, 0))
     is_clear = not alive or generation >= fence or not status.get("workers")
     return Seen(
         alive=alive,
@@ -476,6 +478,6 @@ def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
         fence=fence if is_clear else min(fence, generation),
         electorate=max((each for each in electorates if each.generation == generation), default=None),
         port=int(status.get("port") or 0),
-        held=tuple(status.get("snapshot", (-1, 0))),
+        held=(held[0], held[1]),
         problem=problem,
     )

@@ -36,7 +36,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
 )
 from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
 from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.training.snapshots import commit
 
@@ -102,7 +102,7 @@ class Replicas:
         self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
-        listener = remote.listen(address)
+        listener = ports.listen(address)
         self.endpoint = replica_wire.endpoint_of(listener)
         """`address:port` for the other members."""
         self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")

@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import files
 
 LOOK_S = 2.0  # while ranks train, the agent asks four times as often
 CHECK_S = 5.0  # how often the room that the logs take is looked at
@@ -229,7 +229,7 @@ class Logbook:
             if log.num_marks > MAX_MARKS:
                 with open(marks_of(log.path), "rb") as file:
                     merged = Marks(file.read()).merged(MAX_MARKS * 3 // 4)
-                remote.write_private(marks_of(log.path), merged.to_bytes())
+                files.write_private(marks_of(log.path), merged.to_bytes())
                 log.num_marks = len(merged)
         self._looked = now
 

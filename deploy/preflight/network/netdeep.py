@@ -139,7 +139,7 @@ def deep_findings(
         first = hosts[0]
         try:
             port = links[first.name].call(
-                "netprobe.hold",
+                "netjob.hold",
                 timeout_s=CALL_S,
                 session=session,
                 address=chosen[first.name][1],
@@ -169,7 +169,7 @@ def deep_findings(
             return _fine(progress, backend)
         on_all(  # what still hangs, so that the hosts are free to find out why
             {host.name: links[host.name] for host in hosts},
-            lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
+            lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
         )
         ends = {
             name: end_of(name, chosen[name], answer)
@@ -236,7 +236,7 @@ def _run(
         patience_s: Callable[[], float] | None = None
         try:
             link.call(
-                "netprobe.start_job",
+                "netjob.start_job",
                 timeout_s=CALL_S,
                 session=session,
                 argv=[facts[link.host].executable, "-c", BOOT],
@@ -247,7 +247,7 @@ def _run(
             while own.status is None and left_s() and not (grace_s and not grace_s()):
                 wait_s = min(_POLL_S, left_s())
                 said = link.call(
-                    "netprobe.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
+                    "netjob.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
                 )
                 seen += len(said["lines"])
                 for line in said["lines"]:

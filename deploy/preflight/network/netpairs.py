@@ -290,7 +290,7 @@ def ask_firewalls(
     if limit_s < 0.5:
         return {}
     asked = on_all(
-        {name: links[name] for name in hosts}, lambda link: link.call("netprobe.firewall", timeout_s=limit_s)
+        {name: links[name] for name in hosts}, lambda link: link.call("netstate.firewall", timeout_s=limit_s)
     )
     return {name: answer for name, answer in asked.items() if not isinstance(answer, Exception)}
 
@@ -308,7 +308,7 @@ def judge(
     Args:
         pairs: what was measured.
         ends: the hosts.
-        firewalls: host → `netprobe.firewall` there.
+        firewalls: host → `netstate.firewall` there.
         port: the rendezvous port.
         port_matters: whether a job needs just this one; else only a warning comes of it.
     """
