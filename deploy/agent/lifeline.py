@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
+from nodekit.deploy.host.node.schema import Say
 
 _MAX_WIDENING = 8
 
@@ -37,9 +38,7 @@ def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int)
 class Hub:
     """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
 
-    def __init__(
-        self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Callable[..., None]
-    ) -> None:
+    def __init__(self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Say) -> None:
         """Listen at `address`, for who knows the token; `say(kind, **fields)` is told of false alarms."""
         self._token = token
         self._keep_alive_s = keep_alive_s

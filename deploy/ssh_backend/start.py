@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host.node.schema import VERSION
 from nodekit.deploy.notify import notify
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
@@ -254,6 +255,7 @@ def start(
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     run.event(
         "run-started",
+        version=VERSION,
         time=phases.began,
         generation=run.generation,
         nodes=[node.name for node in planned.active],

@@ -412,7 +412,8 @@ class Supervisor:
     def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
         told = self._told[name]
-        failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
+        offset = self._run.clock_offsets.get(name, 0.0)
+        failures = tuple(Failure.of(name, each, clock_offset=offset) for each in status.get("failures", ()))
         for failure in failures:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
@@ -436,19 +437,6 @@ class Supervisor:
             ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
             ended=tuple(status.get("ended") or ()),
             address=str(status.get("address") or told.address),
-        )
-
-    def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
-        return Failure(
-            node=node,
-            rank=failure["rank"],
-            world_size=failure["world_size"],
-            attempt=failure["attempt"],
-            exitcode=failure["exitcode"],
-            when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
-            log=failure["log"],
-            error=failure["error"],
-            kernel=tuple(failure.get("kernel", ())),
         )
 
     def _log(self, node: str, file: str, text: str) -> None:

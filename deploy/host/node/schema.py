@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Literal, Optional, Sequence, TypedDict
+from typing import Any, Dict, List, Literal, Optional, Protocol, Sequence, TypedDict
 
 VERSION = 1
 """Of statuses and of files of events; those without one are of version 1, too. More fields or kinds are no new one."""
@@ -18,6 +18,13 @@ EventKind = Literal[
     "run-started", "host", "phase", "start", "join", "fence", "grant", "stop", "drain", "undrain", "problem", "refused",
     "unreachable", "reached", "node-state", "first-progress", "said", "notify-failed", "run-ended",
 ]  # fmt: skip
+
+
+class Say(Protocol):
+    """Writes an event."""
+
+    def __call__(self, kind: EventKind, **fields: Any) -> None:
+        """One event; its fields are JSON."""
 
 
 class Worker(TypedDict):
