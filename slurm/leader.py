@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.records import events, fetchlogs, runs
+from nodekit.deploy.records.events import of_node
 from nodekit.deploy.records.fetchlogs import Fetched
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.status import status_line
@@ -39,20 +41,13 @@ def record_of(run: Run, link: Link) -> Run | None:
 
 def events_of(run: Run, link: Link) -> list[str]:
     """The lines of the leader's events."""
-    folder = leader_folder(run)
-    lines: list[str] = []
-    at: Sequence[Any] = ("", 0)
-    while found := link.call(
-        "hostfollow.events", timeout_s=CALL_TIMEOUT_S, node_dir=folder, file=at[0], offset=at[1]
-    ):
-        lines += [line for _, _, line in found]
-        at = found[-1][:2]
-    return lines
+    parts = of_node(link, leader_folder(run), timeout_s=CALL_TIMEOUT_S)
+    return [line for found in parts for _, _, line in found]
 
 
-def now(run: Run, link: Link) -> dict[str, dict[str, Any]]:
+def now(run: Run, link: Link) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
-    found: dict[str, dict[str, Any]] = link.call(
+    found: dict[str, NodeStatus] = link.call(
         "present.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
     )
     return found
@@ -141,7 +136,7 @@ class SharedFolder:
         lines = (line for _, text in found for line in text.splitlines())
         return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
 
-    def statuses(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def statuses(self) -> tuple[dict[str, NodeStatus], dict[str, str]]:
         """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
         if not self._nodes:
             record = record_of(self._run, self._link)

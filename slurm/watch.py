@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.output.interrupts import sigterm_interrupts
@@ -93,7 +93,7 @@ def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
     source = SharedFolder(run, link)
     slurm = Slurm(link)
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
-    statuses: dict[str, dict[str, Any]] = {}
+    statuses: dict[str, NodeStatus] = {}
     while True:
         if (now := time.monotonic()) - looked_at >= LOOK_S:
             looked_at = now

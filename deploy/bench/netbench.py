@@ -264,7 +264,7 @@ def _reduce(
 ) -> tuple[list[Reduced], str]:
     """Have the hosts' own torch do it: a rank on each node with gloo, on each GPU with nccl."""
     first = nodes[0]
-    port = links[first.name].call("linkspeed.free_port", timeout_s=_CALL_S, address=first.local_addr)
+    port = links[first.name].call("ports.free_port", timeout_s=_CALL_S, address=first.local_addr)
     per_node = {node.name: len(node.gpus) if backend == "nccl" else 1 for node in nodes}
     ranks = [(node, local_rank) for node in nodes for local_rank in range(per_node[node.name])]
     on_machine = {

@@ -17,7 +17,7 @@ from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, RemoteError, on_all
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run

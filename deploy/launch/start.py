@@ -13,6 +13,7 @@ from typing import Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.host.node.schema import VERSION
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
@@ -203,6 +204,7 @@ def start(
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     run.event(
         "run-started",
+        version=VERSION,
         time=phases.began,
         generation=run.generation,
         nodes=[node.name for node in planned.active],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.connect.link import on_all
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.loglines import Source
 from nodekit.inventory.errors import KitError
 

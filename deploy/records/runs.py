@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from nodekit.deploy.host.remote import append_private, write_private
+from nodekit.deploy.host.files import append_private, write_private
+from nodekit.deploy.host.node.schema import EventKind
 from nodekit.inventory.errors import KitError, NotWritten
 
 Outcome = Literal["succeeded", "failed", "stopped"]
@@ -204,7 +205,7 @@ class Run:
             raise
         self.event("run-ended", state=state, verdict=verdict)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: EventKind, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
         with contextlib.suppress(OSError):  # a full disk here must not end the run
             append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))

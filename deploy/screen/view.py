@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Run
@@ -124,7 +125,7 @@ class View:
             self._printed, self._printed_at = states, time.monotonic()
             _print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed))
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it."""
 
     def event(self, event: Event) -> None:
@@ -267,7 +268,7 @@ class FullScreen(View):
             super().status(lines)  # it has failed
         self._watched.lines(lines)
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status."""
         with self._no_harm():
             self._watched.see(statuses)

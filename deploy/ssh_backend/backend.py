@@ -7,11 +7,11 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
@@ -127,8 +127,7 @@ class SshBackend:
         data = {**found, **{name: {**status, "alive": None} for name, status in last.items()}}
         lines = {}
         for name in run.nodes:
-            status = dict(found.get(name, {}))
-            if status:
+            if (status := found.get(name)) is not None:
                 if not status["alive"] and status.get("state") not in runs.ENDED:
                     status["state"] = "gone"
                 lines[name] = status_line(status, now=time.time())
@@ -260,7 +259,7 @@ def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | 
     return None
 
 
-def _statuses(run: Run, links: Mapping[str, Link]) -> dict[str, dict[str, Any]]:
+def _statuses(run: Run, links: Mapping[str, Link]) -> dict[str, NodeStatus]:
     """Each reachable node's status."""
     results = on_all(
         {name: link for name, link in links.items() if name in run.nodes},

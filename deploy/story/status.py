@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nodekit.deploy.agent import guess
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.output import terminal
 
 
@@ -23,12 +24,12 @@ class Status:
     """For programs: what `--json` has beyond the run's record."""
 
 
-def status_line(seen: Mapping[str, Any], *, now: float) -> str:
+def status_line(seen: NodeStatus, *, now: float) -> str:
     """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
     parts = [str(seen.get("state", "starting"))]
-    if seen.get("rank") is not None:
-        last = seen["rank"] + max(0, len(seen.get("workers", ())) - 1)
-        ranks = str(seen["rank"]) if last == seen["rank"] else f"{seen['rank']}-{last}"
+    if (first := seen.get("rank")) is not None:
+        last = first + max(0, len(seen.get("workers", ())) - 1)
+        ranks = str(first) if last == first else f"{first}-{last}"
         parts.append(f"rank {ranks} of {seen['world_size']}")
     if seen.get("state") == "running" and (ended := seen.get("ended")):
         parts.append(f"rank {', '.join(map(str, ended))} has ended well, not yet the others")
@@ -39,11 +40,11 @@ def status_line(seen: Mapping[str, Any], *, now: float) -> str:
         parts.append(f"attempt {seen['attempt']}")
     if seen.get("progress"):
         parts.append(f"step {seen['progress']}")
-        quiet = now - float(seen["progress_time"])
+        quiet = now - float(seen["progress_time"] or now)
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
-    elif seen.get("guess"):
-        parts.append(guess.words(seen["guess"]))
+    elif guessed := seen.get("guess"):
+        parts.append(guess.words(guessed))
     if seen.get("blocked"):
         parts.append(str(seen["blocked"]))
     if seen.get("message"):

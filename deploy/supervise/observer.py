@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.records.events import Event
 
 
 class Observer(Protocol):
     """Is told of a run while it goes on; whatever it raises does not hurt the run."""
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it; ten times a second at most."""
 
     def event(self, event: Event) -> None:
@@ -33,7 +34,7 @@ class View(Protocol):
     def status(self, lines: Mapping[str, str]) -> None:
         """Each node's status line."""
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it."""
 
     def event(self, event: Event) -> None:

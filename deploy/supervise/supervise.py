@@ -17,6 +17,7 @@ from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
@@ -94,7 +95,7 @@ class Supervisor:
         self._gatherer = Gatherer(hands.run.folder)
         self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
         self._events = Follower(hands.run.folder)
-        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
@@ -398,7 +399,7 @@ class Supervisor:
         else:
             self._ungathered[name].extend(found)
 
-    def _line(self, name: str, status: Mapping[str, Any]) -> str:
+    def _line(self, name: str, status: NodeStatus) -> str:
         if not status["alive"] and name in self._rules.drained:
             return "drained"
         if not status["alive"] and status.get("state") not in runs.ENDED:
@@ -408,10 +409,11 @@ class Supervisor:
         now = time.time() + self._run.clock_offsets.get(name, 0.0)
         return status_line(status, now=now)
 
-    def _tell(self, name: str, status: Mapping[str, Any]) -> None:
+    def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
         told = self._told[name]
-        failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
+        offset = self._run.clock_offsets.get(name, 0.0)
+        failures = tuple(Failure.of(name, each, clock_offset=offset) for each in status.get("failures", ()))
         for failure in failures:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
@@ -437,19 +439,6 @@ class Supervisor:
             address=str(status.get("address") or told.address),
         )
 
-    def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
-        return Failure(
-            node=node,
-            rank=failure["rank"],
-            world_size=failure["world_size"],
-            attempt=failure["attempt"],
-            exitcode=failure["exitcode"],
-            when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
-            log=failure["log"],
-            error=failure["error"],
-            kernel=tuple(failure.get("kernel", ())),
-        )
-
     def _log(self, node: str, file: str, text: str) -> None:
         rank = file.removeprefix("rank").partition("-")[0]
         lines = []
@@ -458,12 +447,13 @@ class Supervisor:
         self._view.log(node, rank, lines)
 
 
-def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
+def seen_of(status: NodeStatus, *, problem: str = "") -> Seen:
     """What the judge is to know of a node's status."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
     electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
     fence = int(status.get("fence", -1))
+    held = status.get("snapshot", (-1, 0))
     is_clear = not alive or generation >= fence or not status.get("workers")
     return Seen(
         alive=alive,
@@ -476,6 +466,6 @@ def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
         fence=fence if is_clear else min(fence, generation),
         electorate=max((each for each in electorates if each.generation == generation), default=None),
         port=int(status.get("port") or 0),
-        held=tuple(status.get("snapshot", (-1, 0))),
+        held=(held[0], held[1]),
         problem=problem,
     )

@@ -39,7 +39,7 @@ from typing import Any
 from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.connect.link import BOOT
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import JobFailed, KitError

@@ -234,8 +234,13 @@ def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_h
     assert commands(make_up) == commands(BLOCKS["Quick start"])[:1]
     init, *others = commands(machines)
     assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Check before a run"])
-    assert set(others) < {*commands(BLOCKS["Check before a run"]), *commands(BLOCKS["Train on your machines"])}
-    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(lab)
+    assert set(others) < {
+        *commands(BLOCKS["Check before a run"]),
+        *commands(BLOCKS["Train on your machines"]),
+    }
+    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(
+        lab
+    )
 
     kit = Kit(tmp_path / "my project", None)
     (kit.folder / "train.py").write_text(titled("docs/start.md", "train.py"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.host.node.schema import WorkerFailure
 
 # What a rank prints when another one went away. A rank that says this did not start it.
 _OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
@@ -90,6 +94,47 @@ class Failure:
     """Its last traceback, or the last lines it wrote."""
     kernel: tuple[str, ...] = ()
     """What the kernel of its node said of it."""
+
+    @classmethod
+    def of(
+        cls,
+        node: str,
+        told: Mapping[str, Any] | WorkerFailure,
+        *,
+        when: float = 0.0,
+        clock_offset: float = 0.0,
+    ) -> Failure:
+        """From what a node's agent wrote down, as far as that makes sense.
+
+        Args:
+            node: its name.
+            told: of a status or an event.
+            when: where it does not say.
+            clock_offset: its clock minus the control machine's.
+        """
+
+        def number(name: str, otherwise: float) -> float:
+            value = told.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                return value
+            return otherwise
+
+        def text(name: str) -> str:
+            value = told.get(name)
+            return value if isinstance(value, str) else ""
+
+        kernel = told.get("kernel")
+        return cls(
+            node=node,
+            rank=int(number("rank", 0)),
+            world_size=int(number("world_size", 1)),
+            attempt=text("attempt") or "0.0",
+            exitcode=int(number("exitcode", 1)),
+            when=float(number("when", when)) - clock_offset,
+            log=text("log"),
+            error=text("error"),
+            kernel=tuple(map(str, kernel)) if isinstance(kernel, list) else (),
+        )
 
 
 def last_words(text: str, exitcode: int) -> str:

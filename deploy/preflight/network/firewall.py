@@ -138,7 +138,7 @@ def cure(
     """What lets `source` connect to a port of `target`, and what was seen that keeps it out ("" for nothing).
 
     Args:
-        found: host → `netprobe.firewall` there, as far as it was asked.
+        found: host → `netstate.firewall` there, as far as it was asked.
         source: the host that connects.
         target: the host that is connected to.
         addresses: host → its address.

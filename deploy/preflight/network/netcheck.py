@@ -117,7 +117,7 @@ def _own_names(
         return {}
     return on_all(
         {name: links[name] for name in names},
-        lambda link: link.call("netprobe.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
+        lambda link: link.call("netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
     )
 
 

@@ -133,7 +133,7 @@ def deep_findings(
         address = chosen[first][1]
         try:
             port = links[first].call(
-                "netprobe.hold", timeout_s=CALL_S, session=session, address=address, port=port
+                "netjob.hold", timeout_s=CALL_S, session=session, address=address, port=port
             )
         except HostError as error:
             what = f"port {port} cannot be listened at: {error.problem}"
@@ -146,7 +146,7 @@ def deep_findings(
             return _fine(progress, backend)
         on_all(  # what still hangs, so that the hosts are free to find out why
             {host.name: links[host.name] for host in hosts},
-            lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
+            lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
         )
         why = _diagnosis(links, session, progress, chosen, here, port=port, left_s=left_s)
     return [_summary(progress, backend), *why]
@@ -234,7 +234,7 @@ def _run(
         patience_s: Callable[[], float] | None = None
         try:
             link.call(
-                "netprobe.start_job",
+                "netjob.start_job",
                 timeout_s=CALL_S,
                 session=session,
                 argv=[facts[link.host].executable, "-c", BOOT],
@@ -245,7 +245,7 @@ def _run(
             while own.status is None and left_s() and not (grace_s and not grace_s()):
                 wait_s = min(_POLL_S, left_s())
                 said = link.call(
-                    "netprobe.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
+                    "netjob.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
                 )
                 seen += len(said["lines"])
                 for line in said["lines"]:

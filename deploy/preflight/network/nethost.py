@@ -107,7 +107,7 @@ def neighbour_findings(
     """Hosts whose kernel has no room for the addresses of all its neighbours: it drops packets to the others; pure.
 
     Args:
-        before: host → `netprobe.neighbours` when the check began.
+        before: host → `netstate.neighbours` when the check began.
         after: the same at its end.
         lost: ordered pairs that do not connect.
         num_hosts: how many the check is of.
@@ -278,7 +278,7 @@ def rdma_findings(
     """RDMA ports that NCCL, or an IPoIB interface, would need and that are not active; pure.
 
     Args:
-        ports: host → `netprobe.rdma_ports` there.
+        ports: host → `netstate.rdma_ports` there.
         nics: host → its chosen interface.
         env: host → the job's environment there; of those that train on GPUs, and so with NCCL.
     """

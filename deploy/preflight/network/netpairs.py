@@ -242,7 +242,7 @@ def ask_firewalls(
     if limit_s < 0.5:
         return {}
     asked = on_all(
-        {name: links[name] for name in hosts}, lambda link: link.call("netprobe.firewall", timeout_s=limit_s)
+        {name: links[name] for name in hosts}, lambda link: link.call("netstate.firewall", timeout_s=limit_s)
     )
     return {name: answer for name, answer in asked.items() if not isinstance(answer, Exception)}
 

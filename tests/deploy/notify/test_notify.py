@@ -21,7 +21,7 @@ from disks import full, small_disk
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.drill.drill_job import copied
-from nodekit.deploy.host.remote import append_private
+from nodekit.deploy.host.files import append_private
 from nodekit.deploy.notify import deliver, notify
 from nodekit.deploy.notify.deliver import NotDelivered
 from nodekit.deploy.notify.message import Message, Story

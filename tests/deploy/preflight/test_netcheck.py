@@ -20,7 +20,7 @@ from lab_hosts import BUSY_S, on
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host.probes import netprobe
+from nodekit.deploy.host.probes import netprobe, netstate
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.findings import Finding
@@ -455,8 +455,8 @@ INIT = {**ACTIVE, "state": "2: INIT"}
 
 
 def test_rdma_ports_are_read_from_sysfs(tmp_path: Path) -> None:
-    assert netprobe.rdma_ports(str(tmp_path)) == []
-    found = netprobe.rdma_ports(sysfs(tmp_path / "a [b]", {"mlx5_0": ACTIVE, "mlx5_1": {}}))
+    assert netstate.rdma_ports(str(tmp_path)) == []
+    found = netstate.rdma_ports(sysfs(tmp_path / "a [b]", {"mlx5_0": ACTIVE, "mlx5_1": {}}))
     assert found == [
         {"device": "mlx5_0", "port": 1, "state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand",
          "rate": "200 Gb/sec (4X HDR)", "interfaces": ["ib0"]},
@@ -483,7 +483,7 @@ def test_rdma_that_is_not_active_is_named(
     tmp_path: Path, a: Any, b: Any, env: dict[str, str], kind: str, level: str | None, words: str
 ) -> None:
     nic = {"name": "ib0", "kind": kind}
-    ports = {name: netprobe.rdma_ports(sysfs(tmp_path / name, each)) for name, each in (("a", a), ("b", b))}
+    ports = {name: netstate.rdma_ports(sysfs(tmp_path / name, each)) for name, each in (("a", a), ("b", b))}
     found = nethost.rdma_findings(ports, {"a": nic, "b": nic}, env={"a": env, "b": env})
     assert [(finding.host, finding.level) for finding in found] == ([("b", level)] if level else [])
     for finding in found:
@@ -636,7 +636,7 @@ def test_a_pair_that_could_not_be_tried_alone_is_no_failure(two_ends: Any) -> No
 
 
 def test_the_kernel_tells_how_full_its_neighbour_tables_are() -> None:
-    tables = netprobe.neighbours()
+    tables = netstate.neighbours()
     assert set(tables) >= {"arp_cache"}
     table = tables["arp_cache"]
     limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")

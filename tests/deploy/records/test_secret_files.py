@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.connect.link import Link, open_local
-from nodekit.deploy.host import remote
+from nodekit.deploy.host.node import agents
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
@@ -105,4 +105,4 @@ def test_secrets_that_cannot_be_removed_are_told(
 
 def test_no_agent_starts_without_the_secrets_it_was_to_have(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="were removed when it ended; kit up brings them again"):
-        remote.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
+        agents.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
