@@ -1,6 +1,14 @@
-"""Shell completion: what kit's arguments can be completed to, and what the shells' files need for that.
+"""Print what your shell needs to complete kit's arguments.
 
-A shell asks while somebody types: nothing heavy is imported here, no host is asked, and of the runs only the latest.
+Commands, options, runs, inventory files, nodes and engines are completed. Put it into the shell's own file,
+once:
+
+  bash   kit completion bash >> ~/.bashrc
+  zsh    kit completion zsh >> ~/.zshrc
+  fish   kit completion fish > ~/.config/fish/completions/kit.fish
+
+A new shell has it. It runs kit itself to ask, wherever that is on the PATH: another version of it need not
+print anew.
 """
 
 from __future__ import annotations
@@ -13,20 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.commands import arguments
-
 SHELLS = ("bash", "zsh", "fish")
 MAX_RUNS = 100
-DESCRIPTION = """\
-Print what your shell needs to complete kit's commands, options, runs, inventory files, nodes and engines. Put it into
-the shell's own file, once:
-
-  bash   kit completion bash >> ~/.bashrc
-  zsh    kit completion zsh >> ~/.zshrc
-  fish   kit completion fish > ~/.config/fish/completions/kit.fish
-
-A new shell has it. It runs kit itself to ask, wherever that is on the PATH: another version of it need not print anew.
-"""
 _ZSH_HEAD = """\
 #compdef kit
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
@@ -201,7 +197,6 @@ def _escaped(prefix: str) -> str:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit completion` takes."""
     command.add_argument("shell", choices=SHELLS, help="yours")
 
 
@@ -209,11 +204,3 @@ def run(args: argparse.Namespace) -> int:
     """Print a shell's lines."""
     print(lines(args.shell).strip())
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="what your shell needs to complete kit's arguments",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

@@ -1,4 +1,4 @@
-"""`kit status`: what each node of a run is doing."""
+"""Show what each node of a run is doing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit status` takes."""
     arguments.add_run(command, "a run's id or its beginning, or a sweep's (the latest run)")
     arguments.add_ssh(command)
     command.add_argument("--json", action="store_true", help="for programs")
@@ -77,6 +76,3 @@ def _line(found: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> st
         return "unreachable"
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(last["time"]))
     return f"unreachable; last heard of {when}: {status_line(last, now=last['time'])}"
-
-
-COMMAND = arguments.Command(run=run, summary="what each node of a run is doing", add_arguments=add_arguments)
