@@ -14,12 +14,15 @@ print anew.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# A shell asks while somebody types: nothing heavy is imported, no host is asked, and of the runs only the latest.
 
 SHELLS = ("bash", "zsh", "fish")
 MAX_RUNS = 100
@@ -40,9 +43,7 @@ def lines(shell: str) -> str:
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Complete what the shell has on its line, and exit; nothing where no shell asks."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
+    """Complete what the shell has on its line, and exit."""
     import argcomplete
 
     attach(parser)
@@ -96,11 +97,15 @@ def _nothing(**_: Any) -> list[str]:
     return []
 
 
+def _records() -> Path:
+    """As `records.runs.folder` has it, which takes long to import."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "nodekit", "runs")
+
+
 def runs_on_record(prefix: str = "") -> dict[str, str]:
     """The latest runs whose id begins so: id → what is known of it, latest first; read from their records alone."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     found = []
-    for path in Path(state, "nodekit", "runs").glob(f"{_escaped(prefix)}*/run.json"):
+    for path in _records().glob(f"{glob.escape(prefix)}*/run.json"):
         try:
             found.append((path.stat().st_mtime, path))
         except OSError:
@@ -133,7 +138,7 @@ def _inventories(prefix: str, **_: Any) -> dict[str, str]:
     folder, start = os.path.split(prefix)
     place = Path(folder or ".").expanduser()
     before = prefix[: len(prefix) - len(start)]
-    for path in sorted(place.glob(f"{_escaped(start)}*")):
+    for path in sorted(place.glob(f"{glob.escape(start)}*")):
         if path.name.startswith(".") and not start.startswith("."):
             continue
         if path.suffix in (".yaml", ".yml"):
@@ -157,9 +162,8 @@ def _nodes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, 
     run_id = next(iter(runs_on_record(name)), None)
     if run_id is None:
         return {}
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     try:
-        record = json.loads(Path(state, "nodekit", "runs", run_id, "run.json").read_text(encoding="utf-8"))
+        record = json.loads((_records() / run_id / "run.json").read_text(encoding="utf-8"))
         return {node: f"of {run_id}" for node in record["nodes"] if node.startswith(prefix)}
     except (OSError, ValueError, KeyError):
         return {}
@@ -188,12 +192,6 @@ def _engines(prefix: str, **_: Any) -> dict[str, str]:
 
     before, comma, start = prefix.rpartition(",")
     return {before + comma + name: about for name, about in ENGINES.items() if name.startswith(start)}
-
-
-def _escaped(prefix: str) -> str:
-    import glob
-
-    return glob.escape(prefix)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
