@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         completion.answer(parser())
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in argv if not word.startswith("-")), "")
+    name = next((word for word in argv if word != "--debug"), "")
     own: list[str] = []
     if "--" in argv and name in NAMES and load(name).takes_command:
         split = argv.index("--")  # what follows is the user's, byte for byte: argparse never sees it
@@ -60,7 +60,7 @@ def parser(name: str = "") -> argparse.ArgumentParser:
     wanted = {each: load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
     made = argparse.ArgumentParser(
         prog="kit",
-        usage="kit COMMAND [options]\n       kit COMMAND --help",
+        usage="kit [--debug] COMMAND [options]\n       kit [COMMAND] --help",
         description=f"Multi-node PyTorch training from one inventory file.{_listed(wanted)}",
         epilog=f"{EXIT_CODES}\nstart with: kit up",
         formatter_class=HelpFormatter,

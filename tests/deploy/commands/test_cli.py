@@ -25,7 +25,7 @@ def test_each_file_is_a_command_and_listed_once() -> None:
 
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_help_lists_the_commands_by_what_somebody_wants(
-    monkeypatch: pytest.MonkeyPatch, columns: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     text = cli.parser().format_help()
@@ -34,6 +34,9 @@ def test_help_lists_the_commands_by_what_somebody_wants(
         assert [line.split()[0] for line in listed.splitlines()] == list(names)
     assert max(map(len, text.splitlines())) < 80
     assert "supervise" not in text
+    with pytest.raises(SystemExit):
+        cli.main(["--help", "up"])
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize(
