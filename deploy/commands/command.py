@@ -60,13 +60,21 @@ def load(name: str) -> Command:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal; those with an indented line are shown as they are."""
+    """Fills paragraphs to the width of the terminal, and of a table (indented lines) the last column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002  # argparse passes it
-        parts = re.split(r"\n{2,}", text.strip("\n"))
         return "\n\n".join(
-            part
+            "\n".join(_fitted(line, width) for line in part.splitlines())
             if re.search(r"^ ", part, re.MULTILINE)
             else textwrap.fill(part, width, break_on_hyphens=False)
-            for part in parts
+            for part in text.strip("\n").split("\n\n")
         )
+
+
+def _fitted(line: str, width: int) -> str:
+    """A line of a table; a comment is left as it is, to be copied with what it stands behind."""
+    before = re.match(r" +\S.*? {2,}(?=[^ #])", line)
+    if before is None or len(line) <= width:
+        return line
+    rest = line[before.end() :]
+    return textwrap.fill(rest, width, initial_indent=before[0], subsequent_indent=" " * before.end())

@@ -34,7 +34,9 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.usage = "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm] [options]"
+    command.usage = (
+        "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm]\n                [options]"
+    )
     command.add_argument(
         "hosts", metavar="HOST", nargs="*", help="the hosts; beside a file: only these of it, * and ? allowed"
     )

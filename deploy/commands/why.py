@@ -1,4 +1,4 @@
-"""Say why a run failed: the first cause, its cure, and how to go on.
+"""Say why a run failed: the first cause, the cure, how to go on.
 
 It is told again from the run's events: which rank on which node failed first, by the clocks' corrected time,
 with its own words; what that did to the others; the known cause and its cure; what the kernel of that node

@@ -39,6 +39,17 @@ def test_help_lists_the_commands_by_what_somebody_wants(
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.parametrize("name", cli.NAMES)
+def test_each_commands_help_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
+    assert [line for line in wide if " # " not in line] == []
+
+
 @pytest.mark.parametrize(
     ("argv", "others"), [(["--help"], None), (["status", "--help"], set()), (["predict", "--help"], {"test"})]
 )
