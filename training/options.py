@@ -440,7 +440,7 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     if options.ignore_mismatched_sizes and not (options.init_from or options.model):
         yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
     if options.nproc_per_node and options.launcher != "spawn":
-        yield "--nproc-per-node is for --launcher spawn; torchrun and kit are told it themselves"
+        yield "--nproc-per-node is for --launcher spawn; torchrun and kit have an option of their own for it"
     yield from _problems_of_ranks(options, environ)
 
 

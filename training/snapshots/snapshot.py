@@ -164,7 +164,7 @@ class Snapshots:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a ``save_async`` is under way."""
+        """Whether a ``save_async`` is running."""
         return self._writer.is_busy
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -215,17 +215,16 @@ class Snapshots:
                 self._reject(name, error)
         return found
 
-    def load(self, but: Collection[tuple[int, int]] = ()) -> Loaded | None:
+    def load(self) -> Loaded | None:
         """Load the newest intact one, on the CPU; None if there has never been one.
 
-        Damaged ones are logged and skipped, and those whose age is in ``but`` are skipped. Read errors are retried for
-        some seconds.
+        Damaged ones are logged and skipped. Read errors are retried for some seconds.
 
         Raises:
             NoneLoads: there are some, or may be, and none can be loaded.
             NewerKit: the newest was written by a newer nodekit.
         """
-        found = self.look(but)
+        found = self.look()
         check_loss([found], found.loaded.manifest.age if found.loaded else None)
         return found.loaded
 
