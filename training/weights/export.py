@@ -136,19 +136,13 @@ def load_weights(
         ValueError: some do not fit and that is not to be ignored, or none fits.
     """
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    names = dict.fromkeys([*own, *weights])
-    shapes = {
-        name: tuple(each[name].shape if name in each else () for each in (own, weights)) for name in names
-    }
     fitting = {
-        name: weights[name]
-        for name, (here, there) in shapes.items()
-        if name in own and name in weights and here == there
+        name: value for name, value in weights.items() if name in own and own[name].shape == value.shape
     }
+    names = dict.fromkeys([*own, *weights])
+    shapes = [{name: value.shape for name, value in each.items()} for each in (own, weights)]
     left_out = [
-        difference(name, here if name in own else None, there if name in weights else None)
-        for name, (here, there) in shapes.items()
-        if name not in fitting
+        difference(name, *(each.get(name) for each in shapes)) for name in names if name not in fitting
     ]
     if left_out and not (fitting and ignore_mismatched_sizes):
         listed = "; ".join(left_out[:_SHOWN]) + ("; …" if len(left_out) > _SHOWN else "")
