@@ -39,8 +39,9 @@ class Engine(Protocol):
     def update(self, clip: float | None) -> None:
         """Clip the gradients to this norm, step the optimizer and clear the gradients.
 
-        An engine with a training loop of its own has ``drive(num_steps, compute, edge)`` in place of this: for each
-        step it calls ``compute``, steps, and calls ``edge``; it returns False if it stopped because ``edge`` was True.
+        An engine with a training loop of its own has ``drive(num_steps, compute, end_step)`` in place of this: for each
+        step it calls ``compute``, steps, and calls ``end_step``. It returns False if it has stopped, because
+        ``end_step`` has returned True.
         """
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:
