@@ -139,6 +139,13 @@ def _is_path(line: str) -> bool:
     return line.startswith((".", "/", "~", "file:")) or re.search(r"@\s*file:", line) is not None
 
 
+def _only_here(file: Path | str, line: str) -> KitError:
+    return KitError(
+        f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
+        "and send it with the code (job.code)"
+    )
+
+
 def without_indexes(requirements: str) -> str:
     """Requirements that name no index: where all is in a folder, none is to be asked."""
     lines = [line for line in requirements.splitlines() if _option(line)[0] not in _INDEX_OPTIONS]
@@ -187,10 +194,7 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
             else:
                 lines.append(line)
     if paths := [line for line in lines if _is_path(line)]:
-        raise KitError(
-            f"environment: {path}: found {paths[0]}, which is on this machine and not on the nodes; leave it out, "
-            "and send it with the code (job.code)"
-        )
+        raise _only_here(path, paths[0])
     return lines
 
 
@@ -212,10 +216,7 @@ def checked(text: str, file: str) -> str:
     """
     for _, line in logical_lines(text):
         if _is_path(line) or _option(line)[0] in ("-e", "--editable"):
-            raise KitError(
-                f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
-                "and send it with the code (job.code)"
-            )
+            raise _only_here(file, line)
     return text
 
 

@@ -363,26 +363,18 @@ def spec_of(
 ) -> AgentSpec:
     """What a node's agent is given for one generation; pure."""
     timings = inventory.timings
+    names = {each.name for each in dataclasses.fields(NodePlan)}
+    own = {
+        each.name: getattr(node, each.name) for each in dataclasses.fields(AgentSpec) if each.name in names
+    }
     return AgentSpec(
+        **{**own, "master_addr": master_addr, "master_port": master_port},
         run_id=run_id,
         generation=electorate.generation,
-        name=node.name,
-        node_rank=node.node_rank,
         nodes=tuple(nodes),
         electorate=electorate.nodes,
         electorate_version=electorate.version,
-        min_nodes=node.min_nodes,
-        max_nodes=node.max_nodes,
-        nproc_per_node=node.nproc_per_node,
-        master_addr=master_addr,
-        master_port=master_port,
         is_host=is_host,
-        local_addr=node.local_addr,
-        max_restarts=node.max_restarts,
-        argv=node.argv,
-        env=node.env,
-        code_dir=node.code_dir,
-        node_dir=node.node_dir,
         grace_s=grace_s,
         keep_alive_s=timings.keep_alive,
         lost_after=timings.lost_after,

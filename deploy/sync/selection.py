@@ -59,13 +59,14 @@ def select(root: Path, problems: list[str]) -> Selection:
                 for path, repository in ignored.items()
                 if not (kit.folder(path[:-1]) if path.endswith("/") else kit(path))
             }
+            walk = _Walk(root, kit, problems, {})
             for path in ignored if kit.puts_back else ():
-                is_folder = path.endswith("/")
-                paths.update(_entry(root, path.rstrip("/"), is_folder, kit, None, problems, {}))
+                paths.update(walk.at(path, None))
             return Selection(tuple(sorted(paths)), ignored)
         ignored.clear()
     git = _Rules(root, GIT_IGNORE_FILE)
-    return Selection(tuple(sorted(_walk(root, "", kit, git, problems, ignored))), ignored)
+    walk = _Walk(root, kit, problems, ignored)
+    return Selection(tuple(sorted(walk.below("", git))), ignored)
 
 
 def why_left_out(root: Path, path: str) -> Why | None:
@@ -148,47 +149,40 @@ def _is_folder(full: str) -> bool:
 # --- without git ----------------------------------------------------------------------------------------------
 
 
-def _walk(
-    root: Path,
-    folder: str,
-    kit: _Rules,
-    git: _Rules | None,
-    problems: list[str],
-    ignored: dict[str, str | None],
-) -> Iterator[str]:
-    """The files below a folder that are sent; `git` is None where .gitignore leaves all of it out."""
-    try:
-        entries = list(os.scandir(f"{root}/{folder}"))
-    except OSError as error:
-        problems.append(f"{folder}: {error.strerror}")
-        return
-    for entry in entries:
-        if entry.name != ".git":
-            is_folder = entry.is_dir(follow_symlinks=False)
-            yield from _entry(root, folder + entry.name, is_folder, kit, git, problems, ignored)
+@dataclass(frozen=True)
+class _Walk:
+    """Looks for what is sent in folders; `problems` and `ignored` get what is not."""
 
+    root: Path
+    kit: _Rules
+    problems: list[str]
+    ignored: dict[str, str | None]
 
-def _entry(
-    root: Path,
-    path: str,
-    is_folder: bool,
-    kit: _Rules,
-    git: _Rules | None,
-    problems: list[str],
-    ignored: dict[str, str | None],
-) -> Iterator[str]:
-    name = f"{path}/" if is_folder else path
-    said = kit.says(name)
-    if said:
-        return
-    is_out = said is None and (git is None or git.says(name) is True)
-    if is_out and git is not None:
-        ignored[name] = None
-    if not is_folder:
-        if not is_out:
-            yield path
-    elif not is_out or kit.reaches(path):
-        yield from _walk(root, name, kit, None if is_out else git, problems, ignored)
+    def below(self, folder: str, git: _Rules | None) -> Iterator[str]:
+        """The files below a folder that are sent; `git` is None where .gitignore leaves all of it out."""
+        try:
+            entries = list(os.scandir(f"{self.root}/{folder}"))
+        except OSError as error:
+            self.problems.append(f"{folder}: {error.strerror}")
+            return
+        for entry in entries:
+            if entry.name != ".git":
+                slash = "/" if entry.is_dir(follow_symlinks=False) else ""
+                yield from self.at(f"{folder}{entry.name}{slash}", git)
+
+    def at(self, name: str, git: _Rules | None) -> Iterator[str]:
+        """A file, or those below a folder, whose name ends with a slash."""
+        said = self.kit.says(name)
+        if said:
+            return
+        is_out = said is None and (git is None or git.says(name) is True)
+        if is_out and git is not None:
+            self.ignored[name] = None
+        if not name.endswith("/"):
+            if not is_out:
+                yield name
+        elif not is_out or self.kit.reaches(name[:-1]):
+            yield from self.below(name, None if is_out else git)
 
 
 class _Rules:

@@ -14,7 +14,6 @@ from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network import nethost, netpairs, outcomes
 from nodekit.deploy.preflight.network.outcomes import End, Pairs
-from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
 RENDEZVOUS_PORT = 29500
@@ -53,12 +52,14 @@ def network_findings(
     peers = cluster.peer_addresses(inventory.hosts)
     chosen, problems = check.choose_interfaces(inventory, hosts, facts, peers)
     with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
-        here, silent = told_apart(answers)
+        here, silent = netpairs.told_apart(answers)
         nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
         unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names, _ = told_apart(_own_names(links, [name for name in here if name in chosen], left_s=left_s))
+        names, _ = netpairs.told_apart(
+            _own_names(links, [name for name in here if name in chosen], left_s=left_s)
+        )
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # Where the kernel says why, no firewall is to blame.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
@@ -98,15 +99,6 @@ def _neighbours(
     after = {name: answer["neighbours"] for name, answer in names.items()}
     closed = [key for key, pair in pairs.items() if pair.failed]
     return nethost.neighbour_findings(before, after, lost=closed, num_hosts=num_hosts)
-
-
-def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
-    """What hosts have answered, and why the others did not."""
-    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
-    for answer in answers.values():
-        if isinstance(answer, Exception) and not isinstance(answer, HostError):
-            raise answer  # our own bug
-    return {name: answer for name, answer in answers.items() if name not in silent}, silent
 
 
 def _own_names(

@@ -16,7 +16,7 @@ from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network import firewall, netpairs, outcomes
-from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening, told_apart
+from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -124,7 +124,7 @@ def deep_findings(
     gpus = plan.share_gpus(hosts, facts)
     backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
-        here, silent = told_apart(answers)
+        here, silent = netpairs.told_apart(answers)
         if silent:
             return _failures(
                 silent, "an answer from its python", lambda host: f"log in to {host} and see: uptime; dmesg"

@@ -66,17 +66,14 @@ def measure(
         )
         sent = {b: {a: sizes[a, b] for a in names if (a, b) in wanted} for b in names}
         came = on_all({name: links[name] for name in names}, _asks(session, sent, limit_s=left_s()))
-        for name, answer in (*said.items(), *came.items()):
-            if isinstance(answer, HostError):
-                silent.setdefault(name, answer)
-            elif isinstance(answer, Exception):
-                raise answer  # our own bug
+        (said, not_said), (came, not_come) = told_apart(said), told_apart(came)
+        silent = {**not_come, **not_said, **silent}
         for a, b in wanted:
-            if isinstance(answer := said.get(a), dict):
-                pairs[a, b] = _merged(pairs.get((a, b)), a, b, answer[b])
+            if a in said:
+                pairs[a, b] = _merged(pairs.get((a, b)), a, b, said[a][b])
         for (a, b), pair in pairs.items():
-            if isinstance(here := came.get(b), dict):
-                pairs[a, b] = dataclasses.replace(pair, arrived=pair.arrived | frozenset(here.get(a, ())))
+            if b in came:
+                pairs[a, b] = dataclasses.replace(pair, arrived=pair.arrived | frozenset(came[b].get(a, ())))
         wanted = {}
         for (a, b), pair in pairs.items():
             most = sizes[a, b][-1]
@@ -156,15 +153,23 @@ def _tried_alone(
         {target: links[target]} if asks else {},
         _asks(session, {target: {source: sizes}}, limit_s=max(left_s(), _SPARE_S)),
     )
-    for answer in (*said.values(), *came.values()):
+    (said, _), (came, _) = told_apart(said), told_apart(came)
+    if source in said:
+        answer = said[source][target]
+        is_alone = "untried" not in answer["failed"]
+        pair = dataclasses.replace(_merged(pair, source, target, answer), is_alone=is_alone)
+    if target in came:
+        pair = dataclasses.replace(pair, arrived=pair.arrived | frozenset(came[target].get(source, ())))
+    return pair
+
+
+def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
+    """What hosts have answered, and why the others did not."""
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
+    for answer in answers.values():
         if isinstance(answer, Exception) and not isinstance(answer, HostError):
             raise answer  # our own bug
-    if isinstance(answer := said[source], dict):
-        is_alone = "untried" not in answer[target]["failed"]
-        pair = dataclasses.replace(_merged(pair, source, target, answer[target]), is_alone=is_alone)
-    if isinstance(answer := came.get(target), dict):
-        pair = dataclasses.replace(pair, arrived=pair.arrived | frozenset(answer.get(source, ())))
-    return pair
+    return {name: answer for name, answer in answers.items() if name not in silent}, silent
 
 
 def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
