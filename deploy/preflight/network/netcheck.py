@@ -17,10 +17,10 @@ from nodekit.deploy.preflight.network.outcomes import End, Pairs
 from nodekit.inventory.schema import Host, Inventory
 
 RENDEZVOUS_PORT = 29500
-"""torchrun's. kit itself takes a free port, so that of this one only a warning is given."""
+"""torchrun's. kit itself uses a free port, so a problem with this one is only a warning."""
 MAX_SAMPLED, MIN_SAMPLED = 16, 4
 MAX_CONNECTIONS = 4096
-"""Of one host to the others: with many hosts fewer ports are tried of each."""
+"""Connections of one host to all others: with many hosts, fewer ports of each are tried."""
 _SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
 FINISH_S = 1.0
 _LEAST_S = 1.5  # with less than this, hosts that are well would seem not to answer
@@ -35,7 +35,7 @@ def network_findings(
     deadline_s: float,
     port: int | None = None,
 ) -> list[Finding]:
-    """Everything that keeps the hosts from each other, on the interfaces that a job would take.
+    """Return the network problems between hosts, on the interfaces that a job would use.
 
     Args:
         links: to the hosts; one that is not among them is left out.
@@ -94,7 +94,7 @@ def network_findings(
 def _neighbours(
     here: Mapping[str, Any], names: Mapping[str, Any], pairs: Pairs, *, num_hosts: int
 ) -> list[Finding]:
-    """Hosts whose table of neighbours is full, which who got no answer cannot know, but the hosts at both ends may."""
+    """Return hosts whose neighbour table is full. Only these hosts know, not those whose packets they drop."""
     before = {name: answer["neighbours"] for name, answer in here.items()}
     after = {name: answer["neighbours"] for name, answer in names.items()}
     closed = [key for key, pair in pairs.items() if pair.failed]
@@ -123,7 +123,7 @@ def listening(
     *,
     left_s: Callable[[], float],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Let every host listen; yields the session and what each has said of itself. At the end all let go."""
+    """Let every host listen; yields the session and each host's answer. Ends the session on exit."""
     session, token = token_hex(8), token_hex(16)
     num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
     first_at: dict[tuple[str, str], str] = {}
@@ -154,7 +154,7 @@ def listening(
 
 
 def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End:
-    """A host that listens, from what it said."""
+    """Return a listening host, from its answer."""
     nic = _nic(chosen, answer)
     low, high = answer["range"]
     return End(
