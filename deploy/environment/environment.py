@@ -1,4 +1,4 @@
-"""The phase `environment` of `kit up`: the venv that the inventory asks for, on every node, made where it is not.
+"""The phase `environment` of `kit up`: builds the venv of the inventory on every node that lacks it.
 
 What a venv is made of decides its folder, ``<workdir>/envs/<key>``: the file and the options, the host's
 interpreter and platform. `deploy/host/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches for
@@ -25,12 +25,12 @@ from nodekit.inventory.schema import Environment, Host
 
 LOOK_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 15.0
-HERE = "here"  # the name of this machine in what is told of the progress
+HERE = "here"  # the name of this machine in the progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One host's place for the venv."""
+    """The venv of one host."""
 
     host: Host
     link: Link
@@ -49,7 +49,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Entered:
-    """How it went."""
+    """The result of `enter`."""
 
     file: str
     python: Mapping[str, str]
@@ -57,12 +57,12 @@ class Entered:
     built: tuple[str, ...] = ()
     reused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Where it is still to be made: only when asked not to."""
+    """Hosts whose venv is still to be built; only with build=False."""
     fetched: bool = False
     """Whether packages were sent from here."""
 
     def line(self) -> str:
-        """For the phase's line."""
+        """Return the result as a line."""
         told = []
         if self.built:
             how = ", from wheels fetched here" if self.fetched else ""
@@ -73,12 +73,12 @@ class Entered:
 
 
 class _LateError(HostError):
-    """It took too long."""
+    """The time limit was exceeded."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a build needs to know, the same for all hosts."""
+    """The parameters of a build that are the same for all hosts."""
 
     asked: Asked
     environment: Environment
@@ -99,18 +99,18 @@ def enter(
     progress: Callable[[str, float, str], None] = nothing,
     build: bool = True,
 ) -> Entered:
-    """Have every host's venv, made if need be, and its link go on with that interpreter.
+    """Build every host's venv if needed, and switch its link to that interpreter.
 
     Args:
         links: to the hosts.
-        hosts: of which some may have no link.
+        hosts: some may have no link.
         environment: what the inventory asks for.
         timeout_s: for all of it.
-        progress: is told the host, the seconds, and what its pip said last.
-        build: make what is not there; else it is `missing`, and those links stay as they are.
+        progress: is called with the host, the seconds, and pip's last line.
+        build: build missing venvs; if False they are listed in `missing`, and those links do not switch.
 
     Raises:
-        KitError: with each host where it failed; what the others have made stays.
+        KitError: with each host where it failed; the venvs of the others are kept.
     """
     asked, indexes = requirements.read(environment), requirements.indexes(environment)
     job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
@@ -160,7 +160,7 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
 
 
 def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]:
-    """Make the venvs, all at once: where that was still to be done, and whether packages were sent from here.
+    """Build the venvs in parallel; returns the hosts that built one, and whether packages were sent from here.
 
     Raises:
         KitError: with each host where it failed, when the others are done.
@@ -195,7 +195,7 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
 
 
 def _raise_failures(results: Mapping[str, Any]) -> None:
-    """One error for all hosts that failed; what went wrong on several in the same way is told once."""
+    """Raise one error for all hosts that failed; the same problem on several hosts is listed once."""
     failed = {name: result for name, result in results.items() if isinstance(result, HostError)}
     good = [name for name, result in results.items() if not isinstance(result, Exception)]
     if len(failed) + len(good) < len(results) or len(results) == len(failed) == 1:
@@ -212,7 +212,7 @@ def _raise_failures(results: Mapping[str, Any]) -> None:
 
 
 def _export(asked: Asked, seats: Sequence[Seat]) -> str:
-    """A uv.lock as requirements, made by uv here, or by that of a host.
+    """Convert a uv.lock to requirements, with uv on this machine or on a host.
 
     Raises:
         KitError: there is none, or it does not take the file.
@@ -241,7 +241,7 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
 
 
 def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
-    """The hosts that get their packages from here: name → why they cannot reach the index, "" if not asked."""
+    """Return the hosts that need packages sent: name → why they cannot reach the index, "" if not asked."""
     if job.environment.offline or job.indexes.folders:
         return {seat.host.name: "" for seat in seats}
     if job.environment.offline is False:
@@ -257,7 +257,7 @@ def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
 
 
 def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
-    """The packages that all of these hosts have beside the venv, in the same versions."""
+    """Return the packages that all hosts have outside the venv, in the same versions."""
     if not job.environment.system_site_packages:
         return []
 
@@ -270,7 +270,7 @@ def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
 
 
 def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
-    """Make one; False if another kit has done so meanwhile."""
+    """Build one venv; False if another kit has built it meanwhile."""
     name, folder = seat.host.name, f"{seat.workdir}/envs"
     args: dict[str, Any] = {"requirements": job.asked.requirements}
     env = dict(job.indexes.env)
@@ -318,7 +318,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
 
 
 def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: float) -> dict[str, Any]:
-    """What sync keeps for the next time is made whole first: the folder is removed when it has been used."""
+    """Complete sync's cache before the build, which removes the folder of wheels after use."""
     return sync.settle(targets, timeout_s=timeout_s)
 
 
@@ -338,11 +338,11 @@ def _on_host(
     beat: Callable[[float], None] = nothing,
     **args: Any,
 ) -> dict[str, Any]:
-    """Have `deploy/host/venvs.py` do something, in a process of its own that ends with the link.
+    """Run an action of `deploy/host/venvs.py` in a process that ends with the link.
 
     Raises:
-        HostError: it did not.
-        _LateError: it was ended, for the time was over.
+        HostError: it failed.
+        _LateError: it exceeded the limit.
     """
     source = program(
         ("probes.nics", "programs", "probes.hostfacts", "venvs"), f"module.run({do!a}, **{args!a})"
