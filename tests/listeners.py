@@ -12,7 +12,7 @@ from nodekit.deploy.lab.lab_cluster import Lab
 
 DOCS = Path(__file__).parent.parent / "docs" / "security.md"
 STORE, KEEPALIVES = "rendezvous host: store", "rendezvous host: keepalives"
-HELD, COPIES = "every node: a held port", "every node: copies of snapshots"
+HELD, COPIES = "every node: a reserved port", "every node: copies of snapshots"
 RANKS_STORE, RANKS, LEADER = "node of rank 0: the ranks' store", "ranks: gloo, NCCL", "leader of a Slurm job"
 _WHERE = {"its training address": "training", "all addresses of its node": "0.0.0.0"}
 

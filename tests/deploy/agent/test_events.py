@@ -282,7 +282,7 @@ def test_every_field_of_a_status_is_documented():
                     said |= {ast.literal_eval(key) for key in keys if key}
     assert len(said) > 15
     text = (root / "docs/events.md").read_text()
-    table = text.partition("## What a node does now")[2].partition("## From")[0]
+    table = text.partition("## Node status")[2].partition("## Events from")[0]
     assert said <= set(re.findall(r"`(\w+)`", table))
 
 
