@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.drill import drill_report
+from nodekit.deploy.drill.drill_lab import Lab
 from nodekit.deploy.drill.drill_report import Result
 from nodekit.deploy.drill.drill_run import Drill
-from nodekit.deploy.drill.drill_site import Lab, Site
+from nodekit.deploy.drill.drill_site import Site
 from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import sigterm_interrupts

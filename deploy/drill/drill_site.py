@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nodekit.deploy.drill.drill_job import Job
+from nodekit.deploy.drill.drill_lab import SAVE_TIMEOUT_S, Lab, NotTried
 from nodekit.deploy.drill.drill_watch import Watch
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
-
-SAVE_TIMEOUT_S = 60.0
-
-
-class NotTried(KitError):
-    """A fault could not be injected."""
-
-
-class Lab(Protocol):
-    """The part of `nodekit.deploy.lab` that faults use, by the lab's host names; `kit drill` passes it in."""
-
-    @property
-    def hosts(self) -> Mapping[str, Any]: ...  # noqa: D102
-    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]: ...  # noqa: D102
-    def is_alive(self, host: str) -> bool: ...  # noqa: D102
-    def status(self, host: str) -> str: ...  # noqa: D102
-    def crash(self, host: str) -> None: ...  # noqa: D102
-    def revive(self, host: str) -> None: ...  # noqa: D102
-    def cut(self, host: str) -> None: ...  # noqa: D102
-    def slow(self, host: str, *, delay_ms: float, loss_percent: float) -> None: ...  # noqa: D102
-    def mend(self, host: str) -> None: ...  # noqa: D102
 
 
 class Site:

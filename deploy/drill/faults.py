@@ -6,9 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.drill.drill_site import SAVE_TIMEOUT_S, Lab, NotTried, Site
+from nodekit.deploy.drill.drill_lab import SAVE_TIMEOUT_S, Lab, NotTried
+
+if TYPE_CHECKING:
+    from nodekit.deploy.drill.drill_site import Site
 
 BACK_AFTER_S = 6.0
 """A lost host is restored after this; long enough for its loss to be detected."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:  # `kit --help` needs none of these
-    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect.cluster import SshOptions
     from nodekit.deploy.connect.link import Link
     from nodekit.deploy.output.redact import Redactor
@@ -54,6 +53,7 @@ def write(path: Path, text: str) -> None:
 
 def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, History]:
     """Return the record, the events without secrets, the redactor, and the history."""
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records import runs
     from nodekit.deploy.story.history import History
