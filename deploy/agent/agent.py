@@ -1,13 +1,9 @@
-"""The agent of one node: meets the others, runs the command's workers, and again when one of them is lost.
+"""The agent of one node: joins the rendezvous, runs the node's ranks, and again when a rank or a node is lost.
 
-``python -m nodekit.deploy.agent NODE_DIR`` imports torch, waits on stdin for ``go`` and then reads its spec, so
-that the slowest part of a start overlaps with checks and sync; when stdin ends without ``go`` it ends too, so a
-start that was given up leaves nothing behind. Torch and the standard library only.
-
-A worker that crashed, a node that is lost or comes: all agents end their workers, meet again in torch's rendezvous
-(deploy/agent/rendezvous.py) and start them anew; those go on from the newest snapshot. When the rendezvous itself is
-lost the agent keeps its process, and waits for the store to be reachable again or for the supervisor's call into
-another generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train meanwhile.
+When a rank fails, or a node is lost or comes, all agents end their ranks, meet again in torch's rendezvous
+(deploy/agent/rendezvous.py) and start them anew; the ranks go on from the newest snapshot. When the rendezvous host is
+lost the agent keeps running, and waits for the store to be reachable again or for the supervisor's call into another
+generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This node's ranks, attempt after attempt: started, asked for their end, and what each said when it failed."""
+"""This node's ranks, attempt after attempt: started, ended, and why each failed."""
 
 from __future__ import annotations
 

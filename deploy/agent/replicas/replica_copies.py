@@ -1,4 +1,4 @@
-"""The copies of user files that a node keeps for others."""
+"""The copies of user files that a node keeps for others, with the listings that say what they are copies of."""
 
 from __future__ import annotations
 

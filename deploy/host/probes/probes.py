@@ -1,7 +1,6 @@
-"""What `kit check` looks at on a host. Sent to the host with `deploy/host/remote.py`.
+"""Look at a host for `kit check`.
 
-Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its version. Each part answers
-for itself: what cannot be looked at is told as its ``error``, and hides nothing else.
+Each part answers for itself: one that fails is told as its ``error``, and hides nothing else.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def _software(imports: List[str], source: str, path: List[str]) -> Dict[str, Any
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE),
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
         "shm": _shm(),
-        "infiniband": _names("/sys/class/infiniband"),
+        "infiniband": files.names("/sys/class/infiniband"),
     }
 
 
@@ -190,13 +189,6 @@ def _shm() -> Optional[Dict[str, Any]]:
         "free_bytes": disk.f_bavail * disk.f_frsize,
         "writable": os.access("/dev/shm", os.W_OK),  # noqa: S108
     }
-
-
-def _names(folder: str) -> List[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
