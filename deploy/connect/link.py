@@ -36,8 +36,8 @@ OFFERED = (
     "accept", "files", "hostshell", "ports", "present", "processes", "programs", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
     "node.agents", "node.fence", "node.leftovers", "node.made", "node.removal", "node.schema", "node.status",
-    "probes.hostfacts", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics",
-    "probes.probes", "probes.survey",
+    "probes.hostfacts", "probes.kernel", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate",
+    "probes.nics", "probes.probes", "probes.survey",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 

@@ -1,7 +1,7 @@
 """Accept connections until closed, whatever goes wrong, and keep few of those that have not shown who they are.
 
 Anyone who reaches a port can open connections to it and say nothing: each would hold a descriptor and a thread for
-ever. Standard library only, and Python 3.8 syntax: it runs on the hosts, too (`deploy/host/probes/linkspeed.py`).
+ever.
 """
 
 from __future__ import annotations
