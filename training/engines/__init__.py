@@ -1,7 +1,8 @@
 """The ways to train, ``--engine NAME``: one file each, with a class `Engine` that follows the protocol below.
 
 An engine gets a plain module and a plain torch optimizer that have the snapshot's state already, and returns such plain
-state, so that any engine can load what another has saved. It may import `snapshots` and what is below that.
+state, so that any engine can load what another has saved. It may import `snapshots` and what is below that. To add one,
+write its file, an entry in ``engine_info.ENGINES``, and its name in ``options.py`` at options that it cannot follow.
 """
 
 from collections.abc import Mapping

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nodekit.training.tasks import TaskError
 
@@ -119,16 +120,14 @@ def _json_lines(content: str) -> Iterator[tuple[int, str, str]]:
             raise _BadRow(line, f"{_short(row)}, which is not JSON ({error})", wanted) from error
         if not isinstance(value, dict):
             raise _BadRow(line, _short(row), wanted)
-        text = next((value[name] for name in TEXT_NAMES if name in value), None)
-        label = value.get("label")
+        text: Any = next((value[name] for name in TEXT_NAMES if name in value), None)
+        label: Any = value.get("label")
         if isinstance(label, int) and not isinstance(label, bool):
             label = str(label)
         for name, each in (("label", label), (" or ".join(TEXT_NAMES), text)):
             if not isinstance(each, str):
                 found = "none" if each is None else f"{_short(json.dumps(each))}, which is no string"
                 raise _BadRow(line, f"as {name} {found}, in {_short(row)}", wanted)
-        assert isinstance(label, str)
-        assert isinstance(text, str)
         yield line, label, text
 
 
