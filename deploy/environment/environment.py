@@ -46,6 +46,10 @@ class Seat:
         """The venv's interpreter."""
         return f"{self.workdir}/envs/{self.key}/bin/python"
 
+    def do(self, action: str, *, limit_s: float = LOOK_TIMEOUT_S, **args: Any) -> dict[str, Any]:
+        """Run an action of `deploy/host/venvs.py` on the host (`_on_host`)."""
+        return _on_host(self.link, self.host, action, limit_s=limit_s, **args)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entered:
@@ -122,7 +126,8 @@ def enter(
     for seat in seats.values():
         if not seat.is_there:
             makers.setdefault((seat.workdir_id, seat.key), seat)
-    built, fetched = _build_all(job, [*makers.values()]) if build and makers else ((), False)
+    todo = {seat.host.name: seat for seat in makers.values()}
+    built, fetched = _build_all(job, todo) if build and todo else ((), False)
     ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
     all_or_raise(on_all(ready, lambda seat: seat.link.switch(seat.python)))
     return Entered(
@@ -159,7 +164,7 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
     )
 
 
-def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]:
+def _build_all(job: _Job, seats: Mapping[str, Seat]) -> tuple[tuple[str, ...], bool]:
     """Build the venvs in parallel; returns the hosts that built one, and whether packages were sent from here.
 
     Raises:
@@ -169,7 +174,7 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
     job = replace(job, asked=replace(job.asked, requirements=text))
     offline = _offline(job, seats)
     folders: dict[Platform, sync.Tree] = {}
-    for platform in dict.fromkeys(seat.platform for seat in seats if seat.host.name in offline):
+    for platform in dict.fromkeys(seats[name].platform for name in offline):
         hosts = [name for name, reason in offline.items() if reason]
         try:
             folder = wheels.fetch(
@@ -178,7 +183,9 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
                 platform,
                 job.indexes,
                 timeout_s=job.left_s(),
-                has=_installed(job, [seat for seat in seats if seat.platform == platform]),
+                has=_installed(
+                    job, {name: seat for name, seat in seats.items() if seat.platform == platform}
+                ),
                 say=lambda seconds, said: job.progress(HERE, seconds, said),
             )
         except KitError as error:
@@ -189,7 +196,7 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
     def one(seat: Seat) -> bool:
         return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
 
-    results = on_all({seat.host.name: seat for seat in seats}, one)
+    results = on_all(seats, one)
     _raise_failures(results)
     return tuple(name for name, built in results.items() if built), bool(offline)
 
@@ -211,7 +218,7 @@ def _raise_failures(results: Mapping[str, Any]) -> None:
     raise KitError("\n".join(lines)) from next(iter(failed.values()))
 
 
-def _export(asked: Asked, seats: Sequence[Seat]) -> str:
+def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
     """Convert a uv.lock to requirements, with uv on this machine or on a host.
 
     Raises:
@@ -219,18 +226,10 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
     """
     if venvs.find_uv():
         answer = venvs.export(asked.lock, asked.export)
-    elif with_uv := [seat for seat in seats if seat.has_uv]:
-        first = with_uv[0]
-        answer = _on_host(
-            first.link,
-            first.host,
-            "export",
-            limit_s=LOOK_TIMEOUT_S,
-            files=dict(asked.lock),
-            argv=asked.export,
-        )
+    elif with_uv := [seat for seat in seats.values() if seat.has_uv]:
+        answer = with_uv[0].do("export", files=dict(asked.lock), argv=asked.export)
     else:
-        names = ", ".join(seat.host.name for seat in seats)
+        names = ", ".join(seats)
         raise KitError(
             f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}; install it here "
             "(pip install uv), or give what it makes of the file: uv export > requirements.txt"
@@ -240,31 +239,23 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
     return requirements.checked(str(answer["out"]), asked.file)
 
 
-def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
+def _offline(job: _Job, seats: Mapping[str, Seat]) -> dict[str, str]:
     """Return the hosts that need packages sent: name → why they cannot reach the index, "" if not asked."""
     if job.environment.offline or job.indexes.folders:
-        return {seat.host.name: "" for seat in seats}
+        return dict.fromkeys(seats, "")
     if job.environment.offline is False:
         return {}
-
-    def reach(seat: Seat) -> dict[str, Any]:
-        return _on_host(seat.link, seat.host, "reach", limit_s=LOOK_TIMEOUT_S, url=job.indexes.index_url)
-
-    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, reach))
+    answers = all_or_raise(on_all(seats, lambda seat: seat.do("reach", url=job.indexes.index_url)))
     return {
         name: f"{answer['url']}: {answer['problem']}" for name, answer in answers.items() if answer["problem"]
     }
 
 
-def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
+def _installed(job: _Job, seats: Mapping[str, Seat]) -> list[Any]:
     """Return the packages that all hosts have outside the venv, in the same versions."""
     if not job.environment.system_site_packages:
         return []
-
-    def ask(seat: Seat) -> dict[str, Any]:
-        return _on_host(seat.link, seat.host, "installed", limit_s=LOOK_TIMEOUT_S)
-
-    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, ask))
+    answers = all_or_raise(on_all(seats, lambda seat: seat.do("installed")))
     first, *others = [{tuple(each[:2]): each for each in answer["packages"]} for answer in answers.values()]
     return [first[key] for key in sorted(first) if all(key in other for other in others)]
 
@@ -287,9 +278,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
             all_or_raise(results)
     limit_s = job.left_s()
     try:
-        answer = _on_host(
-            seat.link,
-            seat.host,
+        answer = seat.do(
             "build",
             limit_s=limit_s,
             env=env,

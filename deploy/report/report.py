@@ -18,7 +18,6 @@ from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:  # `kit --help` needs none of these
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.connect.link import Link
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run
@@ -186,38 +185,25 @@ def _ask_hosts(
     until = time.monotonic() + ASK_TIMEOUT_S
 
     def ask(host: Host) -> None:
+        def call(op: str, **args: Any) -> Any:
+            return link.call(op, timeout_s=max(0.5, until - time.monotonic()), **args)
+
         with contextlib.suppress(KitError, HostError):
             link = cluster.open_link(host, quiet, timeout_s=ASK_TIMEOUT_S / 2)
             try:
-                _ask_one(run, link, host.name, until, found, curves)
+                path = f"{run.nodes[host.name]['node_dir']}/output/metrics.jsonl"
+                if points := call("points.losses", path=path, most=LOSS_POINTS):
+                    curves[host.name] = points
+                facts = call("hostfacts.facts", workdir="~")
+                gpus = [
+                    str(each.get("name", "GPU")) if isinstance(each, dict) else str(each)
+                    for each in facts["gpus"]
+                ]
+                own = {name: facts[name] for name in ("hostname", "python", "torch", "cpus")}
+                found[host.name] = {**own, "gpus": gpus}
             finally:
                 link.close()
 
     with contextlib.suppress(KitError):
         hosts = restore(run.inventory).hosts
         on_all({host.name: host for host in hosts if host.name in run.nodes}, ask)
-
-
-def _ask_one(
-    run: Run,
-    link: Link,
-    name: str,
-    until: float,
-    found: dict[str, dict[str, Any]],
-    curves: dict[str, list[list[float]]],
-) -> None:
-    left = max(0.5, until - time.monotonic())
-    path = f"{run.nodes[name]['node_dir']}/output/metrics.jsonl"
-    points = link.call("points.losses", timeout_s=left, path=path, most=LOSS_POINTS)
-    if points:
-        curves[name] = points
-    left = max(0.5, until - time.monotonic())
-    facts = link.call("hostfacts.facts", timeout_s=left, workdir="~")
-    gpus = [str(each.get("name", "GPU")) if isinstance(each, dict) else str(each) for each in facts["gpus"]]
-    found[name] = {
-        "hostname": facts["hostname"],
-        "python": facts["python"],
-        "torch": facts["torch"],
-        "cpus": facts["cpus"],
-        "gpus": gpus,
-    }
