@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rounds import BenchError, interleave, machine, median, note, spread, table
 
-from nodekit.training.engines import ALONE
+from nodekit.training.engine_info import ALONE
 
 JOBS = Path(__file__).parent / "methods_jobs"
 ENGINES = {

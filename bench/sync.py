@@ -17,7 +17,7 @@ import made_tree
 from rounds import Bench, BenchError, bench, interleave, machine, median, note, spread, table
 
 from nodekit.deploy.connect.cluster import SshOptions, links
-from nodekit.deploy.plan.check import all_or_raise
+from nodekit.deploy.connect.link import all_or_raise
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

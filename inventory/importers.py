@@ -191,9 +191,8 @@ def _split_count(place: str) -> tuple[str, str | None]:
     try:
         return str(ipaddress.IPv6Address(place)), None
     except ValueError:
-        counted = re.fullmatch(
-            r"([^:]+):([0-9]+)(?::.*)?", place
-        )  # MVAPICH's h:2:mlx5_0 names an adapter, too
+        # MVAPICH's h:2:mlx5_0 names an adapter, too.
+        counted = re.fullmatch(r"([^:]+):([0-9]+)(?::.*)?", place)
     return (counted.group(1), counted.group(2)) if counted else (place, None)
 
 

@@ -1,246 +1,195 @@
-"""`kit up` and `kit down` where the inventory says `slurm:`: submits, watches, stops.
-
-All is done through one link to the login node, or to this machine where it is one: files in the shared folder, and
-Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
-"""
+"""Runs that Slurm has: jobs, submitted from this machine or a login node."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import dataclasses
+import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from pathlib import Path
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.logs import fetchlogs
-from nodekit.deploy.notify import notify
-from nodekit.deploy.records import runs
-from nodekit.deploy.records.runs import Run
-from nodekit.deploy.ssh_backend.start import Options, Phases
-from nodekit.deploy.story.causes import recognise
-from nodekit.deploy.supervise.hands import secrets_of
-from nodekit.inventory.errors import KitError
-from nodekit.inventory.load import dump, restore
-from nodekit.inventory.schema import Inventory
-from nodekit.slurm import metrics
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.metrics import metrics_port
+from nodekit.deploy.records import events, runs
+from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import Run, RunFolder
+from nodekit.deploy.screen.verdict_screen import shown_path
+from nodekit.deploy.screen.view import fits_screen
+from nodekit.deploy.story.status import Status, status_line
+from nodekit.deploy.supervise.judge import Rules
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.load import restore
+from nodekit.inventory.schema import Host, Inventory
+from nodekit.slurm import leader, prepare
+from nodekit.slurm import run as runner
 from nodekit.slurm.accounts import usage
-from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, login
-from nodekit.slurm.prepare import Ready, prepare
-from nodekit.slurm.show import fetch_logs, forget_secrets, settle
-
-LOOK_S = 2.0
-POLL_S = 0.3
-STOP_S = 90.0
-ACCOUNT_S = 10.0  # slurmdbd hears of a job's end a moment later
+from nodekit.slurm.jobs import Slurm
+from nodekit.slurm.leader import events_of, forget_secrets, record_of, settle
+from nodekit.slurm.login import LOGIN, host_of, login, read
 
 
-def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
-    """Submit the job of an inventory, or go on with that of `resumed`; nothing is queued unless all is well.
+class SlurmBackend:
+    """See `deploy/backend.py`."""
 
-    Raises:
-        KitError: what is wrong, on this machine, the login node or with what is asked of Slurm.
-    """
-    phases = Phases(silent=options.quiet)
-    run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
-    phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
-    with contextlib.ExitStack() as stack:
-        ready = prepare(
-            stack,
-            inventory,
-            run_id,
-            options,
-            phases,
-            secrets=secrets_of(inventory),
-            notify_secrets=notify.secrets_of(inventory),
-        )
-        ready.place(ready.run_dir, inventory, options.command)
-        with phases.phase("submit") as said:
-            (job_id,) = ready.submit([ready.run_dir])
-            said.append(f"job {job_id}")
-    run = resumed or new_run(inventory, run_id, options.command)
-    begin(run, inventory, ready, {"job_id": job_id, "run_dir": ready.run_dir})
-    return run
+    poll_s = 0.5  # all nodes' files are looked at from one place, over a file server
 
+    def up(self, inventory: Inventory, options: Options) -> int:
+        """Bring the job of an inventory, or its sweep, into the queue, and watch it; the exit status."""
+        assert inventory.slurm is not None
+        is_sweep = bool(options.sweep or inventory.slurm.array)
+        if options.metrics is not None:
+            if is_sweep:
+                raise KitError(
+                    f"{inventory.path}: --metrics-port serves one run, and this is a sweep of several"
+                )
+            if options.detach:
+                raise KitError(
+                    f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this machine; "
+                    "leave out -d (kit up attaches to the job later, too)"
+                )
+            metrics_port.check(options.metrics)
+        if is_sweep:
+            from nodekit.slurm import sweep
 
-def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) -> Run:
-    """A record of a run, not yet written."""
-    return Run(
-        run_id=run_id,
-        name=inventory.name,
-        inventory_path=str(inventory.path),
-        inventory={},
-        command=list(command) if command else None,
-        created=time.time(),
-    )
-
-
-def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
-    """Write down that a run is in the queue."""
-    with run.changing():
-        run.inventory, run.code_digest = dump(inventory), ready.code_digest
-        run.slurm = {**slurm, "private": " ".join(ready.private)}
-        run.left_out = dict(ready.left_out)
-        run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
-    run.say_stop("")
-
-
-# --- while it runs ------------------------------------------------------------------------------------------
-
-
-def is_there(run: Run, options: SshOptions) -> bool:
-    """Whether Slurm still has the job of a run, waiting or running; how it ended is written down."""
-    with login(restore(run.inventory), options) as link:
-        job = Slurm(link).job(run.slurm["job_id"])
-        if job.is_over:
-            settle(run, link, job)
-        return not job.is_over
-
-
-def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels: bool = True) -> int:
-    """Show what the job says until it ends; Ctrl-C cancels it, or not. The exit status is kit's."""
-    try:
-        return _watch(run, options, tail_bytes, cancels=cancels)
-    except KeyboardInterrupt as interrupt:  # while the login node was being reached
-        if not cancels:
-            print(f"{run.run_id} goes on", flush=True)
+            return sweep.up(inventory, options)
+        if options.dry_run:
+            return prepare.dry_run(inventory, options)
+        with runs.starting(inventory.path):
+            run = runs.current(inventory.path, options.command or inventory.job.command, is_new=options.new)
+            attached = run is not None and run.state in runs.LIVE and runner.is_there(run, options.ssh)
+            if run is None or not attached:
+                run = runner.start(inventory, run if run and run.state != "succeeded" else None, options)
+        if attached:
+            print(f"attached to {run.run_id}, job {run.slurm['job_id']}; Ctrl-C cancels it", flush=True)
+        if options.detach:
+            shown = shlex.quote(shown_path(str(options.inventory)))
+            print(f"{run.run_id} is queued: kit up {shown} attaches to it, kit down cancels it", flush=True)
             return 0
-        print(f"cancelling job {run.slurm['job_id']}", flush=True)
-        down(run, options.ssh, by=str(interrupt) or "Ctrl-C")
-        return 130
+        if fits_screen(plain=options.plain or options.quiet):
+            from nodekit.slurm import watch as live
 
+            return live.watch(run, options.ssh, cancels=True, metrics_at=options.metrics)
+        return runner.watch(run, options, tail_bytes=runner.ATTACH_TAIL_BYTES if attached else 0)
 
-def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
-    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+    def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
+        """Show a run until its job is over or the user leaves; the exit status."""
+        from nodekit.slurm import watch as live
 
-    with (
-        login(restore(run.inventory), options.ssh) as link,
-        metrics.served(run, link, options.metrics),
-        sigterm_interrupts(),
-    ):
-        slurm, job_id = Slurm(link), run.slurm["job_id"]
-        shown = _Shown(link, run, tail_bytes, quiet=options.quiet)
-        try:
-            line = ""
-            looked_at = -LOOK_S
-            while True:
-                shown.more()
-                if time.monotonic() - looked_at >= LOOK_S:
-                    job, looked_at = slurm.job(job_id), time.monotonic()
-                    if (now := job.line()) != line:
-                        print(f"job {job_id} {now}", flush=True)
-                        line = now
-                    if job.is_over:
-                        break
-                time.sleep(POLL_S)
-            while shown.more(final=True):
-                pass
-        except KeyboardInterrupt as interrupt:
-            if not cancels:
-                raise
-            run.say_stop(str(interrupt) or "Ctrl-C")
-            print(f"cancelling job {job_id}", flush=True)
-            is_over = _cancel(slurm, job_id)
-            while shown.more(final=True):
-                pass
-            if is_over:
+        return live.watch(run, ssh, plain=plain)
+
+    def status(self, run: Run, ssh: SshOptions) -> Status:
+        """What the job of a run, and each of its nodes, is doing; how it ended is written down."""
+        with login(restore(run.inventory), ssh) as link:
+            job = Slurm(link).job(run.slurm["job_id"])
+            record = record_of(run, link)
+            heard = leader.now(run, link)
+            found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
+            told = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
+            absent = told.get("nodes", []) if told.get("job") == job.job_id else []
+            used = None
+            if job.is_over:
+                used = usage(Slurm(link), run.slurm["job_id"])
                 forget_secrets(run, link)
-            run.finish_stopped()
-            print(f"{run.run_id} is stopped", flush=True)
-            bring_logs(run, link)
-            return 130
-        return conclude(run, link, job)
-
-
-class _Shown:
-    """What the leader has said, as far as it has been shown."""
-
-    def __init__(self, link: Link, run: Run, tail_bytes: int | None, *, quiet: bool) -> None:
-        self._link = link
-        self._folder = f"{run.slurm['run_dir']}/slurm"
-        self._offsets: dict[str, int] | None = None
-        self._tail_bytes = tail_bytes
-        self._quiet = quiet
-
-    def more(self, *, final: bool = False) -> bool:
-        """Show what is new; whether anything was."""
-        self._offsets, found = self._link.call(
-            "hostfollow.logs",
-            timeout_s=CALL_TIMEOUT_S,
-            node_dir=self._folder,
-            offsets=self._offsets,
-            tail_bytes=self._tail_bytes,
-            final=final,
+                if run.state not in runs.ENDED:
+                    settle(run, link, job)
+        line = job.line()
+        if not job.state:  # MinJobAge seconds after its end
+            line = used.state.lower() if used else "is not known to Slurm any more"
+        nodes = {
+            name: "lost" if name in absent else status_line(each, now=time.time())
+            for name, each in (() if job.is_over else found.items())
+        }
+        return Status(
+            state=run.state,
+            lines=[f"job {run.slurm['job_id']} {line}", *([f"used {used.line()}"] if used else [])],
+            nodes=nodes,
+            data={
+                "job": dataclasses.asdict(job),
+                "used": dataclasses.asdict(used) if used else None,
+                "status": found,
+            },
         )
-        for _, text in found:
-            if not self._quiet:
-                print(text, end="", flush=True)
-        return bool(found)
 
+    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
+        """The leader's record of a run and its events, through the login node; when it is over, they are here.
 
-def _cancel(slurm: Slurm, job_id: str) -> bool:
-    """Cancel a job and wait until it is over; whether it is."""
-    slurm.cancel(job_id)
-    deadline = time.monotonic() + STOP_S
-    while time.monotonic() < deadline:
-        if slurm.job(job_id).is_over:
-            return True
-        time.sleep(POLL_S)
-    return False
+        Raises:
+            HostError: the login node cannot be reached.
+        """
+        if run.state in runs.ENDED and (run.folder / events.FILE).exists():
+            return run, events.read(run.folder)
+        with login(restore(run.inventory), ssh) as link:
+            return record_of(run, link) or run, events.parse_all(events_of(run, link))
 
+    def rules(self, run: Run, node: str) -> Rules:
+        """None: Slurm takes nodes away.
 
-def conclude(run: Run, link: Link, job: Job) -> int:
-    """Write down and say how a run ended whose job is over; kit's exit status."""
-    exit_status, is_told = settle(run, link, job)
-    bring_logs(run, link)
-    if run.state == "stopped":
-        print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
-    elif not is_told:
-        folder = f"{run.slurm['run_dir']}/slurm"
-        known = recognise(run.verdict, 0)
-        why = f"  cause                 {known.what}\n  cure                  {known.cure}\n" if known else ""
-        print(
-            f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
-            f"  what its tasks said   {link.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
+        Raises:
+            KitError: always.
+        """
+        raise KitError(
+            f"{run.run_id} is Slurm's: scontrol update nodename={node} state=drain takes the node away after "
+            "the job; slurm.nodes says how many the job takes"
         )
-    if used := usage(Slurm(link), run.slurm["job_id"], wait_s=ACCOUNT_S):
-        print(f"  used       {used.line()}")
-    return exit_status
 
+    def down(
+        self,
+        run: Run,
+        ssh: SshOptions,
+        *,
+        force: bool = False,  # noqa: ARG002  # it is Slurm that ends it
+        lost: bool = False,  # noqa: ARG002
+        fetch: bool = False,
+    ) -> int:
+        """Cancel the job of a run; the exit status."""
+        return runner.down(run, ssh, fetch=fetch)
 
-def bring_logs(run: Run, link: Link, *, is_asked: bool = False) -> None:
-    """Have the logs here, where the command line or the inventory wants that; it changes nothing of how it ended."""
-    if is_asked or restore(run.inventory).logs.fetch:
-        fetchlogs.quietly(lambda: fetch_logs(run, link), run, lambda text: print(text, flush=True))
+    def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
+        """Print a table of the runs of a sweep; the exit status."""
+        from nodekit.slurm import sweep
 
+        return sweep.status(members, ssh, as_json=as_json)
 
-def _how_to_resume(run: Run) -> str:
-    relative = os.path.relpath(run.inventory_path)
-    shown = run.inventory_path if relative.startswith("..") else relative
-    return f"kit up {shlex.quote(shown)} goes on from its snapshot"
+    def sweep_down(self, members: list[Run], ssh: SshOptions, *, fetch: bool = False) -> int:
+        """Cancel what is left of a sweep; the exit status."""
+        from nodekit.slurm import sweep
 
+        return sweep.down(members, ssh, fetch=fetch)
 
-def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
-    """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
-    with login(restore(run.inventory), options) as link:
-        slurm, job_id = Slurm(link), run.slurm["job_id"]
-        job = slurm.job(job_id)
-        if job.is_over:
-            forget_secrets(run, link)
-            if run.state not in runs.ENDED:
-                settle(run, link, job)
-            print(f"{run.run_id} is not running ({run.state})")
-            bring_logs(run, link, is_asked=fetch)
-            return 0
-        run.say_stop(by)
-        if not _cancel(slurm, job_id):
-            raise KitError(
-                f"job {job_id} is still there {STOP_S:.0f} s after scancel; see squeue --job {job_id}"
-            )
-        forget_secrets(run, link)
-        run.finish_stopped()
-        print(f"{run.run_id} is stopped")
-        bring_logs(run, link, is_asked=fetch)
-    return 0
+    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
+        """Its job; how one ended that is over is written down."""
+        if run.state in runs.ENDED or LOGIN not in links:
+            return ""
+        job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
+        if not job.is_over:
+            return f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"
+        settle(run, links[LOGIN], job)
+        return ""
+
+    def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:  # noqa: ARG002
+        """The login node: what the nodes wrote lies in the folder that it shares."""
+        return {LOGIN: host_of(restore(run.inventory))}
+
+    def folders(self, run: Run) -> list[RunFolder]:
+        """The one in the shared folder."""
+        folder = Path(run.slurm["run_dir"])
+        shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
+        return [RunFolder(LOGIN, str(folder), f"{shared}/{run.run_id}")]
+
+    def record(self, run: Run, links: Mapping[str, Link]) -> Run | None:
+        """The leader's."""
+        return record_of(run, links[LOGIN]) if LOGIN in links else None
+
+    def nodes_at(self, record: Run, host: str) -> list[str]:  # noqa: ARG002
+        """All; when Slurm has started the job again, they may be others."""
+        return list(record.nodes)
+
+    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:  # noqa: ARG002
+        """Whether Slurm has no such job any more."""
+        try:
+            return Slurm(links[LOGIN]).job(run.slurm["job_id"]).is_over
+        except HostError:  # whoever reads tells, and tries again
+            return False

@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.records import runs
-from nodekit.deploy.ssh_backend.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory

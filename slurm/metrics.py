@@ -11,10 +11,9 @@ from nodekit.deploy.connect.link import Link
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.supervise import Observer
+from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
-from nodekit.slurm.show import record_of
-from nodekit.slurm.source import LOST, Source
+from nodekit.slurm.leader import LOST, SharedFolder, record_of
 
 LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
 
@@ -40,7 +39,7 @@ def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
 
 
 def _feed(run: Run, link: Link, observers: Sequence[Observer], closing: threading.Event) -> None:
-    source = Source(run, link)
+    source = SharedFolder(run, link)
     while True:
         with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
             if (record := record_of(run, link)) is not None:

@@ -10,17 +10,18 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.link import Link, all_or_raise
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import plan, script
-from nodekit.deploy.plan.check import all_or_raise
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
-from nodekit.deploy.ssh_backend.start import Options, Phases, count
 from nodekit.deploy.story import leftout
 from nodekit.deploy.supervise.hands import SYNC_TIMEOUT_S, take
 from nodekit.deploy.sync import sync
@@ -316,3 +317,28 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
         f"{told}: install what is missing into that python, add it to the code that is synced (job.code), "
         "or set `python:` to an interpreter that has it"
     )
+
+
+def dry_run(inventory: Inventory, options: Options) -> int:
+    """Print what would be submitted, and submit nothing."""
+    script.find(inventory, options.command)
+    settings = settings_of(inventory)
+    asked = parameters(
+        inventory,
+        name=inventory.name,
+        run_dir=f"{settings.shared_dir}/runs/…",
+        python=inventory.defaults.python or "python3",
+        kit_dir=f"{settings.shared_dir}/kit/…",
+        minutes=settings.time_min or 0,
+    )
+    command = list(options.command or inventory.job.command or ("python", "-m", "nodekit.training"))
+    if options.json:
+        print(json.dumps({"parameters": asked, "command": command}, indent=2))
+        return 0
+    print(f"through {settings.login or 'this machine'}, for submitit's SlurmExecutor:")
+    for key, value in asked.items():
+        print(f"  {key:<22} {value}")
+    print(
+        f"  {'command':<22} {shlex.join(command)}\n  {'in':<22} {Path(settings.shared_dir) / 'runs' / '…' / 'code'}"
+    )
+    return 0

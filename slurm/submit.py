@@ -18,7 +18,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.slurm.allocation.allocation import Allocated
 

@@ -15,20 +15,21 @@ from typing import Any
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.notify import notify
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan.plan import TRAINING_MODULE
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import runs, secret_files
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.ssh_backend.start import Options, Phases, count
 from nodekit.deploy.supervise.hands import secrets_of
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
-from nodekit.slurm import backend, show
+from nodekit.slurm import run as runner
 from nodekit.slurm.jobs import Job, Slurm, indexes
+from nodekit.slurm.leader import now, record_of, settle
 from nodekit.slurm.login import login, read, settings_of
-from nodekit.slurm.prepare import prepare
-from nodekit.slurm.show import now, record_of, settle
+from nodekit.slurm.prepare import dry_run, prepare
 
 LOOK_S = 2.0
 STOPPED = 130
@@ -86,14 +87,14 @@ def up(inventory: Inventory, options: Options) -> int:
     if options.dry_run:
         for each in wanted if not options.json else ():
             print(f"run {each.index}: {each.values}")
-        return show.dry_run(inventory, options)
+        return dry_run(inventory, options)
     with runs.starting(inventory.path):
         before = [run for run in runs.all_runs() if run.inventory_path == str(inventory.path.resolve())]
         before.sort(key=lambda run: run.state in runs.LIVE)  # what is not over comes before what is newer
-        sweep_id = next((run.slurm["sweep"] for run in reversed(before) if "sweep" in run.slurm), "")
+        sweep_id = next((run.sweep for run in reversed(before) if run.sweep), "")
         members = runs.sweep(sweep_id) if sweep_id else []
         pairs = [(_command(inventory, options, each), each.values) for each in wanted]
-        same = [(run.command, run.slurm["values"]) for run in members] == pairs
+        same = [(run.command, run.sweep_values) for run in members] == pairs
         live = _live(members)
         if live:
             _look(live, options.ssh)
@@ -136,13 +137,13 @@ def _start(
             options,
             phases,
             secrets=secrets_of(inventory),
-            notify_secrets=notify.secrets_of(inventory),
+            notify_secrets=secret_files.notify_secrets(inventory),
         )
         todo: list[tuple[Run, Inventory, str]] = []
         for number, variant in enumerate(wanted):
             command = _command(inventory, options, variant)
             run_id = f"{sweep_id}.{variant.index}"
-            run = members[number] if members else backend.new_run(inventory, run_id, command)
+            run = members[number] if members else runner.new_run(inventory, run_id, command)
             all_runs.append(run)
             if run.state == "succeeded":
                 continue
@@ -161,7 +162,7 @@ def _start(
             said.append(f"{count(len(job_ids), 'run')}, job {job_ids[0].partition('_')[0]}")
     for (run, own, run_dir), job_id in zip(todo, job_ids, strict=True):
         slurm = {"job_id": job_id, "run_dir": run_dir, "sweep": sweep_id, "values": run.slurm["values"]}
-        backend.begin(run, own, ready, slurm)
+        runner.begin(run, own, ready, slurm)
     return all_runs
 
 
@@ -198,8 +199,6 @@ def _settle(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
 
 def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
-    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
-
     with login(restore(members[0].inventory), options.ssh) as link, sigterm_interrupts():
         told: dict[str, str] = {}
         try:
@@ -211,7 +210,7 @@ def watch(members: list[Run], options: Options) -> int:
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
                     )
                     if told.get(run.run_id) != line:
-                        print(f"{run.run_id}  {run.slurm['values']}  {line}", flush=True)
+                        print(f"{run.run_id}  {run.sweep_values}  {line}", flush=True)
                         told[run.run_id] = line
                 if _live(live):
                     time.sleep(LOOK_S)
@@ -229,28 +228,28 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
         if _live(members):
             _stop(link, members, "kit down")
         else:
-            print(f"{members[0].slurm['sweep']} is not running")
+            print(f"{members[0].sweep} is not running")
         for run in members if fetch else ():
-            backend.bring_logs(run, link, is_asked=True)
+            runner.bring_logs(run, link, is_asked=True)
     return 0
 
 
 def _stop(link: Link, members: list[Run], by: str) -> None:
     live = _live(members)
-    slurm, sweep_id = Slurm(link), members[0].slurm["sweep"]
+    slurm, sweep_id = Slurm(link), members[0].sweep
     for run in live:
         run.say_stop(by)
     print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
     for job_id in _arrays(live):
         slurm.cancel(job_id)
-    deadline = time.monotonic() + backend.STOP_S
+    deadline = time.monotonic() + runner.STOP_S
     while not all(job.is_over for job in _jobs(slurm, live).values()):
         if time.monotonic() > deadline:
             jobs = ",".join(_arrays(live))
             raise KitError(
-                f"{sweep_id} is still there {backend.STOP_S:.0f} s after scancel; see squeue --job {jobs}"
+                f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel; see squeue --job {jobs}"
             )
-        time.sleep(backend.POLL_S)
+        time.sleep(runner.POLL_S)
     _settle(link, live, _jobs(slurm, live))
     print(f"{sweep_id} is stopped", flush=True)
 
@@ -262,7 +261,7 @@ def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
         _settle(link, members, jobs)
         if as_json:
             rows = [
-                {**runs.public(run), "values": run.slurm["values"], **_progress(link, run)} for run in members
+                {**runs.public(run), "values": run.sweep_values, **_progress(link, run)} for run in members
             ]
             print(json.dumps(rows, indent=2))
             return 0
@@ -280,7 +279,7 @@ def _table(link: Link, members: list[Run], jobs: dict[str, Job] | None = None) -
             state = job.state.lower() + (f" ({job.reason})" if job.reason else "")
         result = " ".join(f"{key}={value:.4g}" for key, value in list(found["result"].items())[:MAX_NUMBERS])
         last = run.verdict if run.state == "failed" else result
-        rows.append((run.run_id, run.slurm["values"], state, found["progress"].partition(" ")[0], last))
+        rows.append((run.run_id, run.sweep_values, state, found["progress"].partition(" ")[0], last))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
+from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics.metrics_port import Place
+from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.screen.view import Doing, FullScreen, Left, StopAsked, fits_screen
+from nodekit.deploy.screen.view import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.watched import Watched
-from nodekit.deploy.ssh_backend.start import Options
-from nodekit.deploy.ssh_backend.up import ATTACH_TAIL_BYTES, sigterm_interrupts
+from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.load import restore
-from nodekit.slurm import backend, metrics
+from nodekit.slurm import metrics
+from nodekit.slurm import run as runner
 from nodekit.slurm.jobs import Job, Slurm
+from nodekit.slurm.leader import SharedFolder
 from nodekit.slurm.login import login
-from nodekit.slurm.source import Source
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -64,7 +66,7 @@ def watch(
         except StopAsked:
             return _cancel(run, options, view, "kit watch")
         view.close()
-        return backend.conclude(run, link, job)
+        return runner.conclude(run, link, job)
 
 
 def _goes_on(run: Run, view: FullScreen) -> int:
@@ -76,22 +78,22 @@ def _goes_on(run: Run, view: FullScreen) -> int:
 def _cancel(run: Run, options: SshOptions, view: FullScreen, by: str) -> int:
     view.close()
     print(f"cancelling job {run.slurm['job_id']}", flush=True)
-    backend.down(run, options, by=by)
+    runner.down(run, options, by=by)
     return 130
 
 
 def _print(run: Run, options: SshOptions) -> int:
     """The same in lines: what the leader says."""
     as_up = Options(inventory=Path(run.inventory_path), ssh=options)
-    return backend.watch(run, as_up, tail_bytes=ATTACH_TAIL_BYTES, cancels=False)
+    return runner.watch(run, as_up, tail_bytes=runner.ATTACH_TAIL_BYTES, cancels=False)
 
 
 def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
-    source = Source(run, link)
+    source = SharedFolder(run, link)
     slurm = Slurm(link)
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
-    statuses: dict[str, dict[str, Any]] = {}
+    statuses: dict[str, NodeStatus] = {}
     while True:
         if (now := time.monotonic()) - looked_at >= LOOK_S:
             looked_at = now

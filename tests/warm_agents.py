@@ -207,7 +207,7 @@ def _die_with_parent() -> None:
 def _main(control: socket.socket) -> NoReturn:
     worker.die_with(os.getppid())
     maker = _Maker(control)
-    from nodekit.deploy.agent.agent import PRELOAD  # with torch, which the tests' own process can do without
+    from nodekit.deploy.agent.main import PRELOAD  # with torch, which the tests' own process can do without
 
     maker.load(PRELOAD)
     maker.run()

@@ -80,7 +80,7 @@ def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    from nodekit.training.reporting.evaluate import to_device
+    from nodekit.training.evaluate import to_device
 
     data = getattr(task, "final_data", task.test_data)()
     if not len(data):
@@ -125,7 +125,7 @@ def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> di
     """
     import torch
 
-    from nodekit.training.reporting.evaluate import to_device
+    from nodekit.training.evaluate import to_device
 
     lacks = [name for name in ("encode", "predict") if not callable(getattr(task, name, None))]
     if lacks:

@@ -1,4 +1,4 @@
-"""Where ranks meet that are told it by a URL, ``--init-method``: an address of rank 0's, or a file for all."""
+"""Where ranks meet by ``--init-method``: at an address of rank 0, or through a file that all ranks see."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _WINDOWS_PATH = re.compile(r"/[A-Za-z]:[/\\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitMethod:
-    """What the URL says."""
+    """The parsed URL."""
 
     scheme: str
     """``env``, ``tcp`` or ``file``."""
@@ -31,7 +31,7 @@ class InitMethod:
     port: int = 0
     """Of ``tcp``: 1 to 65535, free on that host."""
     path: str = ""
-    """Of ``file``: absolute; there need not be such a file, but its folder."""
+    """Of ``file``: absolute; its folder must exist, the file need not."""
 
     @classmethod
     def parse(cls, url: str, *, is_windows: bool = os.name == "nt") -> "InitMethod":
@@ -62,7 +62,7 @@ class InitMethod:
         raise ValueError(f"{url!r} is no such URL; {_WANTED}")
 
     def check(self) -> None:
-        """Refuse a file that cannot be made, since torch would wait for it for ever, timeout or not.
+        """Refuse a file that cannot be created: torch would wait for it for ever, whatever the timeout.
 
         Raises:
             ValueError: its folder is not there or not writable, or it is a folder itself.
@@ -80,31 +80,31 @@ class InitMethod:
             raise ValueError(f"--init-method: {path.parent} cannot be written to: take another folder")
 
     def store(self, *, rank: int, world_size: int, timeout_s: float) -> "Store | None":
-        """What the ranks tell each other their addresses by, when all are there; None for what torch does itself.
+        """The store by which the ranks exchange their addresses; None if torch is to create it.
 
         Raises:
-            TimeoutError: some rank has not come.
+            TimeoutError: a rank has not arrived in time.
         """
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
         timeout = timedelta(seconds=timeout_s)
         if self.scheme == "tcp":
-            # Not torch's own way with such a URL: under torchrun it takes the address for one of torchrun's.
+            # Not by torch's rendezvous, which under torchrun takes the address for that of torchrun's store.
             return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]  # no stub
         if self.scheme == "file":
             store = _meet(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
             store.set_timeout(timeout)
             return store
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun keeps its store over a restart, with the addresses of the ranks before it (torch 2.13).
+            # torchrun keeps its store over a restart, with the addresses of the previous ranks (torch 2.13).
             store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             return dist.PrefixStore(f"nodekit-{attempt}", store)  # type: ignore[attr-defined]  # no stub
         return None
 
     def remove(self) -> None:
-        """Remove what an earlier run has left, or this one; nobody may be using it."""
+        """Remove the file, of this run or an earlier one; no rank may be using it."""
         if self.scheme == "file":
             with suppress(OSError):  # the next run removes it
                 Path(self.path).unlink(missing_ok=True)
@@ -112,11 +112,11 @@ class InitMethod:
 
 
 def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
-    """A store in a file that is new, however many runs have left theirs there.
+    """A store in a new file, whatever earlier runs have left there.
 
-    A rank that opens the file of a run that is over finds addresses that are over too. So rank 0 removes it, and then
-    writes something new to a file beside it, again and again until all are there; and the others open the store when
-    they have seen that file change, since only a rank 0 that lives can change it.
+    In the file of an earlier run, ranks would find stale addresses. So rank 0 removes it, and then keeps changing a
+    second file beside it until all ranks have arrived; the others open the store when they have seen the second file
+    change, since only a running rank 0 can change it.
     """
     import torch.distributed as dist
 

@@ -1,85 +1,336 @@
-"""What can be asked of the shared training module, checked before anything slow or shared is started."""
+"""The options of ``python -m nodekit.training``, each declared once, and checked before anything slow is started."""
 
 import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from nodekit.training.engines import ENGINES
+from nodekit.training.engine_info import ALONE, ENGINES
 from nodekit.training.initmethod import InitMethod
-from nodekit.training.refusals import refusals
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""
 _LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
+ONE_FOLDER = (
+    "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
+    "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
+)
+"""What sharded snapshots need; whether it is so, only the ranks can find out."""
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _positive(text: str) -> float:
+    number = _float(text)
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _auto_or_positive(text: str) -> float | None:
+    try:
+        return None if text == "auto" else _positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+
+
+def _fraction(text: str) -> float:
+    number = _float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
+    return number
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
+
+    return whole
+
+
+def _init_method(text: str) -> str:
+    try:
+        InitMethod.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _option(
+    group: str,
+    default: object,
+    about: str,
+    *,
+    either: str = "",
+    env: str = "",
+    without: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option as a field of `Options`.
+
+    Args:
+        group: the heading in ``--help``.
+        default: of the field; ``--help`` shows it, unless it is None or False or ``about`` names another.
+        about: the text for ``--help``.
+        either: options with the same name here exclude each other.
+        env: a variable that, where it is set, replaces the default.
+        without: engine → why that engine cannot do what the option asks for.
+        settings: for ``add_argument``.
+    """
+    if default is False:
+        settings["action"] = "store_true"
+    elif default is not None and "(default: " not in about:
+        about += " (default: %(default)s)"
+    settings["help"] = about
+    metadata = {"group": group, "either": either, "env": env, "without": without or {}, "settings": settings}
+    return field(default=default, metadata=metadata)
+
+
+_what = partial(_option, "what")
+_start = partial(_option, "how it is started")
+_how = partial(_option, "how")
+_judged = partial(_option, "how it is judged")
+_kept = partial(_option, "what is kept")
+_limits = partial(_option, "limits")
+
+
+def _all_but(engine: str, reason: str) -> dict[str, str]:
+    return {name: reason for name in ENGINES if name != engine}
+
+
+_ALONE = dict.fromkeys(ALONE, "is one process, with nobody to exchange anything with")
+_FINDS_UNUSED = dict.fromkeys(("fsdp", "deepspeed", "horovod"), "finds them without being told")
+_PLAIN_GRADIENTS = dict.fromkeys(("fsdp", "deepspeed"), "sends gradients as they are")
+_NO_WHOLE_MODEL = dict.fromkeys(
+    ("fsdp", "deepspeed"), "has no whole model on each rank, whose weights could be averaged"
+)
+_NO_COMPILE = {
+    "dp": "copies the model in each step",
+    "deepspeed": "makes wrong steps of a compiled model (tried with 0.19.8)",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line; ``--help`` says what each is."""
+    """The command line of ``python -m nodekit.training``."""
 
-    task: str
-    data: str | None
-    model: str | None
-    init_from: Path | None
-    ignore_mismatched_sizes: bool
-    engine: str
-    zero: int | None
-    deepspeed_config: Path | None
-    launcher: str
-    nproc_per_node: int | None
-    init_method: str
-    backend: str
-    epochs: int
-    batch_size: int
-    micro_batch: int | None
-    accumulate: int | None
-    lr: float
-    lr_scale: str
-    schedule: str
-    warmup_steps: int | None
-    clip: float | None
-    amp: str
-    sync_bn: bool
-    compile: bool
-    compress: str
-    find_unused: bool
-    local_sgd: int | None
-    diloco: int | None
-    outer_lr: float
-    outer_momentum: float
-    seed: int
-    eval_every: int | None
-    best: str
-    snapshot_every: int | None
-    snapshot_seconds: float | None
-    """None: as often as pays, by what a snapshot costs."""
-    keep: int
-    snapshot_format: str
-    track: str | None
-    num_workers: int
-    output: Path | None
-    timeout: float
-    grace: float
+    task: str = _what("digits", "digits, mnist, text, or yours: package.module:Task, path/to/file.py:Task")
+    data: str | None = _what(
+        None, "the task's data, for mnist and text (default: what comes with kit)", metavar="DIR"
+    )
+    model: str | None = _what(
+        None,
+        "a BERT to begin with, for text: a folder, or its name at the hub (default: a small random one)",
+        metavar="DIR|NAME",
+    )
+    init_from: Path | None = _what(
+        None,
+        "weights to begin with where there is no snapshot yet: a folder that a run has written (output/best, "
+        "output/last), or a file of a state dict",
+        type=Path,
+        metavar="PATH",
+    )
+    ignore_mismatched_sizes: bool = _what(
+        False, "of --init-from or --model, take the weights whose shapes fit, and list the others"
+    )
+    engine: str = _what(
+        next(iter(ENGINES)), "the way to train: one of those below", choices=list(ENGINES), metavar="NAME"
+    )
+    zero: int | None = _what(
+        None,
+        "for deepspeed: what is spread over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
+        "3 weights too (default: 1)",
+        type=int,
+        choices=range(4),
+        without=_all_but("deepspeed", "has no stages of ZeRO"),
+    )
+    deepspeed_config: Path | None = _what(
+        None,
+        "for deepspeed: your own JSON, for what is no option here",
+        type=Path,
+        metavar="FILE",
+        without=_all_but("deepspeed", "does not read it"),
+    )
+    epochs: int = _what(20, "times through the training data", type=_whole(1), metavar="N")
+    seed: int = _what(0, "of weights, order and augmentation", type=_whole(0), metavar="N")
+    num_workers: int = _what(0, "processes loading data, per rank", type=_whole(0), metavar="N")
+
+    launcher: str = _start(
+        "torchrun",
+        "who starts the ranks: torchrun (or kit), or this process itself, those of one machine, without restarts",
+        choices=["torchrun", "spawn"],
+    )
+    nproc_per_node: int | None = _start(
+        None,
+        "for --launcher spawn: how many ranks (default: one for each GPU, else 1)",
+        type=_whole(1),
+        metavar="N",
+    )
+    init_method: str = _start(
+        "env://",
+        "where the ranks meet: env://, tcp://HOST:PORT or file:///PATH",
+        type=_init_method,
+        metavar="URL",
+    )
+    backend: str = _start(
+        "auto",
+        "how they talk: auto is nccl where there are GPUs, else gloo",
+        choices=["auto", "gloo", "nccl", "mpi"],
+    )
+
+    batch_size: int = _how(64, "samples per step over all ranks together", type=_whole(1), metavar="N")
+    micro_batch: int | None = _how(
+        None,
+        "most samples a rank computes at once; more are accumulated (default: no limit)",
+        either="parts of a batch",
+        type=_whole(1),
+        metavar="N",
+    )
+    accumulate: int | None = _how(
+        None,
+        "or into how many parts, computed one after the other, it divides its share of a batch (default: 1)",
+        either="parts of a batch",
+        type=_whole(1),
+        metavar="N",
+    )
+    lr: float = _how(0.003, "peak learning rate", type=_positive, metavar="X")
+    lr_scale: str = _how(
+        "none",
+        f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root",
+        choices=list(_LR_EXPONENTS),
+    )
+    schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "constant"])
+    warmup_steps: int | None = _how(
+        None, "steps of linear warm-up (default: 5%% of all)", type=_whole(0), metavar="N"
+    )
+    clip: float | None = _how(
+        None, "largest norm of the gradient (default: no limit)", type=_positive, metavar="X"
+    )
+    amp: str = _how("off", "mixed precision", choices=["off", "bf16", "fp16"])
+    sync_bn: bool = _how(False, "batch norm over all ranks' samples (CUDA only)", without=_ALONE)
+    compile: bool = _how(
+        False,
+        "torch.compile the model; the first steps take longer (needs a C++ compiler on a CPU)",
+        without=_NO_COMPILE,
+    )
+    compress: str = _how(
+        "off",
+        "gradients are sent in half as many bits, or as products of thin matrices, with what that leaves out added "
+        "to the next ones",
+        choices=["off", "bf16", "fp16", "powersgd"],
+        without=_ALONE | _PLAIN_GRADIENTS,
+    )
+    find_unused: bool = _how(
+        False,
+        "the loss may leave out parameters, other ones in each step; slower",
+        without=_ALONE | _FINDS_UNUSED,
+    )
+    local_sgd: int | None = _how(
+        None,
+        "for slow networks: ranks make H steps each by itself, and then take the mean of their weights",
+        either="local steps",
+        type=_whole(1),
+        metavar="H",
+        without=_ALONE | _NO_WHOLE_MODEL,
+    )
+    diloco: int | None = _how(
+        None,
+        "likewise, with a step of SGD with momentum towards that mean (DiLoCo)",
+        either="local steps",
+        type=_whole(1),
+        metavar="H",
+        without=_ALONE | _NO_WHOLE_MODEL,
+    )
+    outer_lr: float = _how(0.7, "DiLoCo's step", type=_positive, metavar="X")
+    outer_momentum: float = _how(
+        0.5,
+        "DiLoCo's momentum, from 0 and below 1; its authors took 0.9, for long runs",
+        type=_fraction,
+        metavar="X",
+    )
+
+    eval_every: int | None = _judged(
+        None, "evaluate after every N steps too (default: after each epoch)", type=_whole(1), metavar="N"
+    )
+    best: str = _judged(
+        "auto",
+        "keep the weights with the greatest measure NAME (or the least, of a loss) in output/best; auto: "
+        "accuracy, or else loss, where the task measures it",
+        metavar="NAME|off",
+    )
+
+    output: Path | None = _kept(
+        None,
+        "for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
+        type=Path,
+        metavar="DIR",
+    )
+    track: str | None = _kept(
+        None,
+        "tell this service, too, from rank 0: one run there over all restarts; as its own variables say "
+        "(WANDB_API_KEY, WANDB_PROJECT; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)",
+        choices=list(TRACKERS),
+    )
+    snapshot_every: int | None = _kept(
+        None, "steps from one snapshot to the next", either="interval", type=_whole(1), metavar="N"
+    )
+    snapshot_seconds: float | None = _kept(
+        None,
+        "or seconds from one to the next; auto: as often as pays, by what they cost "
+        "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
+        either="interval",
+        env="NODEKIT_SNAPSHOT_EVERY",
+        type=_auto_or_positive,
+        metavar="T",
+    )
+    """None for auto."""
+    keep: int = _kept(2, "snapshots to keep, 2 or more", type=_whole(2), metavar="N")
+    snapshot_format: str = _kept(
+        "whole",
+        "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
+        "one node or a shared one",
+        choices=["whole", "sharded"],
+        without=_all_but("fsdp", "has no shards"),
+    )
+
+    timeout: float = _limits(
+        600.0,
+        "seconds to wait for the slowest rank (default: $NODEKIT_COLLECTIVE_TIMEOUT_S, else 600)",
+        env="NODEKIT_COLLECTIVE_TIMEOUT_S",
+        type=_positive,
+        metavar="S",
+    )
+    grace: float = _limits(
+        20.0, "seconds from SIGTERM or SIGUSR2 to the end, snapshot or not", type=_positive, metavar="S"
+    )
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate after the warm-up, scaling included.
+        """The learning rate after the warm-up, scaled by ``--lr-scale``.
 
-        The number of ranks is not in it, since the global batch stays the same whatever that is.
+        It does not depend on the number of ranks, since the global batch does not either.
         """
         factor: float = (self.batch_size / LINEAR_LR_BATCH) ** _LR_EXPONENTS[self.lr_scale]
         return self.lr * factor
 
     @property
-    def steps_apart(self) -> int | None:
-        """How many steps the ranks make by themselves under ``--local-sgd`` or ``--diloco``; None: not one."""
+    def local_steps(self) -> int | None:
+        """Steps from one average of the weights to the next with ``--local-sgd`` or ``--diloco``; None without."""
         return self.local_sgd or self.diloco
 
     def largest_micro_batch(self, world_size: int) -> int | None:
@@ -89,7 +340,7 @@ class Options:
         return -(-self.batch_size // (world_size * self.accumulate))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
-        """What ``peak_lr`` is multiplied by in step ``step`` (from 0) of ``total_steps``."""
+        """The schedule's factor on ``peak_lr`` in step ``step`` (from 0) of ``total_steps``."""
         warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
         if step < warmup:
             return (step + 1) / warmup
@@ -100,11 +351,11 @@ class Options:
 
 
 class OptionsError(ValueError):
-    """Options that are not right; the message is a line for users, with the program's name before it."""
+    """Invalid options; the message is one line for users, with the program's name before it."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, since every rank says it, and names the nearest valid option."""
+    """Reports an error in one line, since every rank prints it, and names the nearest valid option."""
 
     def error(self, message: str) -> NoReturn:
         known = [
@@ -118,7 +369,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
-    """As ``read``; ends the process with 2 where something is not right."""
+    """As ``read``; ends the process with exit status 2 if the options are invalid."""
     try:
         return read(arguments, environ)
     except OptionsError as error:
@@ -129,341 +380,97 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | N
 def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
     """Read the command line (default: this process's).
 
-    Defaults that kit gives in ``environ`` (default: this process's): ``NODEKIT_SNAPSHOT_EVERY``, as
-    ``--snapshot-seconds``, and ``NODEKIT_COLLECTIVE_TIMEOUT_S``, as ``--timeout``.
+    ``environ`` (default: this process's) may hold kit's defaults: ``NODEKIT_SNAPSHOT_EVERY`` for
+    ``--snapshot-seconds`` and ``NODEKIT_COLLECTIVE_TIMEOUT_S`` for ``--timeout``.
 
     Raises:
-        OptionsError: something is not right with it.
+        OptionsError: an option is invalid, or does not go with another.
         SystemExit: with 0, after ``--help``.
     """
     env = os.environ if environ is None else environ
-    parser = _Parser(
-        prog="python -m nodekit.training",
-        description="Train a task on all ranks, by kit, torchrun or alone, from its newest snapshot on.",
-        epilog="engines:\n" + "\n".join(f"  {name:<20}  {text}" for name, text in ENGINES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--task",
-        default="digits",
-        help="digits, mnist, text, or yours: package.module:Task, path/to/file.py:Task (default: %(default)s)",
-    )
-    what.add_argument(
-        "--data", metavar="DIR", help="the task's data, for mnist and text (default: what comes with kit)"
-    )
-    what.add_argument(
-        "--model",
-        metavar="DIR|NAME",
-        help="a BERT to begin with, for text: a folder, or its name at the hub (default: a small random one)",
-    )
-    what.add_argument(
-        "--init-from",
-        type=Path,
-        metavar="PATH",
-        help="weights to begin with where there is no snapshot yet: a folder that a run has written (output/best, "
-        "output/last), or a file of a state dict",
-    )
-    what.add_argument(
-        "--ignore-mismatched-sizes",
-        action="store_true",
-        default=False,
-        help="of --init-from or --model, take the weights whose shapes fit, and list the others",
-    )
-    what.add_argument(
-        "--engine",
-        choices=list(ENGINES),
-        default=next(iter(ENGINES)),
-        metavar="NAME",
-        help="the way to train: one of those below (default: %(default)s)",
-    )
-    what.add_argument(
-        "--zero",
-        type=int,
-        choices=range(4),
-        help="for deepspeed: what is spread over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
-        "3 weights too (default: 1)",
-    )
-    what.add_argument(
-        "--deepspeed-config",
-        type=Path,
-        metavar="FILE",
-        help="for deepspeed: your own JSON, for what is no option here",
-    )
-    what.add_argument(
-        "--epochs",
-        type=_whole(1),
-        default=20,
-        metavar="N",
-        help="times through the training data (default: %(default)s)",
-    )
-    what.add_argument(
-        "--seed",
-        type=_whole(0),
-        default=0,
-        metavar="N",
-        help="of weights, order and augmentation (default: %(default)s)",
-    )
-    what.add_argument(
-        "--num-workers",
-        type=_whole(0),
-        default=0,
-        metavar="N",
-        help="processes loading data, per rank (default: %(default)s)",
-    )
-    start = parser.add_argument_group("how it is started")
-    start.add_argument(
-        "--launcher",
-        choices=["torchrun", "spawn"],
-        default="torchrun",
-        help="who starts the ranks: torchrun (or kit), or this process itself, those of one machine, without "
-        "restarts (default: %(default)s)",
-    )
-    start.add_argument(
-        "--nproc-per-node",
-        type=_whole(1),
-        metavar="N",
-        help="for --launcher spawn: how many ranks (default: one for each GPU, else 1)",
-    )
-    start.add_argument(
-        "--init-method",
-        type=_init_method,
-        default="env://",
-        metavar="URL",
-        help="where the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: %(default)s)",
-    )
-    start.add_argument(
-        "--backend",
-        choices=["auto", "gloo", "nccl", "mpi"],
-        default="auto",
-        help="how they talk: auto is nccl where there are GPUs, else gloo (default: %(default)s)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--batch-size",
-        type=_whole(1),
-        default=64,
-        metavar="N",
-        help="samples per step over all ranks together (default: %(default)s)",
-    )
-    parts = how.add_mutually_exclusive_group()
-    parts.add_argument(
-        "--micro-batch",
-        type=_whole(1),
-        metavar="N",
-        help="most samples a rank computes at once; more are accumulated (default: no limit)",
-    )
-    parts.add_argument(
-        "--accumulate",
-        type=_whole(1),
-        metavar="N",
-        help="or into how many parts, computed one after the other, it divides its share of a batch (default: 1)",
-    )
-    how.add_argument(
-        "--lr", type=_positive, default=0.003, metavar="X", help="peak learning rate (default: %(default)s)"
-    )
-    how.add_argument(
-        "--lr-scale",
-        choices=list(_LR_EXPONENTS),
-        default="none",
-        help=f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root "
-        "(default: %(default)s)",
-    )
-    how.add_argument(
-        "--schedule",
-        choices=["cosine", "constant"],
-        default="cosine",
-        help="after the warm-up (default: %(default)s)",
-    )
-    how.add_argument(
-        "--warmup-steps",
-        type=_whole(0),
-        metavar="N",
-        help="steps of linear warm-up (default: 5%% of all)",
-    )
-    how.add_argument(
-        "--clip", type=_positive, metavar="X", help="largest norm of the gradient (default: no limit)"
-    )
-    how.add_argument(
-        "--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision (default: %(default)s)"
-    )
-    how.add_argument(
-        "--sync-bn",
-        action="store_true",
-        default=False,
-        help="batch norm over all ranks' samples (CUDA only)",
-    )
-    how.add_argument(
-        "--compile",
-        action="store_true",
-        default=False,
-        help="torch.compile the model; the first steps take longer (needs a C++ compiler on a CPU)",
-    )
-    how.add_argument(
-        "--compress",
-        choices=["off", "bf16", "fp16", "powersgd"],
-        default="off",
-        help="gradients are sent in half as many bits, or as products of thin matrices, with what that "
-        "leaves out added to the next ones (default: %(default)s)",
-    )
-    how.add_argument(
-        "--find-unused",
-        action="store_true",
-        default=False,
-        help="the loss may leave out parameters, other ones in each step; slower",
-    )
-    apart = how.add_mutually_exclusive_group()
-    apart.add_argument(
-        "--local-sgd",
-        type=_whole(1),
-        metavar="H",
-        help="for slow networks: ranks make H steps each by itself, and then take the mean of their weights",
-    )
-    apart.add_argument(
-        "--diloco",
-        type=_whole(1),
-        metavar="H",
-        help="likewise, with a step of SGD with momentum towards that mean (DiLoCo)",
-    )
-    how.add_argument(
-        "--outer-lr", type=_positive, default=0.7, metavar="X", help="DiLoCo's step (default: %(default)s)"
-    )
-    how.add_argument(
-        "--outer-momentum",
-        type=_share,
-        default=0.5,
-        metavar="X",
-        help="DiLoCo's momentum, from 0 and below 1; its authors took 0.9, for long runs (default: %(default)s)",
-    )
-    looks = parser.add_argument_group("how it is judged")
-    looks.add_argument(
-        "--eval-every",
-        type=_whole(1),
-        metavar="N",
-        help="evaluate after every N steps too (default: after each epoch)",
-    )
-    looks.add_argument(
-        "--best",
-        default="auto",
-        metavar="NAME|off",
-        help="keep the weights with the greatest measure NAME (or the least, of a loss) in output/best; auto: "
-        "accuracy, or else loss, where the task measures it (default: %(default)s)",
-    )
-    keep = parser.add_argument_group("what is kept")
-    keep.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
-    )
-    keep.add_argument(
-        "--track",
-        choices=list(TRACKERS),
-        help="tell this service, too, from rank 0: one run there over all restarts; as its own variables say "
-        "(WANDB_API_KEY, WANDB_PROJECT; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)",
-    )
-    every = keep.add_mutually_exclusive_group()
-    every.add_argument(
-        "--snapshot-every", type=_whole(1), metavar="N", help="steps from one snapshot to the next"
-    )
-    every.add_argument(
-        "--snapshot-seconds",
-        type=_auto_or_positive,
-        default=_default(parser, env, "NODEKIT_SNAPSHOT_EVERY", _auto_or_positive, None),
-        metavar="T",
-        help="or seconds from one to the next; auto: as often as pays, by what they cost "
-        "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
-    )
-    keep.add_argument(
-        "--keep",
-        type=_whole(2),
-        default=2,
-        metavar="N",
-        help="snapshots to keep, 2 or more (default: %(default)s)",
-    )
-    keep.add_argument(
-        "--snapshot-format",
-        choices=["whole", "sharded"],
-        default="whole",
-        help="for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
-        "one node or a shared one (default: %(default)s)",
-    )
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--timeout",
-        type=_positive,
-        default=_default(parser, env, "NODEKIT_COLLECTIVE_TIMEOUT_S", _positive, 600.0),
-        metavar="S",
-        help="seconds to wait for the slowest rank (default: $NODEKIT_COLLECTIVE_TIMEOUT_S, else 600)",
-    )
-    limits.add_argument(
-        "--grace",
-        type=_positive,
-        default=20.0,
-        metavar="S",
-        help="seconds from SIGTERM or SIGUSR2 to the end, snapshot or not (default: %(default)s)",
-    )
-    given = parser.parse_args(arguments)
-    options = Options(**vars(given))
-    for reason in refusals(options, env):
-        parser.error(reason)
+    parser = _parser(env)
+    options = Options(**vars(parser.parse_args(arguments)))
+    for problem in _problems(options, env):
+        parser.error(problem)
     return options
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-        return int(text)
-
-    return whole
-
-
-def _share(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
-    return number
-
-
-def _init_method(text: str) -> str:
-    try:
-        InitMethod.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _default(
-    parser: _Parser,
-    env: Mapping[str, str],
-    name: str,
-    read: Callable[[str], float | None],
-    without: float | None,
-) -> float | None:
-    try:
-        return read(env[name]) if env.get(name) else without
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"{name}: {error}")
+def _parser(env: Mapping[str, str]) -> _Parser:
+    parser = _Parser(
+        prog="python -m nodekit.training",
+        description="Train a task on all ranks, by kit, torchrun or alone, from its newest snapshot on.",
+        epilog="engines:\n" + "\n".join(f"  {name:<20}  {info.about}" for name, info in ENGINES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in fields(Options):
+        title, either, settings = (option.metadata[key] for key in ("group", "either", "settings"))
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        group = groups[title]
+        if either:
+            if either not in groups:
+                groups[either] = group.add_mutually_exclusive_group()
+            group = groups[either]
+        default = option.default
+        if text := env.get(variable := option.metadata["env"]):
+            try:
+                default = settings["type"](text)
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"{variable}: {error}")
+        group.add_argument(_flag(option.name), default=default, **settings)
+    return parser
 
 
-def _auto_or_positive(text: str) -> float | None:
-    try:
-        return None if text == "auto" else _positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _positive(text: str) -> float:
-    number = _float(text)
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
+    """What does not go together, each a sentence for the user.
+
+    Args:
+        options: as they were given.
+        environ: of a rank, or of the process that will start the ranks.
+    """
+    without = {option.name: option.metadata["without"] for option in fields(options)}
+    if options.compress != "fp16":
+        without["compress"] = without["compress"] | {"horovod": "has fp16 alone"}
+    for option in fields(options):
+        value, reasons = getattr(options, option.name), without[option.name]
+        if value != option.default and options.engine in reasons:
+            given = f"{_flag(option.name)} {value}" if isinstance(value, str) else _flag(option.name)
+            others = ", ".join(name for name in ENGINES if name not in reasons)
+            yield f"{given}: the engine {options.engine} {reasons[options.engine]}; it is for --engine {others}"
+    if options.local_steps and (options.compress != "off" or options.find_unused):
+        given = "--compress" if options.compress != "off" else "--find-unused"
+        yield f"{given}: with --local-sgd or --diloco no gradients are sent; leave one of them out"
+    if options.ignore_mismatched_sizes and not (options.init_from or options.model):
+        yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
+    if options.nproc_per_node and options.launcher != "spawn":
+        yield "--nproc-per-node is for --launcher spawn; torchrun and kit are told it themselves"
+    yield from _problems_of_ranks(options, environ)
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _problems_of_ranks(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
+    """What does not go with the number of ranks, or with what starts them."""
+    started = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if options.launcher == "spawn" and started:
+        yield (
+            f"--launcher spawn starts the ranks itself, and {started[0]} says that kit or torchrun does: leave the "
+            "option out"
+        )
+    if options.backend == "mpi" and options.launcher == "spawn":
+        yield "--backend mpi: its ranks are started by mpirun, not by --launcher spawn; take gloo"
+    num_ranks = environ.get("WORLD_SIZE", str(options.nproc_per_node or 1))
+    if num_ranks.isdecimal() and options.batch_size < int(num_ranks):
+        yield (
+            f"--batch-size {options.batch_size} is less than the {num_ranks} ranks, and each computes a part of every "
+            f"batch: give --batch-size {num_ranks} or more, or start fewer ranks"
+        )
+    if options.engine in ALONE and num_ranks != "1":
+        yield (
+            f"--engine {options.engine} is one process, and there are {num_ranks} ranks: "
+            "start one (nproc_per_node: 1 on one node, or python without a launcher), or take --engine ddp"
+        )

@@ -1,7 +1,7 @@
 """``python -m nodekit.training.pace WORLD_SIZE OPTIONS…``: how large a job's model is, and how long a rank's step is.
 
-A few steps of the task by the engine single, with a rank's share of the batch; nothing is written. For `kit bench
---plan job`, which reads the line of JSON at the end.
+It runs a few steps of the task with the engine single and a rank's share of the batch, and writes nothing. For `kit
+bench --plan job`, which reads the line of JSON at the end.
 """
 
 import json
@@ -9,9 +9,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from nodekit.training.options import Options, parse
+
+if TYPE_CHECKING:
+    import torch
+
+    from nodekit.training.tasks import Task
+    from nodekit.training.world import World
 
 _WARM_UP_STEPS = 3
 _LEAST_STEPS = 5
@@ -21,43 +29,70 @@ _NAME = "python -m nodekit.training.pace"
 
 
 def main() -> int:
-    """Print what was found; the exit status, 1 with a line for users where the task cannot be had."""
-    import torch
-    from torch.utils.data import DataLoader, RandomSampler
+    """Print the result as JSON; the exit status is 1, with a line for users, if the task cannot be loaded."""
+    num_ranks = int(sys.argv[1])
+    given = parse(sys.argv[2:], {**os.environ, "WORLD_SIZE": str(num_ranks)})
+    options = replace(given, engine="single", compress="off", zero=None, deepspeed_config=None)
 
-    from nodekit.training.engines import check_engine, load_engine
-    from nodekit.training.options import parse
-    from nodekit.training.reporting.evaluate import to_device
-    from nodekit.training.tasks import load_task
+    from nodekit.training.engines.load import check_engine
+    from nodekit.training.tasks import task_of
     from nodekit.training.world import World
 
-    num_ranks = int(sys.argv[1])
-    asked = parse(sys.argv[2:], {**os.environ, "WORLD_SIZE": str(num_ranks)})
-    options = replace(asked, engine="single", compress="off", zero=None, deepspeed_config=None)
     try:
         world = World.from_env({})
         check_engine(options, world.device.type)
-        in_part = options.ignore_mismatched_sizes and options.model is not None
-        task = load_task(
-            options.task, data=options.data, model=options.model, ignore_mismatched_sizes=in_part
-        )
+        task = task_of(options)
         module = task.model().to(world.device)
     except (ValueError, FileNotFoundError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 1
+    share = -(-options.batch_size // num_ranks)
+    micro_batch = min(share, options.largest_micro_batch(num_ranks) or share)
+    step_s = _step_s(_step(options, world, task, module, micro_batch, num_parts=-(-share // micro_batch)))
     trained = [each for each in module.parameters() if each.requires_grad]
-    make = getattr(task, "optimizer", lambda module, lr: torch.optim.AdamW(module.parameters(), lr=lr))
-    engine = load_engine(options, world, module, make(module, options.peak_lr), None)
+    result = {
+        "num_parameters": sum(each.numel() for each in trained),
+        "gradient_bytes": max((each.element_size() for each in trained), default=4),
+        # PowerSGD of rank 1 sends a number for each row and each column of a matrix, and other tensors as they are.
+        "powersgd_numbers": sum(
+            each.numel() if each.ndim < 2 else each.shape[0] + each.numel() // each.shape[0]
+            for each in trained
+        ),
+        "batch": share,
+        "step_s": step_s,
+        "device": str(world.device),
+    }
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+def _step(
+    options: Options,
+    world: "World",
+    task: "Task",
+    module: "torch.nn.Module",
+    micro_batch: int,
+    *,
+    num_parts: int,
+) -> Callable[[], None]:
+    """A function that trains for one step, of ``num_parts`` micro-batches."""
+    import torch
+    from torch.utils.data import DataLoader, RandomSampler
+
+    from nodekit.training.engines.load import load_engine
+    from nodekit.training.evaluate import to_device
+    from nodekit.training.tasks import optimizer_of
+
+    engine = load_engine(options, world, module, optimizer_of(task, module, options.peak_lr), None)
     if options.compile:
         module.compile()
-    share = -(-options.batch_size // num_ranks)
-    micro = min(share, options.largest_micro_batch(num_ranks) or share)
-    parts = -(-share // micro)
+    module.train()
     data = task.train_data()
+    num_samples = max(micro_batch * num_parts, len(data))
     loader = DataLoader(
         data,
-        batch_size=micro,
-        sampler=RandomSampler(data, replacement=True, num_samples=max(micro * parts, len(data))),
+        batch_size=micro_batch,
+        sampler=RandomSampler(data, replacement=True, num_samples=num_samples),
         drop_last=True,
         num_workers=options.num_workers,
         collate_fn=getattr(task, "collate", None),
@@ -69,38 +104,29 @@ def main() -> int:
 
     batches = endless()
 
-    def step() -> float:
-        begin = time.monotonic()
-        for _ in range(parts):
+    def step() -> None:
+        for _ in range(num_parts):
             batch = next(batches)
             with engine.autocast():
                 loss = task.loss(engine.model, to_device(batch, world.device))
-            engine.backward(loss / parts)
+            engine.backward(loss / num_parts)
         engine.update(options.clip)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.monotonic() - begin
 
-    module.train()
+    return step
+
+
+def _step_s(step: Callable[[], None]) -> float:
+    """The median time of a step, after some to warm up."""
     for _ in range(_WARM_UP_STEPS):
         step()
     times: list[float] = []
     while len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and sum(times) < _ENOUGH_S):
-        times.append(step())
-    told = {
-        "num_parameters": sum(each.numel() for each in trained),
-        "gradient_bytes": max((each.element_size() for each in trained), default=4),
-        # Of a matrix PowerSGD sends, by rank 1, a number for each row and each column; the rest as it is.
-        "powersgd_numbers": sum(
-            each.numel() if each.ndim < 2 else each.shape[0] + each.numel() // each.shape[0]
-            for each in trained
-        ),
-        "batch": share,
-        "step_s": statistics.median(times),
-        "device": str(world.device),
-    }
-    print(json.dumps(told), flush=True)
-    return 0
+        begin = time.monotonic()
+        step()
+        times.append(time.monotonic() - begin)
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

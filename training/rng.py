@@ -17,26 +17,21 @@ def seed_all(seed: int, rank: int) -> None:
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
-    version, words, gauss_next = random.getstate()  # 625 numbers: as a tensor, a copy of it is one copy
+    version, words, gauss_next = random.getstate()  # 625 numbers: one tensor is quicker to copy
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     keys, pos = numpy_state["state"]["key"], numpy_state["state"]["pos"]
     has_gauss, gauss = numpy_state["has_gauss"], numpy_state["gauss"]
     return {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss_next),
-        "numpy": (
-            torch.tensor(keys.tolist(), dtype=torch.int64),
-            int(pos),
-            int(has_gauss),
-            float(gauss),
-        ),
+        "numpy": (torch.tensor(keys.tolist(), dtype=torch.int64), int(pos), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Go on where ``capture`` was called."""
+    """Set the generators to a state of ``capture``."""
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss_next))
     keys, pos, has_gauss, gauss = state["numpy"]

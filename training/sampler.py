@@ -1,4 +1,4 @@
-"""Which samples each rank takes: every sample once per epoch, whatever the world size is or becomes."""
+"""Which samples each rank takes: every sample once per epoch, also if the world size changes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """What one rank puts through the model at once: its part, or a part of its part, of a global batch."""
+    """The samples that a rank computes at once: its part of a global batch, or a part of that."""
 
     indices: list[int]
     """Indices into the data set; never empty (see ``share``)."""
     share: float
-    """These samples' part of the global batch, 0 to 1. It is 0 on a rank that no sample is left for: it
-    computes one of the others' samples, to take part in the collectives, and counts it for nothing."""
+    """These samples' fraction of the global batch, 0 to 1. It is 0 on a rank for which no sample is left: it
+    computes a sample of another rank, to take part in the collectives, with weight 0."""
     weight: float
     """Multiply the mean loss of these samples by this before ``backward()``; DDP's average over the ranks is
-    then the gradient of the mean over the global batch, however unevenly it was split."""
+    then the gradient of the mean over the global batch, even if it was split unevenly."""
     is_last: bool
     """Whether the global batch ends here: synchronize the gradients, step the optimizer, ``advance()``."""
 
@@ -26,9 +26,9 @@ class Micro:
 class ElasticSampler:
     """A batch sampler whose order depends on seed and epoch only; its state is one global sample offset.
 
-    A global batch is split over the ranks (uneven parts allowed), and each rank's part into micro-batches of
-    at most ``micro_batch`` samples, as many on every rank. So a restart with another world size changes
-    neither the batches nor the number of steps::
+    A global batch is split over the ranks (unevenly if need be), and each rank's part into micro-batches of at most
+    ``micro_batch`` samples, the same number on every rank. So a restart with another world size changes neither the
+    batches nor the number of steps::
 
         sampler = ElasticSampler(len(data), batch_size=256, rank=world.rank, world_size=world.world_size)
         loader = DataLoader(data, batch_sampler=sampler)
@@ -39,7 +39,7 @@ class ElasticSampler:
                 if micro.is_last:
                     optimizer.step()
                     optimizer.zero_grad()
-                    sampler.advance()  # from here on sampler.state_dict() points behind this batch
+                    sampler.advance()  # sampler.state_dict() now points behind this batch
             sampler.next_epoch()
     """
 
@@ -63,11 +63,8 @@ class ElasticSampler:
             rank: this process, 0 to ``world_size - 1``.
             world_size: how many ranks share each batch.
         """
-        for name, value in (
-            ("num_samples", num_samples),
-            ("batch_size", batch_size),
-            ("micro_batch", micro_batch),
-        ):
+        sizes = {"num_samples": num_samples, "batch_size": batch_size, "micro_batch": micro_batch}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: at least 1 was wanted")
         if not 0 <= rank < world_size:
@@ -92,7 +89,7 @@ class ElasticSampler:
         return -(-(self.num_samples - self.offset) // self.batch_size)
 
     def micro_batches(self) -> Iterator[Micro]:
-        """This rank's micro-batches from the present offset to the end of the epoch."""
+        """This rank's micro-batches from the current offset to the end of the epoch."""
         # The start is taken now, not at the first next(): a loader may run ahead of advance().
         return self._micro_batches(self.epoch, self.offset)
 
@@ -100,11 +97,8 @@ class ElasticSampler:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         for start in range(offset, self.num_samples, self.batch_size):
             batch = order[start : start + self.batch_size].tolist()
-            own = batch[
-                _cut(len(batch), self.rank, self.world_size) : _cut(
-                    len(batch), self.rank + 1, self.world_size
-                )
-            ]
+            begin, end = (_cut(len(batch), rank, self.world_size) for rank in (self.rank, self.rank + 1))
+            own = batch[begin:end]
             largest = _cut(len(batch), 1, self.world_size)  # rank 0's: no rank has more
             num_parts = -(-largest // self.micro_batch) if self.micro_batch else 1
             for part in range(num_parts):
@@ -113,29 +107,23 @@ class ElasticSampler:
                 yield Micro(indices or batch[:1], share, share * self.world_size, part == num_parts - 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        micro_batches = self.micro_batches()
-        return (micro.indices for micro in micro_batches)
+        return (micro.indices for micro in self.micro_batches())
 
     def advance(self) -> None:
-        """Count one global batch as done."""
+        """Move the offset behind one global batch."""
         self.offset = min(self.offset + self.batch_size, self.num_samples)
 
     def next_epoch(self) -> None:
-        """Go to the beginning of the next epoch, in another order."""
+        """Start the next epoch, in another order."""
         self.epoch += 1
         self.offset = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next step begins."""
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "num_samples": self.num_samples,
-        }
+        """The position of the next step."""
+        return {name: getattr(self, name) for name in ("seed", "epoch", "offset", "num_samples")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at ``state``, in its order.
+        """Continue at ``state``, in its order.
 
         Raises:
             ValueError: the data set has another number of samples now, so the offset means nothing.
@@ -149,5 +137,5 @@ class ElasticSampler:
 
 
 def _cut(num: int, part: int, num_parts: int) -> int:
-    """Where part ``part`` of ``num`` things begins, in nearly equal parts, larger ones first."""
+    """The start of part ``part`` of ``num`` items, in nearly equal parts, the first one largest."""
     return -(-num * part // num_parts)

@@ -5,11 +5,10 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
@@ -19,48 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from nodekit.training.engines import ALONE
+from nodekit.training.engine_info import ALONE
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.options import Options
-from nodekit.training.stop import EXIT_STOPPED, Stop, leave
+from nodekit.training.rank import Parent, check, output_folder, refused, train
+from nodekit.training.stop import Stop, leave
 
-_LOOK_EVERY_S = 0.2
+_POLL_EVERY_S = 0.2
 _MARGIN_S = 5.0
 """Beyond the grace that ranks give themselves, until their processes are killed."""
 
 
-class Parent:
-    """What a rank has of the process that started it: whether it is to stop, and who of the ranks speaks first."""
-
-    def __init__(self, told: Connection, first: Lock) -> None:
-        """``told`` ends when the ranks are to stop, or their parent is gone; whoever takes ``first`` speaks."""
-        self._told, self._first = told, first
-        self._stop: Stop | None = None
-        threading.Thread(target=self._watch, name="nodekit-parent", daemon=True).start()
-
-    def stops_by(self, stop: Stop) -> None:
-        """From here on, let the loop act on it at a step's edge; until then the process ends at once."""
-        self._stop = stop
-
-    def is_first(self) -> bool:
-        """Whether this is the first rank that failed: the others fail because it did, and need not tell why."""
-        return self._first.acquire(block=False)
-
-    def _watch(self) -> None:
-        with suppress(EOFError, OSError):  # nothing is ever sent: it ends
-            self._told.recv_bytes()
-        if self._stop is None:
-            os._exit(EXIT_STOPPED)
-        self._stop.request()
-
-
-def num_ranks(options: Options) -> int:
-    """As many as there are GPUs, else one, unless told."""
-    return options.nproc_per_node or (1 if options.engine in ALONE else torch.cuda.device_count()) or 1
-
-
 def environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """What a rank finds in its environment, as torchrun would set it; the store is the parent's, as torchrun's is."""
+    """A rank's environment, as torchrun would set it; the parent holds the store, as torchrun does."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -75,7 +45,7 @@ def environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
 
 
 def check_address(method: InitMethod) -> None:
-    """Refuse a ``tcp://`` where rank 0 could not listen.
+    """Refuse a ``tcp://`` address on which rank 0 could not listen.
 
     Raises:
         ValueError: the port is taken, or the host is another machine.
@@ -93,50 +63,61 @@ def check_address(method: InitMethod) -> None:
 
 
 def run(options: Options) -> int:
-    """Start the ranks, wait for all, and give the exit status; on a stop or a failure, none is left behind."""
-    world_size, method = num_ranks(options), InitMethod.parse(options.init_method)
+    """Start the ranks, wait for all, and return the exit status; on a stop or a failure, none is left behind."""
+    num_gpus = 1 if options.engine in ALONE else torch.cuda.device_count()
+    world_size = options.nproc_per_node or num_gpus or 1
+    try:
+        # What all ranks would refuse is reported once, here. The last rank needs the most: as many GPUs as ranks.
+        last = environment(world_size - 1, world_size, 0)
+        world, _ = check(options, {**os.environ, **last})
+        check_address(world.init_method)
+    except (ValueError, FileNotFoundError) as error:
+        return refused(error)
+    # The folder's name may contain the time: choose it once for all ranks.
+    options = replace(options, output=output_folder(options, world))
     # As torchrun does, but with all cores; it must be set before a rank imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(options.grace + 2 * _MARGIN_S))
         port = 0
-        if method.scheme == "env":  # the port is this process's from the beginning: nobody else can take it
+        if (
+            world.init_method.scheme == "env"
+        ):  # this process keeps the port from here on: nobody else can take it
             store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             port = store.port
-        told, telling = multiprocessing.connection.Pipe(duplex=False)
+        stop_pipe, parents_end = multiprocessing.connection.Pipe(duplex=False)
         first = multiprocessing.get_context("spawn").Lock()
-        stack.callback(telling.close)
-        # Ranks inherit that: while they import torch, Ctrl-C would be a traceback of each. They hear of it from here.
+        stack.callback(parents_end.close)
+        # Ranks inherit this: while they import torch, Ctrl-C would print a traceback in each. The parent stops them.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         started = spawn(  # type: ignore[no-untyped-call]
-            _rank, (options, world_size, port, told, first), world_size, join=False
+            _rank, (options, world_size, port, stop_pipe, first), world_size, join=False
         )
         signal.signal(signal.SIGINT, handler)
         processes: list[BaseProcess] = started.processes
-        told.close()
+        stop_pipe.close()
         try:
-            code = _wait(processes, stop, telling, options.grace)
+            return _wait(processes, stop, parents_end, options.grace)
         finally:
             for process in processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
-            method.remove()
-        return code
+            world.init_method.remove()
 
 
-def _wait(processes: list[BaseProcess], stop: Stop, telling: Connection, grace_s: float) -> int:
-    """Until all have ended, or have had their time to; the status is that of the first that did not end well."""
+def _wait(processes: list[BaseProcess], stop: Stop, parents_end: Connection, grace_s: float) -> int:
+    """Wait until all ranks have ended, or their grace is over; the status is that of the first that failed."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     code, deadline_s = 0, float("inf")
     while running and time.monotonic() < deadline_s:
-        for sentinel in multiprocessing.connection.wait(list(running), timeout=_LOOK_EVERY_S):
+        for sentinel in multiprocessing.connection.wait(list(running), timeout=_POLL_EVERY_S):
             rank = running.pop(sentinel)  # type: ignore[arg-type]  # these sentinels are numbers
             processes[rank].join()
             if not code:
                 code = _status(rank, processes[rank], stop)
-        if (stop.requested or code) and not telling.closed:
-            telling.close()
+        if (stop.requested or code) and not parents_end.closed:
+            parents_end.close()
             deadline_s = time.monotonic() + grace_s + _MARGIN_S
     if running:
         code = code or 1
@@ -158,10 +139,10 @@ def _status(rank: int, process: BaseProcess, stop: Stop) -> int:
     return code
 
 
-def _rank(rank: int, options: Options, world_size: int, port: int, told: Connection, first: Lock) -> NoReturn:
-    from nodekit.training.__main__ import train  # which is `__main__` to the parent, and not to a rank
-
-    parent = Parent(told, first)
+def _rank(
+    rank: int, options: Options, world_size: int, port: int, stop_pipe: Connection, first: Lock
+) -> NoReturn:
+    parent = Parent(stop_pipe, first)
     os.environ.update(environment(rank, world_size, port))
     try:
         code = train(options, parent)
@@ -170,8 +151,3 @@ def _rank(rank: int, options: Options, world_size: int, port: int, told: Connect
         if parent.is_first():
             traceback.print_exc()
     leave(code)
-
-
-def environ_to_check(environ: Mapping[str, str], world_size: int) -> dict[str, str]:
-    """The environment of the last rank, which needs the most: as many GPUs as there are ranks."""
-    return {**environ, **environment(world_size - 1, world_size, 0)}

@@ -1,4 +1,4 @@
-"""Being stopped: a signal sets a flag for the loop to act on at a step's edge; a deadline bounds the wait."""
+"""Stopping: a signal sets a flag that the loop checks at the end of a step; a deadline bounds the wait."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-"""143, by which kit knows that a rank ended because it was told to."""
+"""143, by which kit knows that a rank ended because it was stopped."""
 
 _SIGNALS = (
     signal.SIGTERM,
@@ -21,16 +21,16 @@ _SIGNALS = (
 )
 
 _AGAIN_S = 0.5
-"""From when on Ctrl-C is a second one: a parent's death may tell its children twice."""
+"""A second Ctrl-C within this time does not count: a dying parent may signal its children twice."""
 
-_END = b"\0"  # no signal's number
+_END = b"\0"  # not the number of a signal
 
 
 class Stop:
-    """Takes SIGTERM, SIGUSR2 and SIGINT: ``requested`` is then True, and ``grace_s`` later the process ends anyhow.
+    """Handles SIGTERM, SIGUSR2 and SIGINT: sets ``requested``, and ends the process ``grace_s`` later in any case.
 
-    The main thread may be deep in a collective with a peer that is gone, where no Python handler runs. So the
-    interpreter's wake-up descriptor tells a thread, which needs nobody's help to end the process.
+    The main thread may be in a collective with a peer that is gone, where no Python signal handler runs. So a thread
+    reads the interpreter's wake-up descriptor, and can end the process by itself.
     """
 
     def __init__(self, grace_s: float = 20.0) -> None:
@@ -46,7 +46,7 @@ class Stop:
         return self._requested.is_set()
 
     def __enter__(self) -> "Stop":
-        """Take the signals; only the main thread may."""
+        """Install the handlers; only the main thread may."""
         self._reader, self._writer = socket.socketpair()  # Windows takes no pipe for this
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -58,7 +58,7 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signals back, and call the deadline off."""
+        """Restore the handlers, and cancel the deadline."""
         self._left.set()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
@@ -70,7 +70,7 @@ class Stop:
         self._reader.close()
 
     def request(self) -> None:
-        """Do as if SIGTERM had come; any thread may."""
+        """Act as if SIGTERM had come; any thread may call it."""
         if not self.requested:
             self._requested.set()
             self.end_within_grace(self.exit_code)
@@ -102,10 +102,10 @@ class Stop:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the process, but not by way of the interpreter's shutdown.
+    """End the process without the interpreter's shutdown.
 
-    A thread of gloo may still hold a python object of the last collective, and letting go of it then aborts the
-    process (torch 2.13, in 1 run of 10).
+    A thread of gloo may still hold a python object of the last collective, and releasing it then aborts the process
+    (torch 2.13, in 1 run of 10).
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -114,4 +114,4 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Be there: without a handler there is nothing to wake anyone up."""
+    """Do nothing: without a handler, the wake-up descriptor is not written to."""

@@ -1,4 +1,4 @@
-"""Who this process is among all ranks: read once from the environment, and the process group they share."""
+"""This process's rank, read once from the environment, and the process group of all ranks."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This rank's place, device and folders; as a context manager, the process group.
+    """This rank's number, device and folders; as a context manager, the process group.
 
-    Under torchrun or kit it is what they set; without a launcher it is a world of one, with no port opened::
+    torchrun or kit set them in the environment; without a launcher it is a world of one, with no port opened::
 
         with World.from_env() as world:
             model = DistributedDataParallel(model.to(world.device))
@@ -39,7 +39,7 @@ class World:
     device: torch.device
     """``cuda:<local_rank>`` where there are GPUs, else ``cpu``."""
     backend: str
-    """``nccl`` where there are GPUs and torch has it, else ``gloo``, unless told."""
+    """``nccl`` where there are GPUs and torch has it, else ``gloo``, unless given."""
     init_method: InitMethod
     """Where the ranks meet."""
     timeout_s: float
@@ -49,21 +49,21 @@ class World:
     run_id: str | None
     """kit's id of the run, or torchrun's, or None."""
     generation: int | None
-    """kit's count of how often the job was started anew; None when not told (counts as 0)."""
+    """kit's count of how often the job was started again; None without kit (counts as 0)."""
     snapshot_dir: Path | None
     """This node's folder for snapshots, which survives restarts."""
     snapshot_is_shared: bool = False
-    """Whether that folder is said to be one and the same on all nodes."""
+    """Whether kit or the user says that this folder is the same on all nodes."""
     expected_snapshot: str = ""
-    """What kit has seen committed before, in words for people; "" for nothing."""
+    """The last snapshot that kit knows to be committed, as text for people; "" for none."""
     num_restarts: int = 0
-    """How often the job has been started again, as far as this rank was told."""
+    """How often the job has been started again, by kit and torchrun."""
     output_dir: Path | None
     """This node's folder for TensorBoard, metrics and the result."""
     progress_file: Path | None
-    """Where this rank says how far it is; only kit reads it."""
+    """Where this rank writes its step; only kit reads it."""
     events_file: Path | None = None
-    """Where it tells kit what has happened, a JSON object on a line."""
+    """Where it writes events for kit, one JSON object per line."""
 
     @classmethod
     def from_env(
@@ -89,33 +89,15 @@ class World:
         env = os.environ if environ is None else environ
         method = InitMethod.parse(init_method)
         method.check()
-        launched = "RANK" in env
-        if not launched and method.scheme != "env":
-            raise ValueError(
-                f"--init-method {init_method} is where ranks meet, and RANK is not set: take --launcher spawn, or "
-                "start every rank with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
-            )
-        needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if method.scheme == "env" else ("WORLD_SIZE",)
-        if launched and (missing := [name for name in needed if name not in env]):
-            raise ValueError(
-                f"RANK is set but not {', '.join(missing)}: start with kit or torchrun, or unset RANK"
-            )
-        local_rank = _number(env, "LOCAL_RANK", 0)
+        launched = _check_launcher(env, init_method)
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local_rank >= torch.cuda.device_count():
-                raise ValueError(
-                    f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible, "
-                    f"{local_world_size} ranks on this node; start fewer (--nproc-per-node) or show more GPUs"
-                )
-            device = torch.device("cuda", local_rank)
+        device = _device(_number(env, "LOCAL_RANK", 0), local_world_size)
         rank = _number(env, "RANK", 0)
         generation = _number(env, "NODEKIT_GENERATION", 0) if env.get("NODEKIT_GENERATION") else None
         run_id = env.get("NODEKIT_RUN_ID") or env.get("TORCHELASTIC_RUN_ID")
         return cls(
             rank=rank,
-            local_rank=local_rank,
+            local_rank=_number(env, "LOCAL_RANK", 0),
             world_size=_number(env, "WORLD_SIZE", 1),
             local_world_size=local_world_size,
             node_rank=_number(env, "GROUP_RANK", _number(env, "NODE_RANK", rank // local_world_size)),
@@ -137,12 +119,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that talks to people."""
+        """Whether this is rank 0, the only one that prints."""
         return self.rank == 0
 
     @property
     def is_first_on_node(self) -> bool:
-        """Whether this is the rank that writes what its node keeps."""
+        """Whether this is the rank that writes its node's files."""
         return self.local_rank == 0
 
     def __enter__(self) -> "World":
@@ -163,11 +145,12 @@ class World:
             # Connect now, and name the right device.
             device_id=self.device if self.backend == "nccl" else None,
         )
-        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi has its own
-            told, found = f"{self.rank} of {self.world_size}", f"{dist.get_rank()} of {dist.get_world_size()}"
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi assigns its own
+            found = f"{dist.get_rank()} of {dist.get_world_size()}"
             dist.destroy_process_group()
             raise ValueError(
-                f"this is rank {told} by RANK and WORLD_SIZE, but rank {found} to {self.backend}"
+                f"this is rank {self.rank} of {self.world_size} by RANK and WORLD_SIZE, but rank {found} to "
+                f"{self.backend}"
             )
         return self
 
@@ -184,7 +167,7 @@ class World:
                 self.init_method.remove()
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Begin to sum a 1-D tensor over all ranks; what is given back waits for the sums, the same on every rank."""
+        """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank."""
         work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def sums() -> list[float]:
@@ -199,6 +182,34 @@ class World:
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]  # all_gather_object has filled every place
+
+
+def _check_launcher(env: Mapping[str, str], init_method: str) -> bool:
+    """Whether something launched this process; a ValueError if it set too little."""
+    if "RANK" not in env:
+        if init_method != "env://":
+            raise ValueError(
+                f"--init-method {init_method} is where ranks meet, and RANK is not set: take --launcher spawn, or "
+                "start every rank with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+            )
+        return False
+    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if init_method == "env://" else ("WORLD_SIZE",)
+    if missing := [name for name in needed if name not in env]:
+        raise ValueError(
+            f"RANK is set but not {', '.join(missing)}: start with kit or torchrun, or unset RANK"
+        )
+    return True
+
+
+def _device(local_rank: int, local_world_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible, "
+            f"{local_world_size} ranks on this node; start fewer (--nproc-per-node) or show more GPUs"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def _backend(name: str, device: torch.device) -> str:

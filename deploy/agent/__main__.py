@@ -3,7 +3,7 @@
 import os
 import sys
 
-from nodekit.deploy.agent.agent import main
+from nodekit.deploy.agent.main import main
 
 if __name__ == "__main__":
     status = main()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from nodekit.deploy.host.node.schema import Guess
 
 TAIL_BYTES = 8192
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
@@ -28,7 +28,7 @@ _LOSS = re.compile(
 )
 
 
-def of_file(path: str) -> dict[str, Any] | None:
+def of_file(path: str) -> Guess | None:
     """That of a log, from its end."""
     try:
         with Path(path).open("rb") as file:
@@ -38,7 +38,7 @@ def of_file(path: str) -> dict[str, Any] | None:
         return None
 
 
-def of_text(text: str) -> dict[str, Any] | None:
+def of_text(text: str) -> Guess | None:
     """``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line that has the first or the third; or None."""
     for line in reversed(_COLOUR.sub("", text).replace("\r", "\n").split("\n")):
         step = _BAR.search(line) or _OF_EPOCH.search(line) or _STEP.search(line)
@@ -56,7 +56,7 @@ def of_text(text: str) -> dict[str, Any] | None:
     return None
 
 
-def words(guess: Mapping[str, Any]) -> str:
+def words(guess: Guess) -> str:
     """A guess for people: ``~step 37/100, epoch 3, loss 0.2``."""
     parts = []
     if guess.get("step") is not None:

@@ -17,8 +17,9 @@ import threading
 from collections.abc import Callable, Iterable
 
 from nodekit.deploy.agent.replicas.replica_wire import Wire
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
+from nodekit.deploy.host.node.schema import Say
 
 _MAX_WIDENING = 8
 
@@ -37,9 +38,7 @@ def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int)
 class Hub:
     """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
 
-    def __init__(
-        self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Callable[..., None]
-    ) -> None:
+    def __init__(self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Say) -> None:
         """Listen at `address`, for who knows the token; `say(kind, **fields)` is told of false alarms."""
         self._token = token
         self._keep_alive_s = keep_alive_s
@@ -49,7 +48,7 @@ class Hub:
         self._lock = threading.Lock()
         self._connected: dict[str, socket.socket] = {}
         self._lost: set[str] = set()
-        listener = remote.listen(address)
+        listener = ports.listen(address)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self._serve, name="lifeline-hub")
 

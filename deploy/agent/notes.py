@@ -13,9 +13,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from nodekit.deploy.agent.hang import hang
+from nodekit.deploy.host.node.schema import Say, Usage
 
 SAMPLE_S = 2.0
 SAMPLES_A_WEEK = 20_000
@@ -33,8 +34,16 @@ def pause_s(elapsed_s: float, num_nodes: int) -> float:
     return min(max(SAMPLE_S, elapsed_s * SLOWER), 7 * 86_400 / SAMPLES_A_WEEK * max(1, num_nodes))
 
 
-def parse_progress(text: str) -> dict[str, Any]:
-    """``step``, ``total_steps`` and ``loss`` of what a rank says of its progress; None for what it does not say."""
+class Told(TypedDict):
+    """What a rank says of its progress; None for what it does not say."""
+
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+
+
+def parse_progress(text: str) -> Told:
+    """From a rank's words."""
     total, loss = _TOTAL.match(text), _LOSS.search(text)
     value = float(loss[1]) if loss else None
     return {
@@ -50,10 +59,10 @@ class Notes:
     def __init__(
         self,
         *,
-        say: Callable[..., None],
+        say: Say,
         told: Path,
         snapshots: Path,
-        usage: Callable[[], Mapping[str, Any]],
+        usage: Callable[[], Usage],
         num_nodes: int,
     ) -> None:
         """Nothing is looked at yet.
@@ -89,7 +98,7 @@ class Notes:
             for stale in self._told.iterdir():
                 stale.unlink(missing_ok=True)
 
-    def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Mapping[str, Any] | None:
+    def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Usage | None:
         """Note what is new; a sample of what the node uses, when it is time for another."""
         said = parse_progress(progress)
         if not self._has_stepped and not hang.Progress.parse(progress, 0.0).is_start:

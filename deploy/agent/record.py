@@ -12,14 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.agent import descriptors, guess
 from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.notes import Notes
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.usage import Usage
-from nodekit.deploy.host import present, remote
+from nodekit.deploy.host import files, present
+from nodekit.deploy.host.node import fence, schema
+from nodekit.deploy.host.node.schema import EventKind, NodeStatus, WorkerFailure
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of Python 3.11
 
 STATUS_INTERVAL_S = 1.0
 MAX_STATUS_INTERVAL_S = 1.5  # where nobody asks for a look
@@ -42,7 +47,8 @@ class Record:
         self._guessed_from = ""
         """Rank 0's log, where that is a rank of this node."""
         self._spec = spec
-        self._status: dict[str, Any] = {
+        self._status: NodeStatus = {
+            "version": schema.VERSION,
             "state": "starting",
             "generation": spec.generation,
             "attempt": None,
@@ -58,14 +64,14 @@ class Record:
         }
         self._reserve = self._folder / "reserve"
         with contextlib.suppress(OSError):
-            remote.write_private(str(self._reserve), bytes(RESERVE_BYTES))
+            files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
         for name in ("logs", "progress", "told", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
         self._events = str(self._folder / "events.jsonl")
         self._present = present.Present(self._events)
-        remote.end_torn_line(self._events)
-        self.event("agent-started", pid=os.getpid(), address=spec.local_addr)
+        files.end_torn_line(self._events)
+        self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
         usage = Usage(
             spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
@@ -90,7 +96,7 @@ class Record:
         Raises:
             OSError: it cannot be made, or what it lies in, which all hosts share, is not there.
         """
-        remote.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
+        fence.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
 
     @property
     def expected_snapshot(self) -> str:
@@ -100,14 +106,14 @@ class Record:
             OSError: that cannot be read.
         """
         told = self._spec.env.get("NODEKIT_SNAPSHOT_EXPECTED", "")
-        return str((remote.load(str(self._folder / "saved.json")) or {}).get("words", told))
+        return str((files.load(str(self._folder / "saved.json")) or {}).get("words", told))
 
-    def _noted(self, kind: str, **fields: Any) -> None:
+    def _noted(self, kind: EventKind, **fields: Any) -> None:
         self.event(kind, **fields)
         if kind == "snapshot":
             words = f"step {fields['step']} of generation {fields['generation']} was committed in {self.snapshot_dir}"
             with contextlib.suppress(OSError):  # the supervisor has the event
-                remote.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
+                files.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
 
     @property
     def _is_shared(self) -> bool:
@@ -124,20 +130,20 @@ class Record:
         """Remove what ranks of an earlier attempt said of theirs."""
         for stale in self.progress_dir.iterdir():
             stale.unlink(missing_ok=True)
-        self._status.update(progress=None, progress_time=None)
+        self._status.update({"progress": None, "progress_time": None})
 
-    def update(self, **changes: Any) -> None:
+    def update(self, **changes: Unpack[NodeStatus]) -> None:
         """Change the status, and rewrite its line in the events; not if nothing has changed."""
         with self._lock:
-            new = {**self._status, **changes}
+            new: NodeStatus = {**self._status, **changes}
             if new != self._status or "state" in changes:
                 self._status = new
                 self._write(lambda: self._present.write({**self._which(), **new}))
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: EventKind, **fields: Any) -> None:
         """Append one event."""
         line = json.dumps({**self._which(), "kind": kind, **fields}).encode() + b"\n"
-        self._write(lambda: remote.append_private(self._events, line))
+        self._write(lambda: files.append_private(self._events, line))
 
     def _which(self) -> dict[str, Any]:
         return {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name}
@@ -153,20 +159,23 @@ class Record:
             with contextlib.suppress(OSError):
                 write()
 
-    def failed(self, failures: list[dict[str, Any]]) -> None:
+    def failed(self, failures: list[WorkerFailure]) -> None:
         """Record failures of workers."""
         for failure in failures:
             self.event("worker-failed", **failure)
         self.update(failures=[*self._status["failures"], *failures][-50:])
 
-    def end(self, state: str, **changes: Any) -> None:
-        """The last status."""
+    def end(self, state: str, *, message: str = "", no_progress: bool = False) -> None:
+        """Write the last event and status: why it ended, and whether restarts had brought nothing."""
         self._ended.set()
         self.look(is_last=True)
-        result = self._result() if state == "succeeded" else None
-        told = {name: changes[name] for name in ("message", "no_progress") if changes.get(name)}
-        self.event("agent-ended", state=state, **told, **({"result": result} if result else {}))
-        self.update(state=state, **changes)
+        result = self._result() if state == "succeeded" else {}
+        told = {"message": message, "no_progress": no_progress, "result": result}
+        self.event("agent-ended", state=state, **{name: value for name, value in told.items() if value})
+        changes: NodeStatus = {"state": state, "workers": [], "no_progress": no_progress}
+        if message:
+            changes["message"] = message
+        self.update(**changes)
 
     def look(self, *, is_last: bool = False) -> None:
         """Take over what the ranks tell; note it, and what the node uses, if it is time to. The status changes once."""
@@ -174,7 +183,7 @@ class Record:
             self._looked = time.monotonic()
             changes = self._progress()
             usage = self._notes.look(
-                str({**self._status, **changes}["progress"] or ""),
+                str(changes.get("progress", self._status["progress"]) or ""),
                 is_training=self._status["state"] == "running",
                 is_last=is_last,
             )
@@ -187,7 +196,7 @@ class Record:
         if time.monotonic() - self._looked > STATUS_INTERVAL_S * 0.9:
             self._is_asked.set()
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress(self) -> NodeStatus:
         """What the ranks say of their progress: the least advanced one speaks for the node."""
         said = hang.read_progress(self.progress_dir).values()
         if not said:  # for people alone: what is guessed at is no sign of progress

@@ -42,7 +42,8 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.lifeline import Hub, Lifeline, cut_connections
 from nodekit.deploy.agent.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
+from nodekit.deploy.host.node.schema import Say
 
 CONNECT_TIMEOUT_S = 60.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
@@ -130,7 +131,7 @@ class Rendezvous:
     `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
     """
 
-    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Callable[..., None]) -> None:
+    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Say) -> None:
         """Reach the store on the rendezvous host, or be it.
 
         Raises:
@@ -393,7 +394,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def _new_store(address: str) -> Any:
-    held = remote.listen(address)
+    held = ports.listen(address)
     port = held.getsockname()[1]
     try:
         return TCPStore(

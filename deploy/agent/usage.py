@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from nodekit.deploy.host.node import schema
 
 
 class Usage:
@@ -22,7 +23,7 @@ class Usage:
         self._busy, self._all = _processor()
         self._traffic, self._asked = _traffic(interface), time.monotonic()
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> schema.Usage:
         """A sample, as docs/events.md has it; None for what is not known."""
         (busy, all_), now = _processor(), time.monotonic()
         traffic = _traffic(self._interface)
@@ -102,9 +103,9 @@ class _Nvml:
         except (OSError, AttributeError):
             return None
 
-    def ask(self, gpus: Sequence[int]) -> list[dict[str, Any]]:
+    def ask(self, gpus: Sequence[int]) -> list[schema.GpuUsage]:
         """Of each GPU; one that does not answer is left out."""
-        found = []
+        found: list[schema.GpuUsage] = []
         for index in gpus:
             device = self._device(index)
             use, memory = _Utilization(), _Memory()

@@ -12,9 +12,13 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MEET_S = 60.0
 """For the ranks to import torch and to find each other."""
@@ -40,6 +44,9 @@ def main(settings: dict[str, Any]) -> None:
     dist.init_process_group(settings["backend"], timeout=timedelta(seconds=max(MEET_S, settings["seconds"])))
     num_ranks = dist.get_world_size()
 
+    def zeros(size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
+
     def block_s(tensor: torch.Tensor, times: int) -> float:
         """Seconds of each, the mean over ranks as nccl-tests has it."""
         dist.barrier()
@@ -64,34 +71,42 @@ def main(settings: dict[str, Any]) -> None:
     least = torch.tensor([free], dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     most_bytes = float(least.item()) / _COPIES
-    block_s(torch.zeros(1, device=device), 3)  # connections are made
-    begun = time.monotonic()
+    block_s(zeros(4), 3)  # connections are made
+    points, stopped = _measure(settings, most_bytes, zeros, block_s, told)
+    if dist.get_rank() == 0:
+        print(json.dumps({"num_ranks": num_ranks, "points": points, "stopped": stopped}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(
+    settings: dict[str, Any],
+    most_bytes: float,
+    zeros: Callable[[int], torch.Tensor],
+    block_s: Callable[[torch.Tensor, int], float],
+    told: Callable[[int], int],
+) -> tuple[list[tuple[int, float]], str]:
+    """The points, and why there are no more of them: `main` says what its functions do."""
+    deadline = time.monotonic() + settings["seconds"]
     points: list[tuple[int, float]] = []
-    stopped = ""
     last = (settings["sizes"][0], 0.0)
     for size_bytes in settings["sizes"]:
-        left_s = settings["seconds"] - (time.monotonic() - begun)
         expected_s = last[1] * size_bytes / last[0]
         if size_bytes > most_bytes:
-            stopped = "memory"
-        elif not told(expected_s < _MOST_SHARE * left_s):
-            stopped = "time"
-        if stopped:
-            break
-        tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
+            return points, "memory"
+        if not told(expected_s < _MOST_SHARE * (deadline - time.monotonic())):
+            return points, "time"
+        tensor = zeros(size_bytes)
         once_s = block_s(tensor, 1)
-        left_s = settings["seconds"] - (time.monotonic() - begun)
-        fewest = _LEAST_TIMES if _LEAST_TIMES * once_s < _MOST_SHARE * left_s / 2 else 1
+        half_s = _MOST_SHARE * (deadline - time.monotonic()) / 2
+        fewest = _LEAST_TIMES if _LEAST_TIMES * once_s < half_s else 1
         times = told(max(fewest, min(_MOST_TIMES, int(_ENOUGH_S / max(once_s, 1e-6)))))
         # The median of some blocks: a moment's disturbance is not the network's.
         blocks = min(times, _BLOCKS)
         last = (size_bytes, statistics.median(block_s(tensor, times // blocks) for _ in range(blocks)))
         points.append(last)
         del tensor
-    if dist.get_rank() == 0:
-        print(json.dumps({"num_ranks": num_ranks, "points": points, "stopped": stopped}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    return points, ""
 
 
 def _free_bytes() -> float:

@@ -19,7 +19,7 @@ from nodekit.deploy.bench.netbench import Measured, Progress, Reduced
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import terminal
-from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
@@ -355,16 +355,7 @@ def plan_json(planned: forecast.Plan) -> dict[str, Any]:
         "gradient_bytes": planned.job.size_bytes,
         "step_s": planned.job.step_s,
         "forecasts": [
-            {
-                "way": each.way.name,
-                "num_nodes": each.num_nodes,
-                "step_s": each.step_s,
-                "exchange_s": each.exchange_s,
-                "efficiency": each.efficiency,
-                "samples_per_s": each.samples_per_s,
-            }
-            for row in planned.rows
-            for each in row
+            {**dataclasses.asdict(each), "way": each.way.name} for row in planned.rows for each in row
         ],
         "recommendation": planned.sentence,
     }

@@ -159,7 +159,7 @@ class Forecast:
         return self.efficiency * self.num_nodes
 
 
-def ways(*, accumulate: int = 4, steps_apart: int | None = None, diloco: bool = True) -> list[Way]:
+def ways(*, accumulate: int, steps_apart: int | None) -> list[Way]:
     """Those to compare."""
     found = [
         Way(name="ddp"),
@@ -168,8 +168,7 @@ def ways(*, accumulate: int = 4, steps_apart: int | None = None, diloco: bool = 
         Way(name=f"--accumulate {accumulate}", accumulate=accumulate),
     ]
     if steps_apart:
-        option = "--diloco" if diloco else "--local-sgd"
-        found.append(Way(name=f"{option} {steps_apart}", steps_apart=steps_apart))
+        found.append(Way(name=f"--diloco {steps_apart}", steps_apart=steps_apart))
     return found
 
 
@@ -185,19 +184,16 @@ def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
         talks = 1 + int(way.steps_apart * job.step_s / TALK_S)
         step_s = computing_s + (exchange_s + talks * talk_s) / way.steps_apart
     else:
-        times = [seconds for _, seconds in _messages(way, job, curve, num_nodes)]
-        exchange_s = sum(times)
-        shares = [share for share, _ in _messages(way, job, curve, num_nodes)]
-        step_s = computing_s - job.step_s + _overlapped(job.step_s, shares, times) + talk_s
-    efficiency = computing_s / step_s
-    rate = None if job.batch is None else num_nodes * job.batch * way.accumulate / step_s
+        messages = _messages(way, job, curve, num_nodes)
+        exchange_s = sum(seconds for _, seconds in messages)
+        step_s = computing_s - job.step_s + _overlapped(job.step_s, messages) + talk_s
     return Forecast(
         way=way,
         num_nodes=num_nodes,
         step_s=step_s,
         exchange_s=exchange_s,
-        efficiency=efficiency,
-        samples_per_s=rate,
+        efficiency=computing_s / step_s,
+        samples_per_s=None if job.batch is None else num_nodes * job.batch * way.accumulate / step_s,
     )
 
 
@@ -227,11 +223,11 @@ def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[fl
     return found
 
 
-def _overlapped(step_s: float, shares: Sequence[float], times: Sequence[float]) -> float:
+def _overlapped(step_s: float, messages: Sequence[tuple[float, float]]) -> float:
     """A step of DDP: each bucket goes when it is ready and the one before it has gone."""
     free_at = 0.0
     ready_share = 0.0
-    for share, seconds in zip(shares, times, strict=True):
+    for share, seconds in messages:
         ready_share += share
         ready_at = step_s * (1 - BACKWARD) + step_s * BACKWARD * ready_share
         free_at = max(ready_at, free_at) + seconds

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import secrets
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, RemoteError, on_all
+from nodekit.deploy.connect.link import Link, RemoteError, all_or_raise, on_all, source
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.plan import NodePlan
@@ -195,7 +193,7 @@ def _measure_pairs(
     token = secrets.token_hex(16)
     num_pairs = len(nodes) * (len(nodes) - 1)
     limit_s = 60 + 2 * num_pairs * (seconds + 3)
-    ports = check.all_or_raise(
+    ports = all_or_raise(
         on_all(
             {node.name: node for node in nodes},
             lambda node: links[node.name].call(
@@ -205,22 +203,22 @@ def _measure_pairs(
     )
 
     def one(ends: tuple[str, str]) -> Pair:
-        source, target = ends
+        sender, target = ends
         try:
-            found = links[source].call(
+            found = links[sender].call(
                 "linkspeed.measure",
                 timeout_s=_ANSWER_S + 5 * seconds,
                 address=by_name[target].local_addr,
                 port=ports[target],
                 token=token,
-                source=by_name[source].local_addr,
+                source=by_name[sender].local_addr,
                 seconds=seconds,
                 streams=STREAMS,
             )
         except RemoteError as error:
             where = f"{by_name[target].local_addr}:{ports[target]}"
-            return Pair(source=source, target=target, problem=f"no connection to {where}: {error.message}")
-        return Pair(source=source, target=target, **found)
+            return Pair(source=sender, target=target, problem=f"no connection to {where}: {error.message}")
+        return Pair(source=sender, target=target, **found)
 
     # Hosts that are one machine, as in a lab, share its cores: there, one pair at a time.
     machines = {found.boot_id for found in facts.values()}
@@ -230,8 +228,8 @@ def _measure_pairs(
     found: dict[tuple[str, str], Pair] = {}
     progress("pairs", 0, num_pairs)
     for meeting in schedule:
-        results = on_all({f"{source} → {target}": (source, target) for source, target in meeting}, one)
-        for pair in check.all_or_raise(results).values():
+        results = on_all({" → ".join(ends): ends for ends in meeting}, one)
+        for pair in all_or_raise(results).values():
             found[pair.source, pair.target] = pair
         progress("pairs", len(found), num_pairs)
     # What looks slow is measured once more with nothing beside it; a neighbour's burst is no slow link.
@@ -240,17 +238,11 @@ def _measure_pairs(
         progress("slow pairs again", number, len(doubtful))
         again = one(ends)
         if not again.problem:
-            found[ends] = _better(found[ends], again)
-    return [found[source, target] for source in by_name for target in by_name if source != target]
-
-
-def _better(one: Pair, other: Pair) -> Pair:
-    return Pair(
-        source=one.source,
-        target=one.target,
-        bytes_per_s=max(one.bytes_per_s or 0.0, other.bytes_per_s or 0.0),
-        rtt_s=min(one.rtt_s or math.inf, other.rtt_s or math.inf),
-    )
+            before = found[ends]
+            rate = max(before.bytes_per_s or 0.0, again.bytes_per_s or 0.0)
+            rtt_s = min(before.rtt_s or math.inf, again.rtt_s or math.inf)
+            found[ends] = replace(before, bytes_per_s=rate, rtt_s=rtt_s)
+    return [found[a, b] for a in by_name for b in by_name if a != b]
 
 
 def sizes(max_bytes: int) -> list[int]:
@@ -272,35 +264,23 @@ def _reduce(
 ) -> tuple[list[Reduced], str]:
     """Have the hosts' own torch do it: a rank on each node with gloo, on each GPU with nccl."""
     first = nodes[0]
-    port = links[first.name].call("linkspeed.free_port", timeout_s=_CALL_S, address=first.local_addr)
+    port = links[first.name].call("ports.free_port", timeout_s=_CALL_S, address=first.local_addr)
     per_node = {node.name: len(node.gpus) if backend == "nccl" else 1 for node in nodes}
     ranks = [(node, local_rank) for node in nodes for local_rank in range(per_node[node.name])]
     on_machine = {
         name: sum(per_node[other] for other, each in facts.items() if each.boot_id == found.boot_id)
         for name, found in facts.items()
     }
-    spec = importlib.util.find_spec("nodekit.deploy.bench.allreduce")
-    assert spec is not None
-    assert spec.origin is not None
-    program = Path(spec.origin).read_text(encoding="utf-8")
+    program = source("nodekit.deploy.bench.allreduce")
 
     def rank_of(number: int) -> dict[str, Any]:
         node, local_rank = ranks[number]
-        settings = {
-            "backend": backend,
-            "sizes": sizes(max_bytes),
-            "seconds": seconds,
-            "share": 1 / on_machine[node.name],
-        }
+        share = 1 / on_machine[node.name]
+        settings = {"backend": backend, "sizes": sizes(max_bytes), "seconds": seconds, "share": share}
+        own = {"RANK": number, "LOCAL_RANK": local_rank, "WORLD_SIZE": len(ranks)}
+        where = {"MASTER_ADDR": first.local_addr, "MASTER_PORT": port}
         # torch's own, and the job's: what steers its network steers this.
-        env = {
-            **node.env,
-            "RANK": str(number),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(len(ranks)),
-            "MASTER_ADDR": first.local_addr,
-            "MASTER_PORT": str(port),
-        }
+        env = {**node.env, **{name: str(value) for name, value in {**own, **where}.items()}}
         found: dict[str, Any] = links[node.name].stream(
             "attend",
             lambda passed: progress(f"all-reduce, {backend}", round(passed), 0) if number == 0 else None,
@@ -314,7 +294,7 @@ def _reduce(
         return found
 
     progress(f"all-reduce, {backend}", 0, 0)
-    done = check.all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
+    done = all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
     if problem := _why(backend, [(node.name, done[str(number)]) for number, (node, _) in enumerate(ranks)]):
         raise problem
     told = json.loads(done["0"]["out"].splitlines()[-1])
@@ -322,13 +302,13 @@ def _reduce(
         Reduced(backend=backend, num_ranks=len(ranks), size_bytes=size, seconds=seconds)
         for size, seconds in told["points"]
     ]
-    reasons = {
-        "time": f"would have taken longer than {seconds:g} s in all allow (--time-limit)",
-        "memory": "would not have fitted into the memory that is free",
-    }
     left_out = sizes(max_bytes)[len(points) :]
-    note = f"{backend}: {size_text(left_out[0])} and more {reasons[told['stopped']]}" if left_out else ""
-    return points, note
+    if not left_out:
+        return points, ""
+    reason = "would not have fitted into the memory that is free"
+    if told["stopped"] == "time":
+        reason = f"would have taken longer than {seconds:g} s in all allow (--time-limit)"
+    return points, f"{backend}: {size_text(left_out[0])} and more {reason}"
 
 
 def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostError | None:

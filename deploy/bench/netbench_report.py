@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,26 +41,22 @@ def heat_map(measured: Measured, *, width: int = _ROOM, colours: bool = True) ->
     unit, unit_name = unit_of(max(rates, default=0.0))
     first = max(len(name) for name in [*names, CORNER])
     cell = max(7, *(len(name) + 2 for name in names))
-    has_room = not colours or first + 1 + cell * len(names) <= width
-    numbered = not has_room
+    has_figures = not colours or first + 1 + cell * len(names) <= width
     lines = [Text(f"bandwidth in {unit_name}, from each host (row) to each other (column)", style="bold")]
-    if numbered:
+    labels, head = names, "".join(name.rjust(cell) for name in names)
+    if not has_figures:
         cell = 3 if len(names) > 9 else 2
         head = "".join(str(number + 1).rjust(cell) for number in range(len(names)))
-        names = [f"{number + 1} {name}" for number, name in enumerate(names)]
-        first = max(len(name) for name in [*names, CORNER])
+        labels = [f"{number + 1} {name}" for number, name in enumerate(names)]
+        first = max(len(name) for name in [*labels, CORNER])
         if first + 1 + cell * len(names) > width:
             return Text(f"{len(names)} hosts are too many for a heat map here: see --png FILE or --csv FILE")
-    else:
-        head = "".join(name.rjust(cell) for name in names)
     lines.append(Text(f"{CORNER.ljust(first)} {head}", style="dim"))
-    order = [node.name for node in measured.nodes]
-    for source, label in zip(order, names, strict=True):
+    for source, label in zip(names, labels, strict=True):
         line = Text(f"{label.ljust(first)} ")
-        for target in order:
-            line.append_text(
-                _cell(pairs.get((source, target)), rates, unit, cell, figures=not numbered, colours=colours)
-            )
+        for target in names:
+            pair = pairs.get((source, target))
+            line.append_text(_cell(pair, rates, unit, cell, figures=has_figures, colours=colours))
         lines.append(line)
     if rates and colours:
         legend = Text("slow ", style="dim")
@@ -159,14 +156,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
         },
         "pairs": [dict(zip(CSV_COLUMNS, _row(pair), strict=True)) for pair in measured.pairs],
         "all_reduce": [
-            {
-                "backend": point.backend,
-                "num_ranks": point.num_ranks,
-                "size_bytes": point.size_bytes,
-                "seconds": point.seconds,
-                "algbw_bytes_per_s": point.algbw,
-                "busbw_bytes_per_s": point.busbw,
-            }
+            {**asdict(point), "algbw_bytes_per_s": point.algbw, "busbw_bytes_per_s": point.busbw}
             for point in measured.reduced
         ],
         "slow": [

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from nodekit.deploy.bench.forecast import Job
 from nodekit.deploy.bench.netbench import Progress
-from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.connect.link import Link, all_or_raise, open_local
 from nodekit.deploy.plan import plan
-from nodekit.deploy.plan.check import all_or_raise
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.supervise import hands
 from nodekit.deploy.sync import sync

@@ -42,7 +42,7 @@ class Options:
 
 def board(options: Options) -> int:
     """Show the curves until Ctrl-C; the exit status."""
-    from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+    from nodekit.deploy.output.interrupts import sigterm_interrupts
 
     chosen = find(options.run_ids)
     port = free_port(options.port)
@@ -190,7 +190,7 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
         raise KitError(f"{cure}{node} has no curves: " + _none(mirrors))
     link = host.links[node]
     python = str(host.plans[node]["python"])
-    there = link.call("board_host.free_port", timeout_s=CALL_TIMEOUT_S)
+    there = link.call("ports.free_port", timeout_s=CALL_TIMEOUT_S)
     is_local = link.connection is None
     server = _Server(link, argv(python, logdir(folders), port if is_local else there))
     tunnel = None

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
+from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, RemoteError, on_all
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.results import apply
 from nodekit.inventory.errors import KitError
-from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host
 
 CALL_TIMEOUT_S = 30.0
@@ -117,7 +117,7 @@ class Mirror:
             self.run.reload()
         clock = self.run.clock_offsets
         nodes = self.plans = self._nodes()
-        self.places = {name: apply.folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
+        self.places = {name: plan.weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
         reached = [name for name in nodes if name in self.links]
         listed = on_all(
             {name: name for name in reached},
@@ -180,22 +180,15 @@ class Mirror:
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
         """The plans of the run's nodes, with links to those that can be reached."""
-        inventory = restore(self.run.inventory)
-        if not self.run.slurm:
-            hosts = {host.name: host for host in inventory.hosts if host.name in self.run.nodes}
-            self._open(hosts)
-            return self.run.nodes
-        from nodekit.slurm.login import LOGIN, host_of
-        from nodekit.slurm.show import record_of
-
-        self._open({LOGIN: host_of(inventory)})
-        if LOGIN not in self.links:
+        backend = backend_of(self.run)
+        hosts = backend.hosts(self.run)
+        self._open(hosts)
+        record = backend.record(self.run, self.links)
+        if record is None:
             return {}
-        # What the nodes wrote lies in the folder that the login node shares.
-        record = record_of(self.run, self.links[LOGIN])
-        nodes = record.nodes if record else {}
-        self.links.update(dict.fromkeys(nodes, self.links[LOGIN]))
-        return nodes
+        for host in hosts.keys() & self.links.keys():
+            self.links.update(dict.fromkeys(backend.nodes_at(record, host), self.links[host]))
+        return record.nodes
 
     def _open(self, hosts: Mapping[str, Host]) -> None:
         now = time.monotonic()

@@ -1,4 +1,5 @@
-"""Kit's command line: arguments, help, one call, what it prints.
+"""Kit's command line: a file for each command, with its arguments, its help, one call, and what it prints.
 
-It may import everything; nothing imports it.
+It may import everything; nothing imports it. Nothing else parses arguments. A file ends with its `COMMAND`, and `cli`
+lists it; what a command calls is imported where it is called, so that `kit --help` is there at once.
 """

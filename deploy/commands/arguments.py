@@ -1,35 +1,102 @@
-"""What kit's commands have in common on the command line."""
+"""What a file in this folder says of its command, and what commands have in common on the command line."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # every command's file is read for `kit --help`: what is slow to import comes later
     from nodekit.deploy.connect.cluster import SshOptions
+    from nodekit.deploy.metrics.metrics_port import Place
+
+EXIT_CODES = """\
+exit codes:
+  0    trained to the end (up), or done (the other commands)
+  1    bad input, or a host that cannot be reached or used
+  2    wrong usage of the command line
+  3    the job was started and failed
+  4    the job was restarted again and again, and made no progress
+  130  stopped by Ctrl-C, or (up) by kit down from elsewhere
+"""
 
 
-def add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: object,
-    help_text: str,
-    description: str | None = None,
-    epilog: str | None = None,
-) -> argparse.ArgumentParser:
-    """Add a command to kit's: `run` is called with what was parsed, and gives the exit status."""
-    command = commands.add_parser(
-        name,
-        help=help_text,
-        description=description or help_text[0].upper() + help_text[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=run)
-    return command
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One of kit's commands; each file in this folder ends with its own, as ``COMMAND``."""
+
+    run: Callable[[argparse.Namespace], int]
+    """Does it: gets what was parsed, gives the exit status."""
+    summary: str
+    """Its line in ``kit --help``."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    description: str = ""
+    """Above the options in its help (the summary)."""
+    epilog: str = ""
+    """Below them."""
+    takes_command: bool = False
+    """What follows ``--`` is the user's own command: ``args.command``, byte for byte."""
+
+    def parser(self, commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
+        """Add it to kit's commands."""
+        command = commands.add_parser(
+            name,
+            help=self.summary,
+            description=self.description or self.summary[0].upper() + self.summary[1:] + ".",
+            epilog=self.epilog,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=self.run, takes_command=self.takes_command)
+        # Left out of each command's help: `kit --help` has it.
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+        self.add_arguments(command)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs to the width of the terminal; those with an indented line are shown as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002  # argparse passes it
+        parts = re.split(r"\n{2,}", text.strip("\n"))
+        return "\n\n".join(
+            part
+            if re.search(r"^ ", part, re.MULTILINE)
+            else textwrap.fill(part, width, break_on_hyphens=False)
+            for part in parts
+        )
+
+
+def add_run(
+    command: argparse.ArgumentParser, text: str = "a run's id or its beginning (the latest run)"
+) -> None:
+    """Add RUN, which may be left out."""
+    command.add_argument("run_id", metavar="RUN", nargs="?", help=text)
+
+
+def add_inventory(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add INVENTORY; where it may be left out, it is the local one."""
+    if is_optional:
+        text = "the inventory file (local: two nodes on this machine)"
+        command.add_argument("inventory", metavar="INVENTORY", nargs="?", default="local", help=text)
+    else:
+        command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
+
+
+def inventory(args: argparse.Namespace) -> Path:
+    """The inventory file that is named: a path, or the name of one of kit's own examples."""
+    from nodekit.inventory.load import example_names, example_path
+
+    path = Path(args.inventory)
+    if not path.exists() and str(path) in example_names():
+        return example_path(str(path))
+    return path
 
 
 def add_ssh(command: argparse.ArgumentParser) -> None:
@@ -49,3 +116,30 @@ def ssh_options(args: argparse.Namespace, *, notice: Callable[[str], None] | Non
         accept_new_host_keys=args.accept_new_host_keys,
         notice=notice or (lambda text: print(text, file=sys.stderr)),
     )
+
+
+def add_metrics(command: argparse.ArgumentParser) -> None:
+    """Add where metrics are served."""
+    command.add_argument(
+        "--metrics-port", metavar="PORT", type=int, help="serve nodekit_* metrics for Prometheus there"
+    )
+    command.add_argument(
+        "--metrics-address",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="with --metrics-port: on this address of this machine, 0.0.0.0 for all (%(default)s)",
+    )
+
+
+def metrics(args: argparse.Namespace) -> Place | None:
+    """What was said by `add_metrics`'s options."""
+    if args.metrics_port is None:
+        return None
+    from nodekit.deploy.metrics.metrics_port import Place
+
+    return Place(args.metrics_port, args.metrics_address)
+
+
+def wants_lines(args: argparse.Namespace) -> bool:
+    """Whether lines are to be printed in a terminal too: ``--debug`` would tear the live view."""
+    return bool(args.plain or (args.debug and sys.stderr.isatty()))

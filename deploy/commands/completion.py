@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.commands import arguments, helptext
+from nodekit.deploy.commands import arguments
 
 SHELLS = ("bash", "zsh", "fish")
 MAX_RUNS = 100
-_WITH_COMMAND = ("up", "drill", "export", "compare", "shell", "check")
+DESCRIPTION = """\
+Print what your shell needs to complete kit's commands, options, runs, inventory files, nodes and engines. Put it into
+the shell's own file, once:
+
+  bash   kit completion bash >> ~/.bashrc
+  zsh    kit completion zsh >> ~/.zshrc
+  fish   kit completion fish > ~/.config/fish/completions/kit.fish
+
+A new shell has it. It runs kit itself to ask, wherever that is on the PATH: another version of it need not print anew.
+"""
 _ZSH_HEAD = """\
 #compdef kit
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
@@ -63,7 +72,7 @@ def attach(parser: argparse.ArgumentParser) -> None:
         "DIR": files,
         "PATH": files,
     }
-    for name, command in _commands(parser):
+    for command in _commands(parser):
         for action in command._actions:
             if action.choices is not None:
                 continue
@@ -74,18 +83,16 @@ def attach(parser: argparse.ArgumentParser) -> None:
                 action.completer = completers[key]  # type: ignore[attr-defined]  # argcomplete's way
             elif action.nargs != 0:
                 action.completer = _nothing  # type: ignore[attr-defined]
-        if (
-            name in _WITH_COMMAND and " -- " in os.environ["COMP_LINE"]
-        ):  # what follows `--`: the script, and its arguments
+        if command.get_default("takes_command") and " -- " in os.environ["COMP_LINE"]:
             rest = command.add_argument("after", nargs="*", help=argparse.SUPPRESS)
             rest.completer = files  # type: ignore[attr-defined]
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield name, command
+            for command in action.choices.values():
+                yield command
                 yield from _commands(command)
 
 
@@ -181,10 +188,10 @@ def _faults(prefix: str, **_: Any) -> dict[str, str]:
 
 def _engines(prefix: str, **_: Any) -> dict[str, str]:
     """Engines, of a list with commas the last one."""
-    from nodekit.training.engines import ENGINES
+    from nodekit.training.engine_info import ENGINES
 
     before, comma, start = prefix.rpartition(",")
-    return {before + comma + name: about for name, about in ENGINES.items() if name.startswith(start)}
+    return {before + comma + name: info.about for name, info in ENGINES.items() if name.startswith(start)}
 
 
 def _escaped(prefix: str) -> str:
@@ -193,19 +200,20 @@ def _escaped(prefix: str) -> str:
     return glob.escape(prefix)
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``completion`` to kit's."""
-    command = arguments.add(
-        commands,
-        "completion",
-        run_completion,
-        "what your shell needs to complete kit's arguments",
-        helptext.COMPLETION,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `kit completion` takes."""
     command.add_argument("shell", choices=SHELLS, help="yours")
 
 
-def run_completion(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print a shell's lines."""
     print(lines(args.shell).strip())
     return 0
+
+
+COMMAND = arguments.Command(
+    run=run,
+    summary="what your shell needs to complete kit's arguments",
+    add_arguments=add_arguments,
+    description=DESCRIPTION,
+)

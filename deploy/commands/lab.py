@@ -1,16 +1,17 @@
-"""``kit lab``: makes real hosts on this machine, breaks and mends them. `Lab` is the same for programs."""
+"""`kit lab`: make real hosts on this machine, break and mend them. `lab.lab_cluster.Lab` is the same for programs."""
+
+from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nodekit.deploy.lab import lab_record
-from nodekit.deploy.lab.lab_cluster import Lab, down, lab_folder
-from nodekit.deploy.lab.lab_network import LabHost
+from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-__all__ = ["Lab", "LabHost", "add_commands"]
+if TYPE_CHECKING:
+    from nodekit.deploy.lab.lab_cluster import Lab
 
 DESCRIPTION = """\
 Several real hosts on this one Linux machine, to try kit on and to break: each with its own network, host
@@ -25,12 +26,20 @@ HOST_COMMANDS = {
 }
 
 
-def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``lab`` and its subcommands to kit's."""
-    lab = sub.add_parser("lab", help="real hosts on this one machine, to try kit on", description=DESCRIPTION)
+def add_arguments(lab: argparse.ArgumentParser) -> None:
+    """Add the commands of `kit lab`."""
     commands = lab.add_subparsers(dest="lab_command", metavar="COMMAND", required=True)
 
-    up = _add(commands, "up", "make a lab and write its inventory", run_up)
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+        command.add_argument(
+            "--folder", type=Path, help="where the lab is (default: nodekit/lab in the XDG state folder)"
+        )
+        return command
+
+    up = add("up", "make a lab and write its inventory")
     up.add_argument(
         "n", metavar="N", type=int, nargs="?", default=3, help="how many hosts (default: %(default)s)"
     )
@@ -43,12 +52,12 @@ def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     up.add_argument(
         "--accounting", action="store_true", help="with --slurm: keep accounts, so that sacct works"
     )
-    _add(commands, "down", "remove the lab, with its hosts' disks", run_down)
-    _add(commands, "status", "show the hosts and how they are", run_status)
+    add("down", "remove the lab, with its hosts' disks")
+    add("status", "show the hosts and how they are")
     for name, text in HOST_COMMANDS.items():
-        _add(commands, name, text, run_on_host).add_argument("host", metavar="HOST")
+        add(name, text).add_argument("host", metavar="HOST")
 
-    slow = _add(commands, "slow", "make a host's link slow, until `mend`", run_slow)
+    slow = add("slow", "make a host's link slow, until `mend`")
     slow.add_argument("host", metavar="HOST")
     slow.add_argument(
         "--delay-ms", type=float, default=0, help="how long packets wait, each way (default: %(default)s)"
@@ -59,8 +68,32 @@ def add_commands(sub: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
 
 
-def run_up(args: argparse.Namespace) -> int:
-    """Make the lab, or say that it is there."""
+def run(args: argparse.Namespace) -> int:
+    """Run one of the commands of `kit lab`."""
+    from nodekit.deploy.lab.lab_cluster import Lab
+
+    if args.lab_command == "up":
+        return _up(args)
+    if args.lab_command == "down":
+        return _down(args)
+    lab = Lab.load(args.folder)
+    if args.lab_command == "status":
+        _print_hosts(lab)
+        return 0
+    if args.lab_command == "slow":
+        lab.slow(args.host, delay_ms=args.delay_ms, rate_mbit=args.rate_mbit, loss_percent=args.loss_percent)
+    else:
+        {"crash": lab.crash, "cut": lab.cut, "mend": lab.mend, "revive": lab.revive}[args.lab_command](
+            args.host
+        )
+    print(f"{args.host}: {lab.status(args.host)}")
+    return 0
+
+
+def _up(args: argparse.Namespace) -> int:
+    from nodekit.deploy.lab import lab_record
+    from nodekit.deploy.lab.lab_cluster import Lab, lab_folder
+
     was_there = (lab_folder(args.folder) / lab_record.FILE).exists()
     lab = Lab.up(args.n, folder=args.folder, name=args.name, slurm=args.slurm, accounting=args.accounting)
     print(f"{'already up' if was_there else 'up'}: {len(lab.hosts)} hosts in {lab.network}")
@@ -77,8 +110,9 @@ def run_up(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_down(args: argparse.Namespace) -> int:
-    """Remove the lab; none is fine."""
+def _down(args: argparse.Namespace) -> int:
+    from nodekit.deploy.lab.lab_cluster import down, lab_folder
+
     folder = lab_folder(args.folder)
     left = down(folder)
     if left is None:
@@ -88,42 +122,6 @@ def run_down(args: argparse.Namespace) -> int:
     if left:
         print(f"left there, for kit lab up did not make it: {', '.join(left)}")
     return 0
-
-
-def run_status(args: argparse.Namespace) -> int:
-    """Show the lab."""
-    _print_hosts(Lab.load(args.folder))
-    return 0
-
-
-def run_on_host(args: argparse.Namespace) -> int:
-    """Crash, cut, mend or revive one host."""
-    lab = Lab.load(args.folder)
-    {"crash": lab.crash, "cut": lab.cut, "mend": lab.mend, "revive": lab.revive}[args.lab_command](args.host)
-    print(f"{args.host}: {lab.status(args.host)}")
-    return 0
-
-
-def run_slow(args: argparse.Namespace) -> int:
-    """Slow one host's link."""
-    lab = Lab.load(args.folder)
-    lab.slow(args.host, delay_ms=args.delay_ms, rate_mbit=args.rate_mbit, loss_percent=args.loss_percent)
-    print(f"{args.host}: {lab.status(args.host)}")
-    return 0
-
-
-def _add(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    text: str,
-    run: Callable[[argparse.Namespace], int],
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument(
-        "--folder", type=Path, help="where the lab is (default: nodekit/lab in the XDG state folder)"
-    )
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _print_hosts(lab: Lab) -> None:
@@ -141,3 +139,11 @@ def _nodes(lab: Lab) -> tuple[dict[str, str], KitError | None]:
         return (lab.slurm.node_states() if lab.has_slurm else {}), None
     except KitError as error:
         return {}, error
+
+
+COMMAND = arguments.Command(
+    run=run,
+    summary="real hosts on this one machine, to try kit on",
+    add_arguments=add_arguments,
+    description=DESCRIPTION,
+)

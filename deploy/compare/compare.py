@@ -25,8 +25,8 @@ from nodekit.deploy.compare import compare_plan, compare_report
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
 from nodekit.deploy.compare.compare_report import Row
 from nodekit.deploy.output import terminal
-from nodekit.deploy.ssh_backend.start import count
-from nodekit.deploy.ssh_backend.up import sigterm_interrupts
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import JobFailed, KitError
 
 TIMEOUT_S = 3600.0

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from nodekit.deploy.ssh_backend.start import count
+from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import KitError
 from nodekit.training import options as training
-from nodekit.training.engines import ALONE, ENGINES, EngineError, check_engine
+from nodekit.training.engine_info import ALONE, ENGINES, EngineError
+from nodekit.training.engines.load import check_engine
 
 BASE = "single"
 """What all others are compared with."""

@@ -1,16 +1,17 @@
-"""Opens the links to an inventory's hosts, all at once, and groups hosts that share a folder."""
+"""Opens the links to an inventory's hosts, all at once; and what logs in to one with the system's ssh."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from nodekit.deploy.connect.link import Link, on_all, open_local, open_ssh
-from nodekit.deploy.plan.check import Facts, all_or_raise
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all, open_local, open_ssh
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
 
@@ -66,6 +67,25 @@ def open_link(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIM
     except BaseException:
         connection.close()
         raise
+
+
+def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
+    """What opens a shell on one host: the system's ssh as the inventory says, or, for a local node, a shell."""
+    if host.connection == "local":
+        return [os.environ.get("SHELL", "/bin/sh")]
+    argv = ["ssh", "-o", f"StrictHostKeyChecking={'accept-new' if accept_new_host_keys else 'yes'}"]
+    if host.user is not None:
+        argv += ["-l", host.user]
+    if host.port is not None:
+        argv += ["-p", str(host.port)]
+    if host.identity_file is not None:
+        argv += ["-i", str(Path(host.identity_file).expanduser())]
+    if host.known_hosts is not None:
+        # ssh takes the first value it is given: those that it would look into by itself are named again.
+        files = [str(Path(host.known_hosts).expanduser()), "~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+        quoted = " ".join('"' + file.replace("%", "%%") + '"' for file in files)
+        argv += ["-o", f"UserKnownHostsFile={quoted}"]
+    return [*argv, "--", host.address]
 
 
 @contextmanager
@@ -130,11 +150,3 @@ def _numeric(host: Host) -> str | None:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None  # reached through a jump host that knows the name
-
-
-def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """The hosts grouped by the workdir they share: first of a group → all of it."""
-    groups: dict[str, list[str]] = {}
-    for name, found in facts.items():
-        groups.setdefault(found.workdir_id or name, []).append(name)
-    return {names[0]: names for names in groups.values()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.connect.ssh import SshConnection
@@ -29,11 +29,13 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "accept", "hostshell", "made", "present", "programs", "removal", "tree",
+    "accept", "files", "hostshell", "ports", "present", "processes", "programs", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "probes.hostfacts", "probes.linkspeed", "probes.netprobe", "probes.nics", "probes.probes", "probes.survey",
+    "node.agents", "node.fence", "node.leftovers", "node.made", "node.removal", "node.schema", "node.status",
+    "probes.hostfacts", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics",
+    "probes.probes", "probes.survey",
 )  # fmt: skip
-"""The modules of `deploy.host` whose functions a host can be asked to call, as ``MODULE.FUNCTION``."""
+"""The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
 BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
@@ -273,38 +275,52 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
     return {name: results[name] for name in items}
 
 
+def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results, when no host failed; else one error with a line per host that did."""
+    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
+    if not failures:
+        return dict(results)
+    for failure in failures.values():
+        if not isinstance(failure, KitError):
+            raise failure  # our own bug: its traceback is worth more than a summary
+    first = next(iter(failures.values()))
+    if len(failures) == 1:
+        raise first
+    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
+
+
 @functools.cache
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    return program((*OFFERED, "remote"), "module.serve(package)")
+    return program((*OFFERED, "remote"), "module.serve(module_of)")
 
 
 def program(names: Sequence[str], last_line: str) -> bytes:
     """Modules of `deploy.host` as one program in ASCII; in its last line, `module` is the last of them.
 
-    The others are compiled when they are first asked for: most calls need few of them. There, the folders are one
-    package under several names, so a module is known by its own name alone.
+    The others are compiled when they are first imported: most calls need few of them. There, `module_of` finds a
+    module by its own name alone, without its folder's.
     """
-    sources = {name.rpartition(".")[2]: (name, source(f"nodekit.deploy.host.{name}")) for name in names}
+    sources = {f"nodekit.deploy.host.{name}": source(f"nodekit.deploy.host.{name}") for name in names}
     return f"""
-import sys, threading, types
+import importlib, importlib.util, sys, types
 sources = {sources!a}
-package, lock = types.ModuleType("nodekit.deploy.host"), threading.RLock()
-def load(name):
-    if name not in sources:
-        raise AttributeError(name)
-    with lock:
-        if name not in vars(package):
-            place, text = sources[name]
-            module = types.ModuleType("nodekit.deploy.host." + place)
-            sys.modules[module.__name__] = module
-            exec(compile(text, name + ".py", "exec"), module.__dict__)
-            setattr(package, name, module)
-        return vars(package)[name]
-package.__getattr__ = load
-for place in ("", ".logs", ".probes"):  # and no "nodekit": a host's own must be found, should anything look for it
-    sys.modules["nodekit.deploy.host" + place] = package
-module = load({names[-1].rpartition(".")[2]!a})
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name in sources else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        name = module.__name__
+        exec(compile(sources[name], name.rpartition(".")[2] + ".py", "exec"), module.__dict__)
+sys.meta_path.insert(0, Finder())
+for name in sources:  # the folders; and no "nodekit": a host's own must be found, should anything look for it
+    folder = sys.modules.setdefault(name.rpartition(".")[0], types.ModuleType(name.rpartition(".")[0]))
+    folder.__path__ = []
+full_names = {{name.rpartition(".")[2]: name for name in sources}}
+def module_of(name):
+    return importlib.import_module(full_names[name])
+module = module_of({names[-1].rpartition(".")[2]!a})
 {last_line}
 """.encode("ascii")
 

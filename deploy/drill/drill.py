@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -15,13 +15,12 @@ from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.drill import drill_report
 from nodekit.deploy.drill.drill_report import Result
 from nodekit.deploy.drill.drill_run import Drill
-from nodekit.deploy.drill.drill_site import lab_of
+from nodekit.deploy.drill.drill_site import Lab, Site
 from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
-from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.output import terminal
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import count
 from nodekit.deploy.records import runs
-from nodekit.deploy.ssh_backend.start import count
-from nodekit.deploy.ssh_backend.up import sigterm_interrupts
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -49,6 +48,8 @@ class Options:
     """Default: all that the inventory allows."""
     command: tuple[str, ...] = ()
     json: bool = False
+    load_lab: Callable[[Path], Lab]
+    """Opens the lab of a folder, where the hosts are a lab's."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
@@ -57,10 +58,11 @@ def drill(options: Options) -> int:
     inventory = load_inventory(options.inventory)
     if inventory.slurm is not None:
         raise NotPossible(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
-    faults = chosen(options.faults, inventory, lab_of(inventory)[0])
+    site = Site(inventory, options.load_lab)
+    faults = chosen(options.faults, inventory, site.lab)
     folder = runs.folder().parent / "drills" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
     voice = Voice(sys.stderr if options.json else sys.stdout)
-    drilling = Drill(inventory, options.command, options.ssh, folder, voice.say)
+    drilling = Drill(site, options.command, options.ssh, folder, voice.say)
     with sigterm_interrupts():
         try:
             drilling.unbroken()
@@ -74,10 +76,10 @@ def drill(options: Options) -> int:
     return 0 if drill_report.are_survived(drilling.results, asked_for=bool(options.faults)) else 1
 
 
-def list_faults(path: Path) -> int:
+def list_faults(options: Options) -> int:
     """Print each fault, and why it cannot be tried on this inventory."""
-    inventory = load_inventory(path)
-    lab, _ = lab_of(inventory)
+    inventory = load_inventory(options.inventory)
+    lab = Site(inventory, options.load_lab).lab
     for fault in FAULTS.values():
         reason = why_not(fault, num_nodes=len(inventory.hosts), lab=lab)
         print(f"{fault.name.ljust(_NAME_WIDTH)}  {fault.text}")
@@ -128,7 +130,7 @@ class Voice:
 
 def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
     """Print what came of it all, and keep it in the folder."""
-    text = json.dumps([result.to_dict() for result in results], indent=2, ensure_ascii=False)
+    text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text, flush=True)

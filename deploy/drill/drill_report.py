@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ROUNDING = 1e-3
@@ -83,10 +83,6 @@ class Result:
     world_sizes: tuple[int, ...] = ()
     curve: Curve = Curve("unknown", "")
     took_s: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def attempts(trace: Trace) -> list[Attempt]:

@@ -21,7 +21,6 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.hands import Hands
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
-from nodekit.inventory.schema import Inventory
 
 OWN_JOB = (
     "-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "14",
@@ -50,7 +49,7 @@ class Drill:
 
     def __init__(
         self,
-        inventory: Inventory,
+        site: Site,
         command: Sequence[str],
         options: SshOptions,
         folder: Path,
@@ -59,14 +58,14 @@ class Drill:
         """Nothing is started yet.
 
         Args:
-            inventory: what the cluster is.
+            site: the hosts, and their lab.
             command: in place of the inventory's.
             options: how to reach the hosts.
             folder: for the copy of the inventory, and each run's output.
             say: tells the user one line about the run of this name.
         """
         self.results: list[Result] = []
-        self.site = Site(inventory)
+        self.site, inventory = site, site.inventory
         self._hosts = {host.name: host for host in inventory.hosts}
         self._options = options
         self._folder = folder
@@ -106,16 +105,11 @@ class Drill:
         self._training_s, self.run_s = ended - began, time.monotonic() - started
         steps = self._num_steps
         world = "→".join(map(str, drill_report.world_sizes(trace)))
-        self._say(
-            "unbroken",
-            f"{f'{steps} steps' if steps else 'trained (it tells no steps)'} in {self._training_s:.0f} s, "
-            f"world size {world}"
-            + (
-                ""
-                if drill_report.losses(trace)
-                else "; it writes no metrics.jsonl: there is no curve to compare"
-            ),
-        )
+        told = f"{f'{steps} steps' if steps else 'trained (it tells no steps)'} in {self._training_s:.0f} s"
+        told += f", world size {world}"
+        if not drill_report.losses(trace):
+            told += "; it writes no metrics.jsonl: there is no curve to compare"
+        self._say("unbroken", told)
 
     def try_fault(self, fault: Fault) -> None:
         """One fault, in a run of its own."""
@@ -136,9 +130,8 @@ class Drill:
                 except GaveUp as error:
                     problem = str(error)
                 if fault.needs_lab and fault.back:
-                    fault.back(
-                        self.site
-                    )  # the job may have ended before, and what all nodes say must be heard
+                    # The job may have ended before, and what all nodes say must be heard.
+                    fault.back(self.site)
                 watch.close()
                 trace = watch.trace
         except KitError as error:
@@ -263,10 +256,8 @@ class Drill:
                 run.finish_stopped()
             unsure = [name for name in run.nodes if isinstance(results.get(name, KitError()), Exception)]
             if unsure:
-                self._say(
-                    "warning",
-                    f"it may still run on {', '.join(unsure)}: kit down {run.run_id} when they are back",
-                )
+                where = ", ".join(unsure)
+                self._say("warning", f"it may still run on {where}: kit down {run.run_id} when they are back")
         if lab is not None:
             make_whole(lab, small_disks_at=self.site.small_disk)
 

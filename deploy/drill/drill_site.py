@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nodekit.deploy.drill.drill_job import Job
 from nodekit.deploy.drill.drill_watch import Watch
-from nodekit.deploy.drill.faults import SAVE_TIMEOUT_S, NotTried
-from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records.runs import Run
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
+
+SAVE_TIMEOUT_S = 60.0
+
+
+class NotTried(KitError):
+    """A fault that could not be brought about."""
+
+
+class Lab(Protocol):
+    """What the faults need of `nodekit.deploy.lab`, by the lab's names of its hosts; `kit drill` hands it in."""
+
+    @property
+    def hosts(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]: ...  # noqa: D102
+    def is_alive(self, host: str) -> bool: ...  # noqa: D102
+    def status(self, host: str) -> str: ...  # noqa: D102
+    def crash(self, host: str) -> None: ...  # noqa: D102
+    def revive(self, host: str) -> None: ...  # noqa: D102
+    def cut(self, host: str) -> None: ...  # noqa: D102
+    def slow(self, host: str, *, delay_ms: float, loss_percent: float) -> None: ...  # noqa: D102
+    def mend(self, host: str) -> None: ...  # noqa: D102
 
 
 class Site:
     """What faults may ask and do; `enter` a run before they strike."""
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: Inventory, load_lab: Callable[[Path], Lab]) -> None:
         self.inventory = inventory
-        self.lab, self._lab_names = lab_of(inventory)
+        self.lab, self._lab_names = lab_of(inventory, load_lab)
         self._hosts = [host.name for host in inventory.hosts]
         self._folders: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
@@ -120,15 +140,15 @@ class Site:
         self._job.start(new=False)
 
 
-def lab_of(inventory: Inventory) -> tuple[Lab | None, Mapping[str, str]]:
+def lab_of(inventory: Inventory, load_lab: Callable[[Path], Lab]) -> tuple[Lab | None, Mapping[str, str]]:
     """The lab whose hosts these are, with each one's name there; None if they are not all of one lab's."""
     folders = [inventory.path.resolve().parent]
     for host in inventory.hosts:
         folders += [Path(path).parent for path in (host.identity_file, host.known_hosts) if path]
     for folder in dict.fromkeys(folders):
-        with contextlib.suppress(KitError, OSError, HostError):
+        with contextlib.suppress(KitError, OSError):
             if os.geteuid() == 0 and (folder / "lab.json").exists():
-                lab = Lab.load(folder)
+                lab = load_lab(folder)
                 names = {host.address: name for name, host in lab.hosts.items()}
                 if all(host.address in names for host in inventory.hosts):
                     return lab, {host.name: names[host.address] for host in inventory.hosts}

@@ -6,26 +6,17 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nodekit.deploy.lab.lab_cluster import Lab
-from nodekit.inventory.errors import KitError
-
-if TYPE_CHECKING:
-    from nodekit.deploy.drill.drill_site import Site
+from nodekit.deploy.drill.drill_site import SAVE_TIMEOUT_S, Lab, NotTried, Site
 
 BACK_AFTER_S = 6.0
 """A lost host is back after this; long enough that its loss is noticed before."""
-SAVE_TIMEOUT_S = 60.0
 FLAPS = 4
 FLAP_S = 0.7
 SLOW_MS, SLOW_LOSS_PERCENT = 40.0, 1.0
 SPARE_BYTES = 64 << 20
 """What a small disk has more than one run needs: then it is filled."""
-
-
-class NotTried(KitError):
-    """A fault that could not be brought about."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +63,22 @@ def bystander(site: Site, but: Sequence[str] = ()) -> str:
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def _signals(
-    target: str,
+def _signal(
+    name: str,
+    text: str,
     number: signal.Signals,
-    what: str,
+    target: str,
+    to_what: str,
     node: Callable[[Site], str] = bystander,
     **how: Any,
-) -> Callable[[Site], Struck]:
+) -> Fault:
+    """A signal to what runs on a node; `how`: more for `inject` in deploy/host/remote.py."""
+
     def strike(site: Site) -> Struck:
         where = node(site)
-        return Struck(where, what, site.inject(where, target, int(number), **how))
+        return Struck(where, f"{number.name} to {to_what}", site.inject(where, target, int(number), **how))
 
-    return strike
+    return Fault(name=name, text=text, strike=strike)
 
 
 def _kill_supervisor(site: Site) -> Struck:
@@ -130,20 +125,10 @@ def make_whole(lab: Lab, *, small_disks_at: str = "") -> list[str]:
     return mended
 
 
-def _power_on(site: Site) -> str:
-    mended = make_whole(_lab(site))
-    return f"power is back on {', '.join(mended)}"
-
-
 def _cut(site: Site, node: str) -> Struck:
     at = time.time()
     _lab(site).cut(site.lab_name(node))
     return Struck(node, "its cable is out", at)
-
-
-def _mend(site: Site) -> str:
-    mended = make_whole(_lab(site))
-    return f"the link of {', '.join(mended)} is whole again"
 
 
 def _slow(site: Site) -> Struck:
@@ -201,53 +186,47 @@ def _empty_disk(site: Site) -> str:
 
 _HOSTS = "it takes down or cuts off a host, which kit can do, and undo, only on a lab"
 
+
+def _on_lab(name: str, text: str, strike: Callable[[Site], Struck], back: str = "", **more: Any) -> Fault:
+    """A fault of a lab's hosts, all of which are made whole again; `back`: what is said then, of these hosts."""
+
+    def mend(site: Site) -> str:
+        return back.format(", ".join(make_whole(_lab(site))))
+
+    more = {"needs_lab": _HOSTS, "min_nodes": 2, **more}
+    return Fault(name=name, text=text, strike=strike, back=mend if back else None, **more)
+
+
+_KILL, _STOP, _TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+_POWER = "power is back on {}"
+_LINK = "the link of {} is whole again"
+_DISK = "kit never fills a disk of yours; a lab's host is given a small one for it"
+_SLOW = "it changes a host's link, which kit can do, and undo, only on a lab"
+
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
-        Fault(
-            name="worker",
-            text="one rank's process is killed, as when memory runs out",
-            strike=_signals("worker", signal.SIGKILL, "SIGKILL to a rank's process"),
+        _signal(
+            "worker", "one rank's process is killed, as when memory runs out", _KILL, "worker", "a rank's process"
         ),
-        Fault(
-            name="rank0",
-            text="the same, of rank 0",
-            strike=_signals(
-                "worker", signal.SIGKILL, "SIGKILL to rank 0's process", lambda site: site.rank0, rank=0
-            ),
+        _signal(
+            "rank0", "the same, of rank 0", _KILL, "worker", "rank 0's process", lambda site: site.rank0, rank=0
         ),
-        Fault(
-            name="mid-save",
-            text="a node's ranks are killed while they write a snapshot",
-            strike=_signals(
-                "workers", signal.SIGKILL, "SIGKILL to its ranks, in the middle of a save",
-                saving_s=SAVE_TIMEOUT_S,
-            ),
+        _signal(
+            "mid-save", "a node's ranks are killed while they write a snapshot", _KILL, "workers",
+            "its ranks, in the middle of a save", saving_s=SAVE_TIMEOUT_S,
         ),
-        Fault(
-            name="hang",
-            text="a rank is stopped (SIGSTOP): no crash, and no progress",
-            strike=_signals("worker", signal.SIGSTOP, "SIGSTOP to a rank's process"),
+        _signal(
+            "hang", "a rank is stopped (SIGSTOP): no crash, and no progress", _STOP, "worker", "a rank's process"
         ),
-        Fault(
-            name="agent",
-            text="kit's agent on a node is killed",
-            strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent"),
+        _signal("agent", "kit's agent on a node is killed", _KILL, "agent", "its agent"),
+        _signal("node", "all that kit runs on a node is killed", _KILL, "node", "its agent and ranks"),
+        _signal(
+            "preempt", "a node's agent gets SIGTERM, as when its host shuts down", _TERM, "agent", "its agent"
         ),
-        Fault(
-            name="node",
-            text="all that kit runs on a node is killed",
-            strike=_signals("node", signal.SIGKILL, "SIGKILL to its agent and ranks"),
-        ),
-        Fault(
-            name="preempt",
-            text="a node's agent gets SIGTERM, as when its host shuts down",
-            strike=_signals("agent", signal.SIGTERM, "SIGTERM to its agent"),
-        ),
-        Fault(
-            name="rendezvous",
-            text="the agent that keeps the rendezvous is killed",
-            strike=_signals("agent", signal.SIGKILL, "SIGKILL to its agent", lambda site: site.host),
+        _signal(
+            "rendezvous", "the agent that keeps the rendezvous is killed", _KILL, "agent", "its agent",
+            lambda site: site.host,
         ),
         Fault(
             name="control",
@@ -262,70 +241,33 @@ FAULTS: dict[str, Fault] = {
             prepare=_small_disk,
             strike=_fill_disk,
             back=_empty_disk,
-            needs_lab="kit never fills a disk of yours; a lab's host is given a small one for it",
+            needs_lab=_DISK,
             min_nodes=2,
         ),
-        Fault(
-            name="power",
-            text="a host loses its power, and gets it back",
-            strike=lambda site: _power_off(site, [bystander(site)]),
-            back=_power_on,
-            needs_lab=_HOSTS,
-            min_nodes=2,
+        _on_lab(
+            "power", "a host loses its power, and gets it back",
+            lambda site: _power_off(site, [bystander(site)]), _POWER,
         ),
-        Fault(
-            name="rendezvous-power",
-            text="the same, of the host that keeps the rendezvous",
-            strike=lambda site: _power_off(site, [site.host]),
-            back=_power_on,
-            needs_lab=_HOSTS,
-            min_nodes=2,
+        _on_lab(
+            "rendezvous-power", "the same, of the host that keeps the rendezvous",
+            lambda site: _power_off(site, [site.host]), _POWER,
         ),
-        Fault(
-            name="cut",
-            text="a host's cable is out for a while: silence, no error",
-            strike=lambda site: _cut(site, bystander(site)),
-            back=_mend,
-            needs_lab=_HOSTS,
-            min_nodes=2,
+        _on_lab(
+            "cut", "a host's cable is out for a while: silence, no error",
+            lambda site: _cut(site, bystander(site)), _LINK,
         ),
-        Fault(
-            name="rendezvous-cut",
-            text="the same, of the host that keeps the rendezvous",
-            strike=lambda site: _cut(site, site.host),
-            back=_mend,
-            needs_lab=_HOSTS,
-            min_nodes=2,
+        _on_lab(
+            "rendezvous-cut", "the same, of the host that keeps the rendezvous",
+            lambda site: _cut(site, site.host), _LINK,
         ),
-        Fault(
-            name="slow",
-            text="a host's link is slow and loses packets, for a while",
-            strike=_slow,
-            back=_mend,
-            needs_lab="it changes a host's link, which kit can do, and undo, only on a lab",
-            min_nodes=2,
+        _on_lab(
+            "slow", "a host's link is slow and loses packets, for a while", _slow, _LINK, needs_lab=_SLOW
         ),
-        Fault(
-            name="flap",
-            text="a host's cable is out again and again, for moments",
-            strike=_flap,
-            needs_lab=_HOSTS,
-            min_nodes=2,
-        ),
-        Fault(
-            name="two-at-once",
-            text="two hosts lose their power at the same moment",
-            strike=_two,
-            back=_power_on,
-            needs_lab=_HOSTS,
-            min_nodes=3,
-        ),
-        Fault(
-            name="all",
-            text="a power cut: every host goes down, and comes back",
-            strike=lambda site: _power_off(site, list(site.nodes), "their power is gone"),
-            back=_power_on,
-            needs_lab=_HOSTS,
+        _on_lab("flap", "a host's cable is out again and again, for moments", _flap),
+        _on_lab("two-at-once", "two hosts lose their power at the same moment", _two, _POWER, min_nodes=3),
+        _on_lab(
+            "all", "a power cut: every host goes down, and comes back",
+            lambda site: _power_off(site, list(site.nodes), "their power is gone"), _POWER, min_nodes=1,
         ),
     )
 }  # fmt: skip

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nodekit.deploy.connect.link import BOOT, Link, on_all, program
+from nodekit.deploy.connect.link import BOOT, Link, all_or_raise, on_all, program
 from nodekit.deploy.environment import requirements, wheels
-from nodekit.deploy.environment.requirements import Asked, Indexes
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes
 from nodekit.deploy.environment.wheels import Platform
 from nodekit.deploy.host import venvs
-from nodekit.deploy.plan.check import OLDEST_PYTHON, all_or_raise
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import HostError, KitError

@@ -15,6 +15,8 @@ from typing import Any
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Environment
 
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 10)
 _OPTION = re.compile(r"(--?[a-z][a-z-]*?)(?:[ =]\s*|(?<=^-[a-z])(?=\S))(.*)|(--?[a-z][a-z-]*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _INDEX_OPTIONS = {

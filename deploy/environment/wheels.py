@@ -118,48 +118,54 @@ def fetch(
         return folder
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
-        dest, limits, stand_ins = Path(draft, "wheels"), Path(draft, "limits.txt"), Path(draft, "stand-ins")
-        argv = [
-            sys.executable,
-            "-I",
-            "-c",
-            _PIP,
-            json.dumps(dict(platform.markers)),
-            "download",
-            "--no-input",
-        ]
-        argv += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off", *platform.options()]
-        argv += ["--dest", str(dest), "-r", "/dev/stdin", "-c", str(limits)]
-        for each in (*indexes.folders, str(stand_ins)):
-            argv += ["--find-links", each]
-        stand_ins.mkdir()
-        names = _stand_in(stand_ins, has, platform)
-        deadline = time.monotonic() + timeout_s
-        for pins in (names, {}) if names else ({},):  # where what the nodes have will not do, all is fetched
-            shutil.rmtree(dest, ignore_errors=True)
-            dest.mkdir(mode=0o700)
-            if not pins:
-                shutil.rmtree(stand_ins)
-                stand_ins.mkdir()
-            text = "".join(f"{name}\n" for name in pins.values())
-            limits.write_text(asked.constraints + text, encoding="utf-8")
-            status, lines = _run(argv, requirements, indexes, deadline - time.monotonic(), say)
-            if status == 0:
-                for name in pins:
-                    (dest / name).unlink(missing_ok=True)
-                break
-        if status:
-            told = "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
-            raise KitError(
-                f"environment: the wheels of {asked.file} could not be fetched here for the nodes "
-                f"({'not done in time' if status < 0 else 'pip download'}):\n{told}"
-            )
+        dest = _download(
+            Path(draft), asked, requirements, platform, indexes, has, time.monotonic() + timeout_s, say
+        )
         try:
             dest.rename(folder)
         except OSError:
             if not folder.is_dir():  # another kit was first
                 raise
     return folder
+
+
+def _download(
+    draft: Path,
+    asked: Asked,
+    requirements: str,
+    platform: Platform,
+    indexes: Indexes,
+    has: Sequence[Sequence[Any]],
+    deadline: float,
+    say: Callable[[float, str], None],
+) -> Path:
+    """A folder in `draft` with what `pip download` has fetched; KitError with its last lines."""
+    dest, limits, stand_ins = draft / "wheels", draft / "limits.txt", draft / "stand-ins"
+    markers = json.dumps(dict(platform.markers))
+    argv = [sys.executable, "-I", "-c", _PIP, markers, "download", "--no-input", *platform.options()]
+    argv += ["--disable-pip-version-check", "--no-color", "--progress-bar", "off"]
+    argv += ["--dest", str(dest), "-r", "/dev/stdin", "-c", str(limits)]
+    argv += [f"--find-links={each}" for each in (*indexes.folders, str(stand_ins))]
+    stand_ins.mkdir()
+    names = _stand_in(stand_ins, has, platform)
+    for pins in (names, {}) if names else ({},):  # where what the nodes have will not do, all is fetched
+        shutil.rmtree(dest, ignore_errors=True)
+        dest.mkdir(mode=0o700)
+        if not pins:
+            shutil.rmtree(stand_ins)
+            stand_ins.mkdir()
+        text = "".join(f"{name}\n" for name in pins.values())
+        limits.write_text(asked.constraints + text, encoding="utf-8")
+        status, lines = _run(argv, requirements, indexes, deadline - time.monotonic(), say)
+        if status == 0:
+            for name in pins:
+                (dest / name).unlink(missing_ok=True)
+            return dest
+    told = "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+    raise KitError(
+        f"environment: the wheels of {asked.file} could not be fetched here for the nodes "
+        f"({'not done in time' if status < 0 else 'pip download'}):\n{told}"
+    )
 
 
 def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) -> dict[str, str]:

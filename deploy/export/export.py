@@ -11,9 +11,9 @@ from pathlib import Path
 from nodekit.deploy.export import export_compose, export_formats
 from nodekit.deploy.export.export_formats import File
 from nodekit.deploy.export.export_script import Source
+from nodekit.deploy.launch import start
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.records import runs
-from nodekit.deploy.ssh_backend import start
-from nodekit.deploy.ssh_backend.start import Options
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

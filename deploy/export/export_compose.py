@@ -44,38 +44,10 @@ def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
     services: dict[str, Any] = {}
     next_gpu = 0
     for node in planned.nodes:
-        check_text(node.argv, node.env)
-        environment: dict[str, str | None] = {
-            **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
-            **dict.fromkeys(node.secrets),  # no value: docker compose takes it from its own environment
-        }
-        options = [word for option in torchrun_options(node, planned.run_id) for word in option]
-        words = [*options, *torchrun_words(node.argv, node.python)]
-        service: dict[str, Any] = {
-            "image": "${KIT_IMAGE:-pytorch/pytorch:latest}",
-            "hostname": names[node.name],
-            "working_dir": _CODE,
-            "entrypoint": ["python", "-m", "torch.distributed.run"],
-            "command": [_dollars(word) for word in words],
-            "environment": environment,
-            "volumes": [
-                {
-                    "type": "bind",
-                    "source": _dollars(str(Path(inventory.job.code).expanduser().resolve())),
-                    "target": _CODE,
-                },
-                *_volumes(node, names[node.name]),
-            ],
-            "networks": {"job": {"ipv4_address": addresses[node.name]}},
-            "shm_size": "2gb",  # docker's own 64 MB are too few for a DataLoader's workers, and for NCCL
-            "ulimits": {"memlock": -1},
-        }
-        if node.gpus:
-            own = [str(next_gpu + number) for number in range(len(node.gpus))]
-            next_gpu += len(own)
-            device = {"driver": "nvidia", "device_ids": own, "capabilities": ["gpu"]}
-            service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-        services[names[node.name]] = service
+        gpus = [str(next_gpu + number) for number in range(len(node.gpus))]
+        next_gpu += len(gpus)
+        name = names[node.name]
+        services[name] = _service(node, planned.run_id, name, inventory.job.code, addresses[node.name], gpus)
     values = {
         "name": re.sub(r"[^a-z0-9_-]", "-", inventory.name.lower()).lstrip("_-") or "kit",
         "services": services,
@@ -95,6 +67,36 @@ def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
     }
     head = source.head(f"The job of `{source.kit_up}` on one machine: each host is a container.", **about)
     return [File("compose.yaml", "\n".join(head) + "\n" + to_yaml(values))]
+
+
+def _service(
+    node: NodePlan, run_id: str, name: str, code: str, address: str, gpus: Sequence[str]
+) -> dict[str, Any]:
+    """A node's container; `gpus`: the machine's that it has."""
+    check_text(node.argv, node.env)
+    environment: dict[str, str | None] = {
+        **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
+        **dict.fromkeys(node.secrets),  # no value: docker compose takes it from its own environment
+    }
+    options = [word for option in torchrun_options(node, run_id) for word in option]
+    words = [*options, *torchrun_words(node.argv, node.python)]
+    folder = _dollars(str(Path(code).expanduser().resolve()))
+    service: dict[str, Any] = {
+        "image": "${KIT_IMAGE:-pytorch/pytorch:latest}",
+        "hostname": name,
+        "working_dir": _CODE,
+        "entrypoint": ["python", "-m", "torch.distributed.run"],
+        "command": [_dollars(word) for word in words],
+        "environment": environment,
+        "volumes": [{"type": "bind", "source": folder, "target": _CODE}, *_volumes(node, name)],
+        "networks": {"job": {"ipv4_address": address}},
+        "shm_size": "2gb",  # docker's own 64 MB are too few for a DataLoader's workers, and for NCCL
+        "ulimits": {"memlock": -1},
+    }
+    if gpus:
+        device = {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    return service
 
 
 def _volumes(node: NodePlan, service: str) -> list[dict[str, str]]:
@@ -137,9 +139,7 @@ def _in_containers(
             routes={},
             num_gpus=num_gpus,
             workdir=_NODEKIT,
-            workdir_id=host.name,
             workdir_problem=None,
-            free_bytes=0,
             rsync=False,
             boot_id=host.name,
             has_kit=False,

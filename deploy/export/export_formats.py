@@ -75,14 +75,10 @@ def hostfile(source: Source, slots: Mapping[str, int]) -> list[File]:
 def _ssh_names(inventory: Inventory) -> dict[str, str]:
     """Host → what ssh is to call it: its address, or, where another has that too (at another port), its name."""
     remote = [host.address for host in inventory.hosts if host.connection == "ssh"]
-    return {
-        host.name: "localhost"
-        if host.connection == "local"
-        else host.name
-        if remote.count(host.address) > 1
-        else host.address
-        for host in inventory.hosts
+    names = {
+        host.name: host.name if remote.count(host.address) > 1 else host.address for host in inventory.hosts
     }
+    return names | {host.name: "localhost" for host in inventory.hosts if host.connection == "local"}
 
 
 def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
@@ -312,9 +308,8 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
     left_out = []
     for name in dict.fromkeys(name for node in nodes for name in node.env):
         values = list(dict.fromkeys(node.env.get(name, "") for node in nodes))
-        if (
-            name == "NCCL_SOCKET_IFNAME" and len(values) > 1
-        ):  # it takes several, and uses those that are there
+        # NCCL takes several, and uses those that are there.
+        if name == "NCCL_SOCKET_IFNAME" and len(values) > 1:
             values = ["=" + ",".join(value.removeprefix("=") for value in values)]
         if name == "GLOO_SOCKET_IFNAME" and len(values) > 1:  # it takes one, which each host's shell looks up
             known = " ".join(f"-e {node.local_addr}" for node in nodes)

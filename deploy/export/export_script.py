@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nodekit.deploy.connect.cluster import login_argv
 from nodekit.deploy.plan.plan import PYTHON, NodePlan, Plan
-from nodekit.deploy.shell.shell import login_argv
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -188,10 +188,8 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
     env = {**torchrun_env(node), **node.env}
     python_path = env.pop("PYTHONPATH", None)
     after = "${PYTHONPATH:+:$PYTHONPATH}"
-    if python_path is not None:
-        after = (
-            bash_word(f":{python_path}") if python_path else ""
-        )  # an empty part would be the current folder
+    if python_path is not None:  # an empty part of it would be the current folder
+        after = bash_word(f":{python_path}") if python_path else ""
     lines = [
         "#!/usr/bin/env bash",
         *head,

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Optional
+
+from nodekit.deploy.host import processes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK_BYTES = 32 * 1024
@@ -44,7 +46,7 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
         limit_s: after so long it is ended.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    begin = time.monotonic()
+    limit = _Limit(part, limit_s)
     program = os.fsencode(sys.executable) if argv[0] == "python" else _bytes_of(argv[0])
     home = os.path.expanduser("~")
     with _starting:  # or it could begin behind the back of `end`
@@ -63,27 +65,44 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
             part(["err", "kit: cannot run %s here: %s\n" % (argv[0], error.strerror)])
             return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
         _is_running.set()
-    is_late, left = False, []  # type: bool, List[int]
-    beat = ended = 0.0
+    with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
+        _send_output(process, part, limit)
+    _is_running.clear()  # what it leaves behind of its own accord, as a daemon, stays
+    return {"status": process.wait(), "timed_out": limit.is_late, "left": limit.left}
 
-    def tick() -> float:
-        """Give a sign of life when it is time, and end the command when its time is up."""
-        nonlocal beat, is_late, left
+
+class _Limit:
+    """Ends a command when its time is up, and gives a sign of life every second until then."""
+
+    def __init__(self, part: Callable[[Any], None], limit_s: Optional[float]) -> None:
+        self.is_late = False
+        self.left: List[int] = []
+        self._part = part
+        self._limit_s = limit_s
+        self._begin = time.monotonic()
+        self._beat = 0.0
+
+    def tick(self) -> float:
+        """Do what it is time for; returns the time."""
         now = time.monotonic()
-        if now - beat > _BEAT_S:
-            part(None)
-            beat = now
-        if limit_s is not None and now - begin > limit_s and not is_late:
-            is_late = True
-            left = end(signal.SIGTERM, _KILL_S)
+        if now - self._beat > _BEAT_S:
+            self._part(None)
+            self._beat = now
+        if self._limit_s is not None and now - self._begin > self._limit_s and not self.is_late:
+            self.is_late = True
+            self.left = end(signal.SIGTERM, _KILL_S)
         return now
 
+
+def _send_output(process: "subprocess.Popen[bytes]", part: Callable[[Any], None], limit: _Limit) -> None:
+    """Send what a command writes until it has ended and all is read, or `_LINGER_S` after the last of it."""
     selector = selectors.DefaultSelector()
     for name, pipe in (("out", process.stdout), ("err", process.stderr)):
         assert pipe is not None
         selector.register(pipe, selectors.EVENT_READ, name)
+    ended = 0.0
     while selector.get_map() or process.poll() is None:
-        now = tick()
+        now = limit.tick()
         if process.poll() is not None:
             ended = ended or now
             if now - ended > _LINGER_S:
@@ -98,13 +117,8 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
                 continue
             ended = ended and now  # there is still something to be read
             while not _window.acquire(timeout=0.1) and not _is_ending.is_set():
-                tick()
+                limit.tick()
             part([ready.data, data.decode("utf-8", "surrogateescape")])
-    for pipe in (process.stdout, process.stderr):
-        assert pipe is not None
-        pipe.close()
-    _is_running.clear()  # what it leaves behind of its own accord, as a daemon, stays
-    return {"status": process.wait(), "timed_out": is_late, "left": left}
 
 
 def _bytes_of(text: str) -> bytes:
@@ -130,47 +144,17 @@ def end(number: int, grace_s: float) -> List[int]:
     """
     with _starting:
         _is_ending.set()
-    for pid in _descendants():
-        _signal(pid, number)
+    own = os.getpid()
+    for pid in processes.below(own):
+        processes.ask_to_end(pid, number)
     asked = time.monotonic()
-    while _descendants() and time.monotonic() - asked < grace_s:
+    while processes.below(own) and time.monotonic() - asked < grace_s:
         time.sleep(_POLL_S)
     killed = time.monotonic()
     while True:  # again, for one may have been forking
-        found = _descendants()
+        found = processes.below(own)
         if not found or time.monotonic() - killed > _KILL_S:
             return sorted(found)
         for pid in found:
-            _signal(pid, signal.SIGKILL)
+            processes.send(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-        if number != signal.SIGKILL:
-            os.kill(pid, signal.SIGCONT)  # a stopped one hears only this
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _descendants() -> Set[int]:
-    """All processes below this one that have not ended."""
-    children = {}  # type: Dict[int, List[int]]
-    ended = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open("/proc/%s/stat" % name, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(name))
-        if fields[0] in (b"Z", b"X"):
-            ended.add(int(name))
-    found, new = set(), [os.getpid()]  # type: Set[int], List[int]
-    while new:
-        new = [child for pid in new for child in children.get(pid, ())]
-        found.update(new)
-    return found - ended

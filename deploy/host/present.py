@@ -14,7 +14,10 @@ import json
 import os
 import threading
 import time
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Dict, List, Mapping, Optional, cast
+
+from nodekit.deploy.host import files
+from nodekit.deploy.host.node.schema import NodeStatus
 
 KIND = "status"
 MOVED = "status-moved"  # what is left where a line had too little room
@@ -26,30 +29,19 @@ _READS = 5
 _REST_S = 0.001
 
 
-def encode(fields: Mapping[str, Any], kind: str = KIND) -> bytes:
+def encode(fields: Mapping[str, object], kind: str = KIND) -> bytes:
     """The line of a status, without its newline: its kind comes first, and last the CRC-32 of all before."""
     told = {name: value for name, value in fields.items() if name not in ("kind", "sum")}
     body = json.dumps(dict(kind=kind, **told)).encode()[:-1]
     return body + _SUM + b"%d}" % binascii.crc32(body)
 
 
-def decode(line: bytes) -> Optional[Dict[str, Any]]:
+def decode(line: bytes) -> Optional[NodeStatus]:
     """A status from its line; None for any other line, and for one that is torn."""
     body, _, told = line.rstrip().rpartition(_SUM)
     if not body.startswith(_BEGIN) or told != b"%d}" % binascii.crc32(body):
         return None
-    found: Dict[str, Any] = json.loads(body + b"}")
-    return found
-
-
-def add_whole(handle: int, data: bytes, path: str) -> None:
-    """Add to a file that is open for that (O_APPEND) in one write: all, or (OSError) nothing."""
-    written = os.write(handle, data)
-    if written < len(data):  # the disk is full: half a line would spoil the next one, too
-        end = os.lseek(handle, 0, os.SEEK_CUR)
-        if os.fstat(handle).st_size == end:
-            os.ftruncate(handle, end - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    return cast(NodeStatus, json.loads(body + b"}"))
 
 
 class Present:
@@ -63,7 +55,7 @@ class Present:
         self._end = 0  # how far it was looked through for lines
         self._lines: List[_Line] = []
 
-    def read(self) -> Dict[str, Dict[str, Any]]:
+    def read(self) -> Dict[str, NodeStatus]:
         """Each node's; none without a file."""
         with self._lock:
             try:
@@ -73,11 +65,11 @@ class Present:
             try:
                 self._look_through(handle)
                 self._lines = [line for line in self._lines if line.is_read(handle)]
-                return {str(line.said["node"]): dict(line.said) for line in self._lines if line.said}
+                return {line.said["node"]: line.said.copy() for line in self._lines if line.said}
             finally:
                 os.close(handle)
 
-    def write(self, fields: Mapping[str, Any]) -> None:
+    def write(self, fields: Mapping[str, object]) -> None:
         """Have a status stand for its node: of ``run``, ``time``, ``node`` and whatever else.
 
         Raises:
@@ -111,7 +103,7 @@ class Present:
             if not size:  # a file is known by its first event, which is not to change
                 raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), self._path)
             end = b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"  # of a line that a crash has torn
-            add_whole(handle, end + data.ljust(room - 1) + b"\n", self._path)
+            files.append_whole(handle, end + data.ljust(room - 1) + b"\n", self._path)
         finally:
             os.close(handle)
 
@@ -165,6 +157,6 @@ def of(folder: str) -> Present:
     return _files.setdefault(folder, Present(os.path.join(folder, "events.jsonl")))
 
 
-def statuses(folder: str) -> Dict[str, Dict[str, Any]]:
+def statuses(folder: str) -> Dict[str, NodeStatus]:
     """Each node's status, of the file of events in a folder; none without one."""
     return of(os.path.expanduser(folder)).read()

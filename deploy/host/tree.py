@@ -1,12 +1,7 @@
-"""A folder of code as a list of what is in it, and the host's side of sync: survey, unpack, place, keep.
+"""The host's side of sync: place a tree of files from a cache, keep the cache whole, take in what is sent.
 
 Its source travels to the hosts (`deploy/connect/link.py`), where the public functions are called by name: standard
-library only, Python 3.8 syntax, JSON in and out. The control side uses the same hashing. Beside a folder that
-kit fills lies its list, ``<folder>.tree.json``: what was put there, and each file's stat when its content
-was last hashed, so that what did not change since is not read again.
-
-A row of a list is ``[path, kind, executable, size, value]``: kind is ``"f"`` with the content's SHA-256 as
-value or ``"l"``, a symbolic link, with its target. The hash of all rows is the tree's digest.
+library only, Python 3.8 syntax, JSON in and out. `treefiles` says what a tree is.
 """
 
 from __future__ import annotations
@@ -14,97 +9,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
-import stat
 import sys
 import threading
 import time
 
+from nodekit.deploy.host import treefiles
+
 TYPE_CHECKING = False  # not from typing: nothing but annotations needs it, and they are never evaluated
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
     from typing import Any
 
-    Row = list[Any]
-    Stats = dict[str, list[Any]]  # path -> [size, mtime_ns, ctime_ns, inode, sha256]
+    from nodekit.deploy.host.treefiles import Row, Stats
 
-_BLOCK_BYTES = 1 << 20
-_FICLONE = 0x40049409
 _SPOILT = "what was copied from the cache is not what was in it"
 _held: dict[str, int] = {}  # cache -> descriptor of its lock file: this process is one end of one link
 _begin: dict[str, threading.Event] = {}  # cache -> what its thread waits for
 _keeping: dict[str, threading.Thread] = {}  # cache -> the thread that makes it whole again after `place`
-
-
-# --- lists and hashes ---------------------------------------------------------------------------------------
-
-
-def digest_of(rows: Iterable[Row]) -> str:
-    """The content hash of a whole tree: SHA-256 over its rows in the order of their paths."""
-    text = json.dumps(sorted(rows, key=lambda row: row[0]), separators=(",", ":"))
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def signature(found: os.stat_result) -> list[int]:
-    """What of a file's stat cannot stay the same when its content changes."""
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def hash_files(root: str, paths: Iterable[str]) -> tuple[Stats, dict[str, OSError]]:
-    """Hash files below `root` in threads: their stats with the hashes, and those that could not be read."""
-    stats: Stats = {}
-    problems: dict[str, OSError] = {}
-
-    def one(path: str) -> None:
-        try:
-            handle = os.open(os.path.join(root, path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                sha = hashlib.sha256()
-                before = signature(os.fstat(handle))
-                block = os.read(handle, _BLOCK_BYTES)
-                while block:
-                    sha.update(block)
-                    block = os.read(handle, _BLOCK_BYTES)
-                after = signature(os.fstat(handle))
-            finally:
-                os.close(handle)
-        except OSError as error:
-            problems[path] = error
-        else:  # a file written to meanwhile gets a stat that no later look will match
-            stats[path] = [*(after if after == before else [-1, 0, 0, 0]), sha.hexdigest()]
-
-    _parallel(one, paths)
-    return stats, problems
-
-
-def _parallel(function: Callable[[str], None], paths: Iterable[str]) -> None:
-    todo = iter(list(paths))
-    lock = threading.Lock()
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        while not failed:
-            with lock:
-                batch = list(itertools.islice(todo, 64))
-            if not batch:
-                return
-            try:
-                for path in batch:
-                    function(path)
-            except BaseException as error:  # raised below, by the caller's thread
-                failed.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(min(8, os.cpu_count() or 1) - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
 
 
 # --- the lock -----------------------------------------------------------------------------------------------
@@ -224,10 +147,10 @@ def place(
 def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bool) -> dict[str, Any]:
     if fresh:
         _sweep(cache)
-    donor = _read_text(cache + ".donor")
-    known = [read_list(cache), read_list(donor) if donor else {}]
+    donor = treefiles.read_text(cache + ".donor")
+    known = [treefiles.read_list(cache), treefiles.read_list(donor) if donor else {}]
     if rows is not None:
-        if digest_of(rows) != digest:
+        if treefiles.digest_of(rows) != digest:
             raise ValueError("the list of files was damaged on its way")
     else:
         rows = next((found["rows"] for found in known if found.get("digest") == digest), None)
@@ -236,19 +159,19 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
     rows = sorted(rows, key=lambda row: row[0])
     stats: Stats = known[0].get("stats", {})
     os.makedirs(cache, mode=0o700, exist_ok=True)
-    missing, stats = survey(cache, rows, stats)
+    missing, stats = treefiles.survey(cache, rows, stats)
     if missing and donor and os.path.isdir(donor):
-        stats.update(_copy_verified(donor, cache, [rows[i] for i in missing]))
+        stats.update(treefiles.copy_verified(donor, cache, [rows[i] for i in missing]))
         missing = [i for i in missing if rows[i][0] not in stats]
     if known[0].get("rows") != rows or known[0].get("stats") != stats:
-        _write_list(cache, digest, rows, stats)
+        treefiles.write_list(cache, digest, rows, stats)
     if missing:
         disk = os.statvfs(cache)
         free = disk.f_bavail * disk.f_frsize + sum(_size(os.path.join(cache, rows[i][0])) for i in missing)
         rsync = shutil.which("rsync") is not None
         return {"state": "send", "paths": missing, "free_bytes": free, "rsync": rsync, "cache": cache}
     found = [[p, k, x, size, stats[p][4] if k == "f" else value] for p, k, x, size, value in rows]
-    placed = {"state": "placed", "digest": digest_of(found), "kept": [], "written": len(rows)}
+    placed = {"state": "placed", "digest": treefiles.digest_of(found), "kept": [], "written": len(rows)}
     if os.path.lexists(dest):
         placed.update(_update(cache, dest, digest, rows))
     else:
@@ -264,78 +187,6 @@ def _size(path: str) -> int:
         return 0
 
 
-def survey(folder: str, rows: list[Row], stats: Stats) -> tuple[list[int], Stats]:
-    """Remove from `folder` what is not in `rows`, mend links and modes, and say whose content is not right.
-
-    Returns the indexes of those rows, and the stats of all files that are right.
-    """
-    wanted = {row[0]: row for row in rows}
-    folders = _folders_of(wanted)
-    found: dict[str, os.stat_result] = {}
-    _walk(folder, "", folders, wanted, found)
-    right: Stats = {}
-    unsure: list[str] = []
-    for path, kind, executable, size, value in rows:
-        here = found.get(path)
-        full = os.path.join(folder, path)
-        if kind == "l":
-            if here is None or os.readlink(full) != value:
-                if here is not None:
-                    os.unlink(full)
-                os.makedirs(os.path.dirname(full), exist_ok=True)
-                os.symlink(value, full)
-            continue
-        if here is None or here.st_size != size:
-            continue
-        if stat.S_IMODE(here.st_mode) != _mode(executable):
-            os.chmod(full, _mode(executable))
-            unsure.append(path)
-        elif path in stats and stats[path][:4] == signature(here):
-            right[path] = stats[path]
-        else:
-            unsure.append(path)
-    hashed, _ = hash_files(folder, unsure)  # one that cannot be read is sent again
-    right.update(hashed)
-    missing = [
-        number
-        for number, (path, kind, _, _, value) in enumerate(rows)
-        if kind == "f" and (path not in right or right[path][4] != value)
-    ]
-    for number in missing:
-        right.pop(rows[number][0], None)
-    return missing, right
-
-
-def _walk(
-    root: str, below: str, folders: dict[str, None], wanted: dict[str, Row], found: dict[str, os.stat_result]
-) -> None:
-    with os.scandir(os.path.join(root, below)) as entries:
-        for entry in entries:
-            path = below + entry.name
-            here = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(here.st_mode):
-                if path not in folders:
-                    shutil.rmtree(entry.path)
-                    continue
-                if stat.S_IMODE(here.st_mode) != 0o755:
-                    os.chmod(entry.path, 0o755)  # noqa: S103  (the folder above all is 0700)
-                _walk(root, path + "/", folders, wanted, found)
-            elif path not in wanted or (wanted[path][1] == "l") != stat.S_ISLNK(here.st_mode):
-                os.unlink(entry.path)
-            else:
-                found[path] = here
-
-
-def _folders_of(paths: Iterable[str]) -> dict[str, None]:
-    """All folders above `paths`, each before those in it."""
-    folders: dict[str, None] = {}
-    for path in paths:
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            folders["/".join(parts[:depth])] = None
-    return folders
-
-
 def _create(cache: str, dest: str, digest: str, rows: list[Row], stats: Stats) -> None:
     """Give the cache itself to `dest`, in one rename, and copy it back in the background, after `keep`.
 
@@ -345,7 +196,7 @@ def _create(cache: str, dest: str, digest: str, rows: list[Row], stats: Stats) -
     """
     os.makedirs(os.path.dirname(dest), mode=0o700, exist_ok=True)
     try:
-        _write_text(cache + ".donor", dest)
+        treefiles.write_text(cache + ".donor", dest)
         os.rename(cache, dest)
         os.rename(cache + ".tree.json", dest + ".tree.json")
     except OSError as error:
@@ -359,10 +210,10 @@ def _create(cache: str, dest: str, digest: str, rows: list[Row], stats: Stats) -
         return
     partial = _new_partial(cache, dest)  # another file system
     try:
-        placed = _copy_verified(cache, partial, rows)
+        placed = treefiles.copy_verified(cache, partial, rows)
         if len(placed) != len(stats):
             raise OSError(errno.EIO, _SPOILT, partial)
-        _write_list(dest, digest, rows, placed)
+        treefiles.write_list(dest, digest, rows, placed)
         os.rename(partial, dest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -377,7 +228,7 @@ def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone
         os.makedirs(cache, mode=0o700, exist_ok=True)
-        _write_list(cache, digest, rows, _copy_verified(dest, cache, rows, parallel=False))
+        treefiles.write_list(cache, digest, rows, treefiles.copy_verified(dest, cache, rows, parallel=False))
     except OSError:
         pass  # a full disk: the next sync sends what is missing, or says so
     finally:
@@ -386,49 +237,24 @@ def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
 
 def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, Any]:
     """Bring a run's folder from the tree placed before to `rows`; what the job made or changed stays."""
-    before = read_list(dest)
+    before = treefiles.read_list(dest)
     old = {row[0]: row for row in before.get("rows", [])}
     stats: Stats = before.get("stats", {})
     new = {row[0]: row for row in rows}
-
-    def is_ours(path: str) -> bool:  # as we placed it, so nobody's work is lost with it
-        full = os.path.join(dest, path)
-        if path not in old or not os.path.lexists(full):
-            return False
-        if old[path][1] == "l":
-            return os.path.islink(full) and os.readlink(full) == old[path][4]
-        return path in stats and signature(os.lstat(full)) == stats[path][:4]
-
-    gone = [path for path in old if path not in new and is_ours(path)]
-    leaving = set(gone)
-    aside = [
-        folder
-        for folder in _folders_of(new)
-        if folder not in leaving and os.path.lexists(full := os.path.join(dest, folder))
-        if os.path.islink(full) or not os.path.isdir(full)
-    ]
-    change = []
-    for path, row in new.items():
-        full = os.path.join(dest, path)
-        if not os.path.lexists(full) or any(path.startswith(folder + "/") for folder in aside):
-            change.append(row)
-        elif old.get(path) != row and not _is_row(full, row):
-            change.append(row)
-            emptied = not os.path.islink(full) and os.path.isdir(full) and _all_leave(dest, path, leaving)
-            if not is_ours(path) and not emptied:
-                aside.append(path)
+    gone, change, aside = _changes(dest, old, new, stats)
     if before.get("digest") == digest and not change:
         return {"written": 0}
     partial = _new_partial(cache, dest)
     try:  # whatever wants space happens here, before the first change
-        placed = _copy_verified(cache, partial, change)
+        placed = treefiles.copy_verified(cache, partial, change)
         if len(placed) != sum(row[1] == "f" for row in change):
             raise OSError(errno.EIO, _SPOILT, partial)
         # Should this end half-way, the next update must know the old files for ours, and the new ones too.
-        _write_list(dest, "", [*old.values(), *(row for row in change if row[0] not in old)], stats)
+        known = [*old.values(), *(row for row in change if row[0] not in old)]
+        treefiles.write_list(dest, "", known, stats)
         for path in gone:
             os.unlink(os.path.join(dest, path))
-        for folder in reversed(list(_folders_of(gone))):
+        for folder in reversed(list(treefiles.folders_of(gone))):
             try:
                 os.rmdir(os.path.join(dest, folder))
             except OSError:
@@ -440,22 +266,45 @@ def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, An
             os.makedirs(os.path.dirname(os.path.join(dest, row[0])), exist_ok=True)
             os.rename(os.path.join(partial, row[0]), os.path.join(dest, row[0]))
             if row[1] == "f":  # renaming it changed its ctime
-                stats[row[0]] = [*signature(os.lstat(os.path.join(dest, row[0]))), row[4]]
-        _write_list(dest, digest, rows, {path: stats[path] for path in new if path in stats})
+                stats[row[0]] = [*treefiles.signature(os.lstat(os.path.join(dest, row[0]))), row[4]]
+        treefiles.write_list(dest, digest, rows, {path: stats[path] for path in new if path in stats})
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {"kept": [path + stamp for path in aside], "written": len(change)}
 
 
-def _is_row(full: str, row: Row) -> bool:
-    """Whether what is at `full` is what the row says."""
-    if row[1] == "l":
-        return os.path.islink(full) and os.readlink(full) == row[4]
-    if os.path.islink(full) or not os.path.isfile(full) or os.path.getsize(full) != row[3]:
-        return False
-    hashed, _ = hash_files(os.path.dirname(full), [os.path.basename(full)])
-    same = bool(hashed) and hashed[os.path.basename(full)][4] == row[4]
-    return same and stat.S_IMODE(os.lstat(full).st_mode) == _mode(row[2])
+def _changes(
+    dest: str, old: dict[str, Row], new: dict[str, Row], stats: Stats
+) -> tuple[list[str], list[Row], list[str]]:
+    """What turns the tree placed before into the new one: paths to remove, rows to write, paths to rename before."""
+
+    def is_ours(path: str) -> bool:  # as we placed it, so nobody's work is lost with it
+        full = os.path.join(dest, path)
+        if path not in old or not os.path.lexists(full):
+            return False
+        if old[path][1] == "l":
+            return os.path.islink(full) and os.readlink(full) == old[path][4]
+        return path in stats and treefiles.signature(os.lstat(full)) == stats[path][:4]
+
+    gone = [path for path in old if path not in new and is_ours(path)]
+    leaving = set(gone)
+    aside = [
+        folder
+        for folder in treefiles.folders_of(new)
+        if folder not in leaving and os.path.lexists(full := os.path.join(dest, folder))
+        if os.path.islink(full) or not os.path.isdir(full)
+    ]
+    change = []
+    for path, row in new.items():
+        full = os.path.join(dest, path)
+        if not os.path.lexists(full) or any(path.startswith(folder + "/") for folder in aside):
+            change.append(row)
+        elif old.get(path) != row and not treefiles.is_row(full, row):
+            change.append(row)
+            emptied = not os.path.islink(full) and os.path.isdir(full) and _all_leave(dest, path, leaving)
+            if not is_ours(path) and not emptied:
+                aside.append(path)
+    return gone, change, aside
 
 
 def _all_leave(dest: str, folder: str, leaving: set[str]) -> bool:
@@ -472,7 +321,7 @@ def _all_leave(dest: str, folder: str, leaving: set[str]) -> bool:
 def fetch(cache: str, source: str, rows: list[Row]) -> None:
     """Copy files of a folder on this machine into `cache`."""
     for row in rows:
-        _copy(os.path.join(source, row[0]), _clear(cache, row[0]), row[2])
+        treefiles.copy(os.path.join(source, row[0]), _clear(cache, row[0]), row[2])
 
 
 def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> None:
@@ -484,7 +333,7 @@ def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> 
     if row is not None:
         full = _clear(cache, row[0])
         os.utime(pack, ns=(mtime_ns, mtime_ns))
-        os.chmod(pack, _mode(row[2]))
+        os.chmod(pack, treefiles.mode(row[2]))
         os.rename(pack, full)
         return
     with open(pack, "rb") as file:
@@ -492,7 +341,7 @@ def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> 
             full = _clear(cache, path)
             with open(full, "xb") as out:
                 out.write(file.read(size))
-                os.fchmod(out.fileno(), _mode(executable))
+                os.fchmod(out.fileno(), treefiles.mode(executable))
             os.utime(full, ns=(mtime, mtime))
     os.unlink(pack)
 
@@ -508,86 +357,10 @@ def _clear(cache: str, path: str) -> str:
     return full
 
 
-def _copy_verified(source: str, target: str, rows: list[Row], parallel: bool = True) -> Stats:
-    """Copy rows from one folder to another; the stats of the copies whose content has the row's hash."""
-    stats: Stats = {}
-    by_path = {row[0]: row for row in rows}
-    for folder in _folders_of(by_path):
-        os.makedirs(os.path.join(target, folder), exist_ok=True)
-
-    def one(path: str) -> None:
-        _, kind, executable, _, value = by_path[path]
-        full = os.path.join(target, path)
-        if os.path.lexists(full):
-            os.unlink(full)
-        if kind == "l":
-            os.symlink(value, full)
-            return
-        try:
-            sha, here = _copy(os.path.join(source, path), full, executable)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            return  # the job removed or replaced it: not there to be copied
-        if sha == value:
-            stats[path] = [*here, sha]
-        else:
-            os.unlink(full)
-
-    if parallel:
-        _parallel(one, by_path)
-    else:
-        for path in by_path:
-            one(path)
-    return stats
-
-
-def _copy(source: str, target: str, executable: bool) -> tuple[str, list[int]]:
-    """Copy a file to a new one, cloned where the file system can; the hash of what was written, its stat."""
-    sha = hashlib.sha256()
-    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            cloned = _clone(reading, writing)
-            block = os.read(reading, _BLOCK_BYTES)
-            while block:
-                sha.update(block)
-                while not cloned and block:
-                    block = block[os.write(writing, block) :]
-                block = os.read(reading, _BLOCK_BYTES)
-            os.fchmod(writing, _mode(executable))
-            mtime = os.fstat(reading).st_mtime_ns
-            os.utime(writing, ns=(mtime, mtime))
-            return sha.hexdigest(), signature(os.fstat(writing))
-        except BaseException:
-            os.unlink(target)
-            raise
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
-
-
-def _clone(reading: int, writing: int) -> bool:
-    try:
-        fcntl.ioctl(writing, _FICLONE, reading)
-    except OSError:
-        return False  # most file systems cannot, and say so in half a dozen ways
-    return True
-
-
-def _mode(executable: bool) -> int:
-    return 0o755 if executable else 0o644
-
-
-# --- beside a folder ----------------------------------------------------------------------------------------
-
-
 def _sweep(cache: str) -> None:
     """Remove what an interrupted sync left."""
     shutil.rmtree(cache + ".incoming", ignore_errors=True)
-    partial = _read_text(cache + ".partial")
+    partial = treefiles.read_text(cache + ".partial")
     if partial and ".partial-" in os.path.basename(partial):
         shutil.rmtree(partial, ignore_errors=True)
     if partial:
@@ -596,38 +369,9 @@ def _sweep(cache: str) -> None:
 
 def _new_partial(cache: str, dest: str) -> str:
     partial = f"{dest}.partial-{os.getpid()}-{time.time_ns()}"
-    _write_text(cache + ".partial", partial)
+    treefiles.write_text(cache + ".partial", partial)
     os.makedirs(partial, mode=0o700)
     return partial
-
-
-def read_list(folder: str) -> dict[str, Any]:
-    """What was put into a folder, and each file's stat then; empty where that is not known."""
-    text = _read_text(folder + ".tree.json")
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write_list(folder: str, digest: str, rows: list[Row], stats: Stats) -> None:
-    _write_text(folder + ".tree.json", json.dumps({"digest": digest, "rows": rows, "stats": stats}))
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _write_text(path: str, text: str) -> None:
-    draft = f"{path}.{os.getpid()}"
-    with open(draft, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
-    os.replace(draft, path)
 
 
 # --- kit's own package --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.plan.check import OLDEST_PYTHON, OLDEST_TORCH
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Nic = Mapping[str, Any]
@@ -86,11 +86,8 @@ def shared_networks(surveys: Mapping[str, Survey]) -> list[Shared]:
             for written in nic["addresses"] if worth is not None and is_usable(nic) else ():
                 address = ipaddress.ip_interface(written)
                 network = address.network
-                if (
-                    len(owners[written.split("/")[0]]) > 1
-                    or network.num_addresses == 1
-                    or address.is_link_local
-                ):
+                is_shared = len(owners[written.split("/")[0]]) > 1
+                if is_shared or network.num_addresses == 1 or address.is_link_local:
                     continue
                 assert worth is not None
                 places.setdefault(network, {}).setdefault(host, {})[nic["name"]] = (nic, worth)

@@ -21,7 +21,18 @@ from nodekit.deploy.init.choices import (
     rank,
     shared_networks,
 )
-from nodekit.deploy.init.draft_text import CHOOSE, Draft, comment, gib, key_of, keyed, scalar, shown, visible
+from nodekit.deploy.init.draft_text import (
+    CHOOSE,
+    Draft,
+    comment,
+    gib,
+    heading,
+    key_of,
+    keyed,
+    scalar,
+    shown,
+    visible,
+)
 from nodekit.inventory.importers import FoundHost
 
 _INTERFACE = re.compile(r"[^\s/,^=:-][^\s/,^=:]{0,14}")
@@ -51,33 +62,25 @@ def from_hosts(
         notes: what a source said that no inventory has.
     """
     twins = _twins(looked)
-    seen = {
-        each.host.name: each.survey
-        for each in looked
-        if each.survey is not None and each.host.name not in twins
-    }
+    kept = [each for each in looked if each.host.name not in twins]
+    seen = {each.host.name: each.survey for each in kept if each.survey is not None}
     remote = {
         each.host.name: seen[each.host.name]
-        for each in looked
-        if each.host.name in seen and each.host.connection is None
+        for each in kept
+        if each.host.connection is None and each.survey is not None
     }
     shared = shared_networks(remote)
     network = choose_network(shared)
     pythons = choose_pythons(seen)
-    common = _common([each.host for each in looked if each.host.name not in twins])
+    common = _common([each.host for each in kept])
     answered = f"{sum(each.survey is not None for each in looked)} of {len(looked)} answered"
     lines = [
-        *comment(f"Written by `{command}` on {date}, by looking at the hosts: {answered}."),
-        "#",
-        f"#   kit check {shown(file)}             what is wrong on these hosts, and how to mend it",
-        f"#   kit up {shown(file)} --dry-run      what would run on each of them; starts nothing",
-        "#",
-        *comment(
-            f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
+        *heading(
+            f"Written by `{command}` on {date}, by looking at the hosts: {answered}.",
+            f"kit check {shown(file)}             what is wrong on these hosts, and how to mend it",
+            f"kit up {shown(file)} --dry-run      what would run on each of them; starts nothing",
+            name=name,
         ),
-        "",
-        f"name: {scalar(name)}",
-        "",
         *(f"{key}: {scalar(value)}" for key, value in common.items()),
         *([""] if common else []),
         *_python_lines(pythons, seen),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nodekit.deploy.init.draft_text import CHOOSE, Draft, comment, gib, keyed, scalar, shown
+from nodekit.deploy.init.draft_text import CHOOSE, Draft, comment, gib, heading, keyed, scalar, shown
 from nodekit.inventory.scontrol import NodeKind
 
 
@@ -19,16 +19,11 @@ def from_slurm(
 ) -> Draft:
     """The inventory of a Slurm cluster; a partition and GPUs are decided only where there is one answer."""
     lines = [
-        *comment(f"Written by `{command}` on {date}, from what scontrol shows."),
-        "#",
-        f"#   kit up {shown(file)} --dry-run      what would be asked of Slurm; queues nothing",
-        "#",
-        *comment(
-            f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
+        *heading(
+            f"Written by `{command}` on {date}, from what scontrol shows.",
+            f"kit up {shown(file)} --dry-run      what would be asked of Slurm; queues nothing",
+            name=name,
         ),
-        "",
-        f"name: {scalar(name)}",
-        "",
         *comment(f"{CHOOSE} an interpreter on the nodes that has torch and submitit."),
         "# python: ~/venv/bin/python",
         "",

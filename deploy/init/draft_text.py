@@ -81,6 +81,13 @@ def comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
     )
 
 
+def heading(written: str, *tries: str, name: str) -> list[str]:
+    """The top of an inventory: how it came about, what to try with it, and its name."""
+    choose = f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
+    hints = [f"#   {each}" for each in tries]
+    return [*comment(written), "#", *hints, "#", *comment(choose), "", f"name: {scalar(name)}", ""]
+
+
 def keyed(key: str, about: str) -> list[str]:
     """``key: value   # comment``."""
     return [f"{key:<{_COMMENT_COLUMN}} # {visible(about)}"]

@@ -74,10 +74,9 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
     if is_file and not options.output.parent.is_dir():  # not only when all hosts have been looked at
         raise KitError(f"{options.output} cannot be written: there is no folder {options.output.parent}")
     stem = options.output.stem if is_file else "cluster"
+    is_name = re.fullmatch(r"[^\x00-\x20\x7f/.-][\w -]{0,46}", stem) and stem == stem.strip()
     told = {
-        "name": stem
-        if re.fullmatch(r"[^\x00-\x20\x7f/.-][\w -]{0,46}", stem) and stem == stem.strip()
-        else "cluster",
+        "name": stem if is_name else "cluster",
         "file": str(options.output) if is_file else "cluster.yaml",
         "command": _command(options),
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -94,16 +93,13 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
 
 
 def _refuse_options(options: Options) -> None:
-    sources = [
-        name
-        for name, given in (
-            ("--ssh-config", options.ssh_config),
-            ("--hostfile", options.hostfile),
-            ("--ansible", options.ansible),
-            ("--slurm", options.slurm),
-        )
-        if given
-    ]
+    given = {
+        "--ssh-config": options.ssh_config,
+        "--hostfile": options.hostfile,
+        "--ansible": options.ansible,
+        "--slurm": options.slurm,
+    }
+    sources = [name for name, value in given.items() if value]
     if len(sources) > 1:
         raise KitError(f"kit init: found {' and '.join(sources)}, wanted one of them")
     if not sources and not options.hosts:
@@ -253,9 +249,8 @@ def _seen(looked: Looked) -> str:
     names = sorted({gpu["name"] for gpu in survey["gpus"]})
     gpus = f"{len(survey['gpus'])} × {' / '.join(names)}" if names else "no GPU"
     torches = [f"torch {each['torch']} in {each['path']}" for each in survey["pythons"] if each["torch"]]
-    torch = (
-        torches[0] + (f" and {len(torches) - 1} more" if len(torches) > 1 else "") if torches else "no torch"
-    )
+    torch = torches[0] if torches else "no torch"
+    torch += f" and {len(torches) - 1} more" if len(torches) > 1 else ""
     return f"{gpus}, {survey['cpus']} cores, {torch}"
 
 

@@ -135,7 +135,7 @@ class Lab:
                 public_key=public_key,
                 hidden=hidden,
                 shared=[lab.slurm.shared] if slurm else [],
-                daemons=lab.slurm.daemons_of(host) if slurm else [],
+                daemons=lab.slurm.daemons_of(host.name) if slurm else [],
             )
             if slurm:
                 lab.slurm.copy_to(host)

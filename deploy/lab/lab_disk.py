@@ -107,15 +107,11 @@ def write_disk(
         (home / startup_file).touch()
     (home / ".ssh").mkdir(mode=0o700)
     (home / ".ssh/authorized_keys").write_text(f"{public_key} lab\n")
-    prefixes = [
-        prefix
-        for prefix in sorted({sys.prefix, sys.base_prefix})
-        if _is_missing_in_host(Path(prefix), hidden)
-    ]
+    prefixes = sorted({sys.prefix, sys.base_prefix})
     boot = {
         "hostname": name,
         "sshd": shutil.which("sshd", path=search_path()) if has_sshd else None,
-        "python_prefixes": prefixes,
+        "python_prefixes": [each for each in prefixes if _is_missing_in_host(Path(each), hidden)],
         "shared": [str(path) for path in shared],
         "daemons": list(daemons),
     }

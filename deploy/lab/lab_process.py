@@ -94,10 +94,10 @@ def start(argv: list[str], *, record: Path, log: Path, cwd: Path, env: dict[str,
         process.stdin.write("go\n")
 
 
-def tail(log: Path, *, num_lines: int = 15) -> str:
+def tail(log: Path) -> str:
     """The end of a log, with its name, for an error's message."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"the end of {log}:", *(f"  {line}" for line in lines[-num_lines:])])
+    return "\n".join([f"the end of {log}:", *(f"  {line}" for line in lines[-15:])])
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -147,26 +147,6 @@ def slurm_conf(socket: Path, network: str, hosts: Iterable[LabHost], *, has_acco
     )
 
 
-def daemons(folder: Path, host: str, *, has_accounting: bool) -> list[list[str]]:
-    """The commands that a host, or the controller, runs one after the other as it boots.
-
-    munged needs --force, for it wants everyone to reach its socket, and the lab's folder is root's alone.
-    """
-    files = {
-        "socket": folder / "run/munge.socket",
-        "key-file": folder / "munge.key",
-        "pid-file": "/run/munged.pid",
-        "seed-file": "/run/munged.seed",
-        "log-file": "/var/log/munged.log",
-    }
-    munged = ["munged", "--force", *(f"--{name}={path}" for name, path in files.items())]
-    conf = str(folder / "slurm.conf")
-    if host != CONTROL:
-        return [munged, ["slurmd", "-N", host, "-f", conf]]
-    database = [["sh", "-c", START_DATABASE, "sh", conf]] if has_accounting else []
-    return [munged, *database, ["slurmctld", "-f", conf]]
-
-
 @dataclass(frozen=True, slots=True)
 class LabSlurm:
     """The Slurm cluster of a lab. This machine is where its users log in: `run` has squeue, sbatch, srun, ..."""
@@ -217,9 +197,9 @@ class LabSlurm:
         lines = self.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t"]).splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_idle(self, *, timeout_s: float = READY_S) -> None:
+    def wait_idle(self) -> None:
         """Return when every node is idle; KitError if one is not in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + READY_S
         while True:
             try:
                 found = self.node_states()
@@ -232,7 +212,7 @@ class LabSlurm:
                 disk = self.lab_folder / "hosts" / CONTROL
                 logs = [disk / "console.log", disk / "upper/var/log/slurmctld.log"]
                 tails = "\n".join(lab_process.tail(log) for log in logs)
-                raise KitError(f"Slurm's nodes are not idle after {timeout_s:g} s: {reason}\n{tails}")
+                raise KitError(f"Slurm's nodes are not idle after {READY_S} s: {reason}\n{tails}")
             time.sleep(0.1)
 
     def write_files(self) -> None:
@@ -254,9 +234,23 @@ class LabSlurm:
         if self.has_accounting:
             _write_secret(self.folder / "slurmdbd.conf", SLURMDBD_CONF.format(**settings).encode())
 
-    def daemons_of(self, host: LabHost) -> list[list[str]]:
-        """What a host starts when it boots."""
-        return daemons(self.folder, host.name, has_accounting=self.has_accounting)
+    def daemons_of(self, host: str) -> list[list[str]]:
+        """The commands that a host, or the controller, runs one after the other as it boots.
+
+        munged needs --force, for it wants everyone to reach its socket, and the lab's folder is root's alone.
+        """
+        files = {
+            "socket": self.folder / "run/munge.socket",
+            "key-file": self.folder / "munge.key",
+            "pid-file": "/run/munged.pid",
+            "seed-file": "/run/munged.seed",
+            "log-file": "/var/log/munged.log",
+        }
+        munged = ["munged", "--force", *(f"--{name}={path}" for name, path in files.items())]
+        if host != CONTROL:
+            return [munged, ["slurmd", "-N", host, "-f", str(self.conf)]]
+        database = [["sh", "-c", START_DATABASE, "sh", str(self.conf)]] if self.has_accounting else []
+        return [munged, *database, ["slurmctld", "-f", str(self.conf)]]
 
     def copy_to(self, host: LabHost) -> None:
         """Put a host's copy of the files on its disk, before it starts."""
@@ -279,16 +273,14 @@ class LabSlurm:
             public_key=public_key,
             hidden=hidden,
             shared=[self.folder],
-            daemons=daemons(self.folder, CONTROL, has_accounting=self.has_accounting),
+            daemons=self.daemons_of(CONTROL),
             has_sshd=False,
         )
-        addresses = {
-            CONTROL: control_address(self.network),
-            **{h.name: h.address for h in self.hosts.values()},
-        }
-        names = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        others = "".join(f"{host.address} {host.name}\n" for host in self.hosts.values())
         # Not 127.0.1.1 for its own name, as Debian has it: it listens where its name points.
-        (folder / "upper/etc/hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        (folder / "upper/etc/hosts").write_text(
+            f"127.0.0.1 localhost\n{control_address(self.network)} {CONTROL}\n{others}"
+        )
         lab_process.start(
             script_argv("lab_host.py"),
             record=folder / "init.json",

@@ -81,9 +81,8 @@ def main(near: str, far: str, delay_s: str, rate_mbit: str, loss: str) -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    with contextlib.suppress(
-        OSError
-    ):  # on busy cores the delay would be the scheduler's; not everyone may ask
+    # On busy cores the delay would be the scheduler's; not everyone may ask.
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     settings = float(delay_s), float(rate_mbit), float(loss)
     lines = Line(ends[0], ends[1], *settings), Line(ends[1], ends[0], *settings)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.logs.loglines import Line, Source, Window, lines_of
-from nodekit.deploy.logs.showlogs import Reader
+from nodekit.deploy.logs.reader import Reader
+from nodekit.deploy.records.loglines import Line, Source, Window, lines_of
 from nodekit.inventory.errors import HostError
 
 TICK_S = 0.1

@@ -2,234 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
-import heapq
-import queue
-import re
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nodekit.deploy.commands import arguments, helptext
-from nodekit.deploy.logs.loglines import (
-    Line,
+from nodekit.deploy.logs.reader import Reader
+from nodekit.deploy.records.loglines import (
     Source,
-    Style,
     Wanted,
-    lines_of,
-    parse_ranks,
-    parse_when,
-    pick_attempts,
     style_of,
 )
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
+    from nodekit.deploy.backend import Backend
     from nodekit.deploy.connect.cluster import SshOptions
     from nodekit.deploy.connect.link import Link
-    from nodekit.deploy.logs.fetchlogs import Copy
+    from nodekit.deploy.records.fetchlogs import Copy
     from nodekit.deploy.records.runs import Run
-
-BATCH_S = 0.1
-
-
-# --- what is there ------------------------------------------------------------------------------------------
+    from nodekit.inventory.schema import Host
 
 
-class _Pages:
-    """The lines of one source, in the order of time; the next page is fetched while one is read."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `kit logs` is asked for."""
 
-    def __init__(
-        self, source: Source, wanted: Mapping[str, Any], *, offsets: Mapping[str, int], final: bool
-    ) -> None:
-        self.source = source
-        self.offsets = dict(offsets)
-        self.error: Exception | None = None
-        self._wanted = dict(wanted)
-        self._final = final
-        self._pages: queue.Queue[list[Line] | None] = queue.Queue(maxsize=2)
-        threading.Thread(target=self._fetch, daemon=True).start()
-
-    def _fetch(self) -> None:
-        sizes = None
-        try:
-            while True:
-                found = self.source.call(
-                    "page",
-                    offsets=self.offsets,
-                    sizes=sizes,
-                    final=self._final,
-                    limited=self.source.link is not None,
-                    **self._wanted,
-                )
-                self.offsets, sizes = found["offsets"], found["sizes"]
-                self._pages.put(lines_of(self.source, found["lines"]))
-                if not found["more"]:
-                    break
-        except Exception as error:  # told by who reads
-            self.error = error
-        self._pages.put(None)
-
-    def __iter__(self) -> Iterator[Line]:
-        while True:
-            try:
-                page = self._pages.get(timeout=0.2)  # a bare get would not let Ctrl-C through
-            except queue.Empty:
-                continue
-            if page is None:
-                return
-            yield from page
-
-
-class Reader:
-    """Prints the lines of some nodes."""
-
-    def __init__(self, nodes: Sequence[str], wanted: Wanted, style: Style) -> None:
-        """Nothing happens yet; `nodes` are all there are, in their order."""
-        self.failed: set[str] = set()
-        """Nodes whose lines could not all be read."""
-        self.num_lines = 0
-        self._nodes = tuple(nodes)
-        self._wanted = wanted
-        self._style = style
-        self._attempts: list[str] | None = None
-        self._last: list[str] | None = None
-
-    def choose(self, sources: Sequence[Source]) -> None:
-        """Find out which attempts are meant."""
-        if not self._wanted.attempt:
-            return
-        from nodekit.deploy.connect.link import on_all
-
-        found = on_all({each.node: each for each in sources}, lambda each: each.call("listing"))
-        for node, result in found.items():
-            if isinstance(result, Exception):
-                self._lost(node, result)
-        there = [
-            log["attempt"] for result in found.values() if not isinstance(result, Exception) for log in result
-        ]
-        if there or not self.failed:
-            self._attempts = pick_attempts(self._wanted.attempt, there)
-
-    def told(self, source: Source) -> dict[str, Any]:
-        """What a node is told of what is wanted."""
-        return self._wanted.on_host(self._attempts, source.clock_offset)
-
-    def read(
-        self,
-        sources: Sequence[Source],
-        *,
-        offsets: Mapping[str, Mapping[str, int]] | None = None,
-        final: bool = True,
-    ) -> dict[str, dict[str, int]]:
-        """Print all there is; how far each node has been read.
-
-        Args:
-            sources: where.
-            offsets: node → how far it has been read already.
-            final: also a last line that has no end yet.
-        """
-        order = {node: place for place, node in enumerate(self._nodes)}
-        sources = sorted(sources, key=lambda each: order.get(each.node, len(order)))
-        pages = [
-            _Pages(source, self.told(source), offsets=(offsets or {}).get(source.node, {}), final=final)
-            for source in sources
-        ]
-        batch: list[Line] = []
-        printed = time.monotonic()
-        for line in heapq.merge(*pages, key=lambda line: line.time):
-            batch.append(line)
-            if len(batch) == 256 or time.monotonic() - printed > BATCH_S:
-                self.print(batch)
-                batch, printed = [], time.monotonic()
-        self.print(batch)
-        for each in pages:
-            if each.error is not None:
-                self._lost(each.source.node, each.error)
-        return {each.source.node: each.offsets for each in pages}
-
-    def print(self, lines: Sequence[Line]) -> None:
-        """Print lines that stand in their order."""
-        if lines:
-            self.num_lines += len(lines)
-            print("\n".join(text for line in lines for text in self._style.shown(line)), flush=True)
-
-    def _lost(self, node: str, error: Exception) -> None:
-        from nodekit.deploy.connect.link import LinkLost
-        from nodekit.deploy.host.logs.logread import MATCH_S
-
-        if not isinstance(error, KitError):
-            raise error
-        self.failed.add(node)
-        hint = ""
-        if self._wanted.grep and isinstance(error, LinkLost):
-            hint = f" (a --grep that takes longer than {MATCH_S} s is ended there)"
-        print(f"kit: {error}{hint}", file=sys.stderr, flush=True)
-
-
-# --- the command --------------------------------------------------------------------------------------------
-
-
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`kit logs`."""
-    command = arguments.add(
-        commands, "logs", logs, "the output of a run's ranks", helptext.LOGS, helptext.LOGS_EXAMPLES
-    )
-    command.usage = "kit logs [RUN] [options]"
-    command.add_argument(
-        "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
-    )
-    command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
-    which = command.add_argument_group("which lines")
-    which.add_argument("--node", metavar="N", help="of these nodes, as gpu1 or gpu[1-3] (all)")
-    which.add_argument("--rank", metavar="R", help="of these ranks, as 3, 0-3 or 0,2 (all)")
-    which.add_argument(
-        "--attempt", metavar="G.N", help="of this attempt, as 0.1, of a generation, as 1, or last (all)"
-    )
-    which.add_argument("--since", metavar="WHEN", help="written since then: 10m, 2h, 12:03, 2026-11-22T12:03")
-    which.add_argument("--until", metavar="WHEN", help="written until then")
-    which.add_argument("--grep", metavar="REGEX", help="in which this is found; looked for on the nodes")
-    how = command.add_argument_group("how")
-    how.add_argument("--time", action="store_true", help="date and time to the millisecond before each line")
-    how.add_argument("--json", action="store_true", help="an object on each line, for programs")
-    how.add_argument(
-        "--fetch", action="store_true", help="copy all logs to this machine, in place of showing them"
-    )
-    how.add_argument("-o", "--output", metavar="DIR", help="with --fetch: to there (the run's record)")
-    arguments.add_ssh(command)
-
-
-def wanted_of(args: argparse.Namespace) -> Wanted:
-    """Which lines a command line means.
-
-    Raises:
-        KitError: one of its values is none.
-    """
-    from nodekit.inventory import hostlists
-
-    now = time.time()
-    if args.grep is not None:
-        try:
-            re.compile(args.grep)
-        except re.error as error:
-            raise KitError(
-                f"--grep: found '{args.grep}', wanted a regular expression as Python has them: {error}"
-            ) from error
-    try:
-        nodes = tuple(hostlists.expand(args.node)) if args.node else ()
-    except ValueError as error:
-        raise KitError(f"--node: found '{args.node}', wanted nodes, as gpu1 or gpu[1-3]: {error}") from error
-    return Wanted(
-        nodes=nodes,
-        ranks=parse_ranks(args.rank) if args.rank else (),
-        attempt=args.attempt or "",
-        since=parse_when(args.since, now=now) if args.since else None,
-        until=parse_when(args.until, now=now, option="--until") if args.until else None,
-        grep=args.grep,
-    )
+    wanted: Wanted
+    """Which lines."""
+    follow: bool = False
+    """Go on until the run ends."""
+    times: bool = False
+    """Date and time before each line."""
+    json: bool = False
+    fetch: bool = False
+    """Copy all logs to this machine, in place of showing them."""
+    output: str | None = None
+    """With `fetch`: to this folder."""
+    ssh: SshOptions
 
 
 def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
@@ -244,94 +56,106 @@ def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
     return [name for name in there if not wanted.nodes or name in wanted.nodes]
 
 
-def logs(args: argparse.Namespace) -> int:
+def logs(run: Run, options: Options) -> int:
     """Show the output of a run, or fetch it; the exit status is 1 where a node's could not be read."""
-    try:
-        return _logs(args)
-    except KeyboardInterrupt:
-        return 130  # without a word: the run goes on
+    from nodekit.deploy.backend import backend_of
+    from nodekit.deploy.connect import cluster
+    from nodekit.deploy.records import fetchlogs, runs
 
-
-def _logs(args: argparse.Namespace) -> int:
-    from nodekit.deploy.records import runs
-
-    wanted = wanted_of(args)
-    if args.output and not args.fetch:
-        raise KitError("-o: found without --fetch, wanted both")
-    run = runs.find(args.run_id)
-    options = arguments.ssh_options(args, notice=lambda text: print(f"kit: {text}", file=sys.stderr))
-    if run.slurm:
-        from nodekit.slurm import show as slurm_show
-
-        return slurm_show.logs(run, options, wanted, args)
-    if args.fetch:
-        from nodekit.deploy.connect import cluster
-        from nodekit.deploy.logs import fetchlogs
-        from nodekit.deploy.ssh_backend import up
-
-        hosts = [host for host in up.inventory_of(run).hosts if host.name in run.nodes]
-        names = pick_nodes(run, wanted, [host.name for host in hosts])
-        with cluster.links([host for host in hosts if host.name in names], options, some=True) as links:
-            fetched = fetchlogs.fetch_run(run, links, args.output, nodes=names)
+    backend = backend_of(run)
+    hosts = backend.hosts(run, spare=not options.fetch)
+    # Which nodes a job has that Slurm runs, its leader knows.
+    known = [node for host in hosts for node in backend.nodes_at(run, host)]
+    names = pick_nodes(run, options.wanted, known) if known else []
+    copies = fetchlogs.copies(run)
+    ran = [name for name in known if name in run.nodes] if known else list(copies)
+    asked = [name for name in ran if name in names or not known]
+    is_whole = bool(copies) and all(name in copies and copies[name].is_whole for name in asked)
+    if run.state in runs.ENDED and is_whole and not options.fetch:
+        return _show_copies_of(run, options, known or ran, copies)
+    with contextlib.ExitStack() as stack:
+        chosen = [host for name, host in hosts.items() if name in names or not known]
+        try:
+            links = stack.enter_context(cluster.links(chosen, options.ssh, some=bool(known)))
+        except KitError as error:
+            if not copies or options.follow or options.fetch:
+                raise
+            print(f"kit: {error}", file=sys.stderr, flush=True)
+            return _show_copies_of(run, options, ran, copies)
+        record = backend.record(run, links)
+        if record is None:
+            now = "; ".join(backend.status(run, options.ssh).lines)
+            raise KitError(f"{run.run_id} has not started: {now}")
+        if not options.fetch:
+            return _show(run, options, backend, record, hosts, links)
+        nodes = [node for host in hosts for node in backend.nodes_at(record, host)]
+        by_node = {node: links[host] for host in links for node in backend.nodes_at(record, host)}
+        names = pick_nodes(run, options.wanted, nodes)
+        fetched = fetchlogs.fetch_run(run, by_node, options.output, nodes=names, record=record)
         print(fetched.text())
         return 1 if fetched.failed else 0
-    return _show(run, options, wanted, args)
 
 
-def _show(run: Run, options: SshOptions, wanted: Wanted, args: argparse.Namespace) -> int:
-    """Of a run that has its own hosts."""
+def _show_copies_of(run: Run, options: Options, nodes: Sequence[str], copies: Mapping[str, Copy]) -> int:
+    style = style_of(nodes, sys.stdout, times=options.times, as_json=options.json)
+    names = pick_nodes(run, options.wanted, nodes)
+    return show_copies(
+        Reader(nodes, options.wanted, style), [copies[name] for name in names if name in copies]
+    )
+
+
+def _show(
+    run: Run,
+    options: Options,
+    backend: Backend,
+    record: Run,
+    hosts: Mapping[str, Host],
+    links: dict[str, Link],
+) -> int:
+    """What is on the nodes, and of those that cannot be reached, what was fetched."""
     from nodekit.deploy.connect import cluster
-    from nodekit.deploy.logs import fetchlogs
     from nodekit.deploy.logs.logfollow import Followed, Follower
-    from nodekit.deploy.records import runs
-    from nodekit.deploy.ssh_backend import up
+    from nodekit.deploy.records import fetchlogs, runs
 
-    hosts = {host.name: host for host in up.inventory_of(run).hosts}
-    nodes = list(hosts)
-    names = pick_nodes(run, wanted, nodes)
-    reader = Reader(nodes, wanted, style_of(nodes, sys.stdout, times=args.time, as_json=args.json))
-    copies, is_over = fetchlogs.copies(run), run.state in runs.ENDED
-    if is_over and all(name in copies and copies[name].is_whole for name in names if name in run.nodes):
-        return show_copies(reader, [copies[name] for name in names if name in copies])
+    nodes = [node for host in hosts for node in backend.nodes_at(record, host)]
+    names = pick_nodes(run, options.wanted, nodes)
 
-    def source(name: str, link: Link) -> Source:
-        folder = f"{run.nodes[name]['node_dir']}/logs"
-        return Source(node=name, folder=folder, clock_offset=run.clock_offsets.get(name, 0.0), link=link)
+    def sources_at(host: str, record: Run) -> list[Source]:
+        own = [
+            node for node in backend.nodes_at(record, host) if node in (options.wanted.nodes or record.nodes)
+        ]
+        return fetchlogs.sources_of(record, dict.fromkeys(own, links[host]))
 
-    with cluster.links([hosts[name] for name in names], options, some=True) as links:
-        sources = [source(name, link) for name, link in links.items() if name in run.nodes]
-        missing = [name for name in names if name not in links]
-        if not args.follow or is_over:
-            reader.failed.update(name for name in missing if name in run.nodes and name not in copies)
-            return show_copies(reader, [copies[name] for name in missing if name in copies], sources)
-        reader.choose(sources)
-        offsets = reader.read(sources, final=False)
+    style = style_of(nodes, sys.stdout, times=options.times, as_json=options.json)
+    reader = Reader(nodes, options.wanted, style)
+    sources = [source for host in links for source in sources_at(host, record)]
+    is_over = run.state in runs.ENDED
+    if not options.follow or is_over:
+        copies = fetchlogs.copies(run)
+        missing = [name for name in names if name in record.nodes.keys() - {each.node for each in sources}]
+        reader.failed.update(name for name in missing if name not in copies)
+        return show_copies(reader, [copies[name] for name in missing if name in copies], sources)
+    reader.choose(sources)
+    offsets = reader.read(sources, final=False)
 
-        def opened(name: str) -> list[Source]:
-            if links.get(name) is None or links[name].is_lost:
-                links[name] = cluster.open_link(hosts[name], options)
-            if name not in run.nodes:
-                run.reload()  # it may come in later
-            return [source(name, links[name])] if name in run.nodes else []
+    def opened(host: str) -> list[Source]:
+        if host not in links or links[host].is_lost:
+            links[host] = cluster.open_link(hosts[host], options.ssh)
+        return sources_at(host, backend.record(run, links) or record)  # nodes may come in later
 
-        def has_ended(all_gone: bool) -> bool:
-            run.reload()
-            return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
-
-        follower = Follower(reader, nodes, offsets)
-        follower.lost.update(missing)
-        follower.run(
-            [
-                Followed(
-                    name=name,
-                    open=functools.partial(opened, name),
-                    node_dir=run.nodes[name]["node_dir"] if name in run.nodes else None,
-                )
-                for name in names
-            ],
-            has_ended,
+    follower = Follower(reader, nodes, offsets)
+    followed = [
+        Followed(
+            name=host,
+            open=functools.partial(opened, host),
+            node_dir=record.nodes[host]["node_dir"] if host in record.nodes else None,
         )
-        return 1 if follower.lost or reader.failed else 0
+        for host in hosts
+        if host in names or host not in nodes
+    ]
+    follower.lost.update(each.name for each in followed if each.name not in links)
+    follower.run(followed, lambda gone: backend.is_over(run, links, all_gone=gone), poll_s=backend.poll_s)
+    return 1 if follower.lost or reader.failed else 0
 
 
 def show_copies(reader: Reader, copies: Sequence[Copy], sources: Sequence[Source] = ()) -> int:

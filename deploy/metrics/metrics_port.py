@@ -14,10 +14,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from nodekit.deploy.agent.notes import parse_progress
 from nodekit.deploy.host.accept import Acceptor
+from nodekit.deploy.host.node.schema import EventKind, NodeStatus
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History
-from nodekit.deploy.supervise.supervise import Observer
+from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class MetricsPort(Observer):
 
         self._run = run
         self._lock = threading.Lock()
-        self._statuses: Mapping[str, Mapping[str, Any]] = {}
+        self._statuses: Mapping[str, NodeStatus] = {}
         self._events: list[Event] = []
         self._history = _Sparing(lambda: History.of(self._taken(), now=time.time()))
         registry = CollectorRegistry()
@@ -106,7 +107,7 @@ class MetricsPort(Observer):
     def _answer(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002
         self._server.finish_request(connection, (address, 0))
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """What each reachable node says of itself."""
         with self._lock:
             self._statuses = dict(statuses)
@@ -155,8 +156,8 @@ class _Sparing:
 
 def metrics(
     run: Run,
-    statuses: Mapping[str, Mapping[str, Any]],
-    events: Mapping[str, int],
+    statuses: Mapping[str, NodeStatus],
+    events: Mapping[EventKind, int],
     history: History | None,
     *,
     now: float,
@@ -227,7 +228,7 @@ def metrics(
 
 
 def _of_nodes(
-    run: Run, statuses: Mapping[str, Mapping[str, Any]], gauge: Callable[..., Any], now: float
+    run: Run, statuses: Mapping[str, NodeStatus], gauge: Callable[..., Any], now: float
 ) -> Iterator[Metric]:
     up = gauge("node_up", "1: the node's agent runs and can be reached.", "node")
     state = gauge("node_state", "1: the node is in this state.", "node", "state")

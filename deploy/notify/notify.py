@@ -6,27 +6,24 @@ deadline for each attempt. Values of secrets are read from the environment, and 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import queue
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.deploy.notify.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.notify.message import Message, Story, with_goodput
 from nodekit.deploy.output.redact import Redactor
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.records.secret_files import NOTIFY, secrets_file
+from nodekit.deploy.records.secret_files import NOTIFY, notify_names, notify_secrets, secrets_file
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -36,28 +33,6 @@ PAUSES_S = (1.0, 4.0)  # before the second attempt, and the third
 CLOSE_S = 5.0  # at its end the run waits so long for what has not been delivered
 MAX_WAITING = 16
 _TOLD_BYTES = 120
-
-
-def names_of(notify: Notify | None) -> tuple[str, ...]:
-    """The variables that hold its secrets."""
-    hook = notify.webhook if notify else None
-    return tuple(filter(None, [hook.url_from, *hook.headers_from.values()])) if hook else ()
-
-
-def secrets_of(inventory: Inventory) -> dict[str, str]:
-    """The values of its secrets, from the environment here.
-
-    Raises:
-        KitError: some are not set.
-    """
-    names = names_of(inventory.notify)
-    absent = [name for name in names if not os.environ.get(name)]
-    if absent:
-        raise KitError(
-            f"{inventory.path}: notify.webhook names {', '.join(absent)}, not set in this environment; "
-            f"export {absent[0]}=… and run again"
-        )
-    return {name: os.environ[name] for name in names}
 
 
 def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
@@ -71,7 +46,7 @@ def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
             run_dir = Path(next(iter(run.nodes.values()))["code_dir"]).parent
             if (file := secrets_file(run_dir, NOTIFY)) is not None:
                 return dict(json.loads(file.read_text(encoding="utf-8")))
-    return {name: os.environ[name] for name in names_of(notify) if name in os.environ}
+    return {name: os.environ[name] for name in notify_names(notify) if name in os.environ}
 
 
 class Notifier:
@@ -251,47 +226,32 @@ class _Turn:
             self._file = None
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``notify`` to kit's."""
-    command = arguments.add(
-        commands,
-        "notify",
-        run_notify,
-        "who is told of a run, and whether that works",
-        helptext.NOTIFY,
-        helptext.NOTIFY_EPILOG,
-    )
-    command.add_argument("inventory", metavar="INVENTORY", help="the inventory file")
-    command.add_argument("--test", action="store_true", help="send a message now, each way")
+def targets(inventory: Inventory) -> dict[str, str]:
+    """Who is told, by the way it takes: a command's words, a webhook's address.
 
-
-def run_notify(args: argparse.Namespace) -> int:
-    """Say who is told, and with ``--test`` tell them."""
-    from nodekit.inventory.load import load_inventory
-
-    inventory = load_inventory(args.inventory)
+    Raises:
+        KitError: nobody is.
+    """
     if inventory.notify is None:
         raise KitError(
             f"{inventory.path}: found no notify:, wanted one, as notify: {{command: [notify-send, kit]}}"
         )
-    secrets = secrets_of(inventory)
-    occasions = ", ".join(inventory.notify.on)
-    targets = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
-    if not args.test:
-        for name in ways(inventory.notify, secrets, None):
-            print(f"{name}  {targets[name]}  at {occasions}")
-        return 0
-    text = f"a test of notify: in {inventory.path.name}\nkit notify {shlex.quote(str(args.inventory))}"
+    found = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
+    return {name: found[name] for name in ways(inventory.notify, notify_secrets(inventory), None)}
+
+
+def send_test(inventory: Inventory, text: str) -> dict[str, NotDelivered | None]:
+    """Tell everybody now; for each way, why that failed."""
+    assert inventory.notify is not None
     message = Message(kind="test", run=f"{inventory.name}-test", time=time.time(), text=text)
-    problems = 0
-    for name, deliver in ways(inventory.notify, secrets, inventory.path.parent).items():
+    problems: dict[str, NotDelivered | None] = {}
+    for name, deliver in ways(inventory.notify, notify_secrets(inventory), inventory.path.parent).items():
         try:
             within(deliver, message, ATTEMPT_S + 1.0)
-            print(f"{name}  {targets[name]}  was told")
+            problems[name] = None
         except NotDelivered as error:
-            problems += 1
-            print(f"kit: {name}: {error}" + (f"\n{error.said}" if error.said else ""), file=sys.stderr)
-    return 1 if problems else 0
+            problems[name] = error
+    return problems
 
 
 def _target(notify: Notify) -> str:

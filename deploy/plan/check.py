@@ -9,19 +9,18 @@ import re
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 from nodekit.deploy.plan.findings import Finding
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Environment, Host, Inventory
-from nodekit.training.engines import LIBRARIES
+from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
-OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 10)
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
 PINGS = 3  # the shortest round trip of so many says most about the clock
@@ -59,10 +58,10 @@ class Facts:
     num_gpus: int
     workdir: str
     """Absolute."""
-    workdir_id: str
-    """The same on two hosts when they share the folder."""
     workdir_problem: str | None
-    free_bytes: int
+    workdir_id: str = ""
+    """The same on two hosts when they share the folder."""
+    free_bytes: int = 0
     rsync: bool
     boot_id: str
     has_kit: bool
@@ -127,31 +126,15 @@ def _ask_time(link: Link) -> tuple[float, float]:
 
 def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: float) -> Facts:
     """Facts from what a host has answered; pure."""
-    return Facts(
-        host=host,
-        rtt_s=rtt_s,
-        hostname=found["hostname"],
-        user=found["user"],
-        python=found["python"],
-        executable=found["executable"],
-        torch=found["torch"],
-        modules=tuple(found["modules"]),
-        clock_offset_s=offset_s,
-        cpus=found["cpus"],
-        interfaces=tuple(
+    own = {each.name: found[each.name] for each in fields(Facts) if each.name in found}
+    own |= {
+        "modules": tuple(found["modules"]),
+        "interfaces": tuple(
             Interface(each["name"], each["up"], tuple(each["addresses"])) for each in found["interfaces"]
         ),
-        routes=found["routes"],
-        num_gpus=len(found["gpus"]),
-        workdir=found["workdir"],
-        workdir_id=found.get("workdir_id", ""),
-        workdir_problem=found["workdir_problem"],
-        free_bytes=found.get("free_bytes", 0),
-        rsync=found["rsync"],
-        boot_id=found["boot_id"],
-        has_kit=found["has_kit"],
-        files=found.get("files", {}),
-    )
+    }
+    num_gpus = len(found["gpus"])
+    return Facts(**own, host=host, num_gpus=num_gpus, rtt_s=rtt_s, clock_offset_s=offset_s)
 
 
 def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
@@ -170,18 +153,12 @@ def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> li
     return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
 
 
-def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results, when no host failed; else one error with a line per host that did."""
-    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
-    if not failures:
-        return dict(results)
-    for failure in failures.values():
-        if not isinstance(failure, KitError):
-            raise failure  # our own bug: its traceback is worth more than a summary
-    first = next(iter(failures.values()))
-    if len(failures) == 1:
-        raise first
-    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
+def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
+    """The hosts grouped by the workdir they share: first of a group → all of it."""
+    groups: dict[str, list[str]] = {}
+    for name, found in facts.items():
+        groups.setdefault(found.workdir_id or name, []).append(name)
+    return {names[0]: names for names in groups.values()}
 
 
 def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
@@ -206,12 +183,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
         )
         for check, problem in checks:
             if problem:
-                text, wanted, cure = problem
-                problems.append(
-                    Finding(
-                        check=check, host=host.name, level="failure", found=text, wanted=wanted, cure=cure
-                    )
-                )
+                problems.append(Finding(check, host.name, "failure", *problem))
     return problems
 
 
@@ -227,19 +199,14 @@ def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
         error_s = found.clock_error_s + middle.clock_error_s
         if abs(skew_s) - error_s <= limit_s:
             text = f"{round(skew_s * 1000) or 0:+d} ms" if abs(skew_s) < 1 else f"{skew_s:+.1f} s"
-            findings.append(Finding(check="clock", host=name, level="ok", found=text))
+            findings.append(Finding("clock", name, "ok", text))
             continue
-        findings.append(
-            Finding(
-                check="clock",
-                host=name,
-                level="warning",
-                found=f"its clock is {skew_s:+.1f} s (± {error_s:.3f} s) from the other hosts'",
-                wanted=f"within {limit_s:g} s (timings.keep_alive × lost_after): torch compares the nodes' clocks "
-                "to tell who is alive",
-                cure="sudo timedatectl set-ntp true",
-            )
+        text = f"its clock is {skew_s:+.1f} s (± {error_s:.3f} s) from the other hosts'"
+        wanted = (
+            f"within {limit_s:g} s (timings.keep_alive × lost_after): torch compares the nodes' clocks "
+            "to tell who is alive"
         )
+        findings.append(Finding("clock", name, "warning", text, wanted, "sudo timedatectl set-ntp true"))
     return findings
 
 
@@ -271,40 +238,31 @@ def _python_problem(found: Facts) -> _Problem | None:
 def _torch_problem(
     found: Facts, common: str | None, torches: Mapping[str, int], environment: Environment | None
 ) -> _Problem | None:
-    if environment is not None and found.torch is None:
+    python = found.executable
+    if found.torch is None and environment is not None:
         return (
-            f"no torch in the environment ({found.executable})",
+            f"no torch in the environment ({python})",
             "",
             "add it to what the inventory's `environment:` names, or set `system_site_packages: true` there where the "
             "host's own python has it",
         )
-    if environment is not None and len(torches) > 1 and found.torch != common:
-        return (
-            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
-            "the same on all",
-            f"write torch=={str(common).split('+')[0]} where the inventory's `environment:` points to",
-        )
     if found.torch is None:
-        return (
-            f"no torch in {found.executable}",
-            "",
-            "set `python:` to an interpreter there that has it, "
-            f"or install it: {found.executable} -m pip install torch",
+        cure = (
+            f"set `python:` to an interpreter there that has it, or install it: {python} -m pip install torch"
         )
-    if _version(found.torch) < OLDEST_TORCH:
-        wanted = ".".join(map(str, OLDEST_TORCH))
-        return (
-            f"torch {found.torch}",
-            f"{wanted} or newer (older ones load unsafe snapshots)",
-            f"{found.executable} -m pip install -U torch",
-        )
-    if len(torches) > 1 and found.torch != common:
-        return (
-            f"torch {found.torch}, but {torches[common or '']} of the hosts have {common}",
-            "the same on all",
-            f"{found.executable} -m pip install torch=={str(common).split('+')[0]}",
-        )
-    return None
+        return f"no torch in {python}", "", cure
+    differs = len(torches) > 1 and found.torch != common
+    if _version(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
+        wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer (older ones load unsafe snapshots)"
+        return f"torch {found.torch}", wanted, f"{python} -m pip install -U torch"
+    if not differs:
+        return None
+    pin = f"torch=={str(common).split('+')[0]}"
+    cure = f"{python} -m pip install {pin}"
+    if environment is not None:
+        cure = f"write {pin} where the inventory's `environment:` points to"
+    number = torches[common or ""]
+    return f"torch {found.torch}, but {number} of the hosts have {common}", "the same on all", cure
 
 
 def _workdir_problem(found: Facts) -> _Problem | None:
@@ -331,10 +289,10 @@ def _workdir_cure(problem: str, found: Facts) -> str:
     return "set `workdir:` to a folder that can be made and written to there"
 
 
-def make_room(found: Facts, of: str = "") -> str:
+def make_room(found: Facts) -> str:
     """What to do about a full disk: the folder itself may not be there yet."""
     parent = shlex.quote(posixpath.dirname(found.workdir) or "/")
-    return f"see what fills it with `du -x{of}hd2 {parent}`, or set `workdir:` to another disk"
+    return f"see what fills it with `du -xhd2 {parent}`, or set `workdir:` to another disk"
 
 
 def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
@@ -368,6 +326,23 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> _Problem | 
     if Path(name).is_relative_to(code):
         cure = f"it lies in the folder that is synced, so say {Path(name).relative_to(code)}"
     return f"no {name} there, which the command runs", "", cure
+
+
+def choose_interfaces(
+    inventory: Inventory,
+    hosts: Iterable[Host],
+    facts: Mapping[str, Facts],
+    peers: Mapping[str, tuple[str, ...]],
+) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
+    """Host → the interface and address of `choose_interface`, and host → why there is none; pure."""
+    chosen: dict[str, tuple[str, str]] = {}
+    problems: dict[str, HostError] = {}
+    for host in hosts:
+        try:
+            chosen[host.name] = choose_interface(host, facts[host.name], inventory.network, peers[host.name])
+        except HostError as error:
+            problems[host.name] = error
+    return chosen, problems
 
 
 def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, ...]) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal
 Level = Literal["ok", "warning", "failure"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One check of one host, or of one ordered pair of hosts."""
 

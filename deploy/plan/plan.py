@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
-from nodekit.deploy.plan.check import Facts, choose_interface
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
+from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
-from nodekit.training.engines import EngineError, lacking
+from nodekit.training.engine_info import EngineError, lacking
 from nodekit.training.engines.deepspeed_config import read_config
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
@@ -183,7 +185,7 @@ def refuse_options(
         code: the folder that is synced: rows of text in it are looked at, too.
         world_size: the number of ranks.
         env: what they would find in their environment.
-        modules: host → those of engines.LIBRARIES and trackers.TRACKERS that are there.
+        modules: host → those of engine_info.LIBRARIES and trackers.TRACKERS that are there.
 
     Raises:
         KitError: it would refuse that.
@@ -229,6 +231,17 @@ def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Opt
         raise KitError(str(error)) from None
 
 
+def weights_folders(node: Mapping[str, Any], weights: str) -> list[str]:
+    """Where a node of a run may have its weights: pure, from its plan on record."""
+    asked = training_options(node["argv"], node["env"])
+    if asked is None or asked.output is None:
+        return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
+    output = posixpath.join(node["code_dir"], str(asked.output))
+    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
+    own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
+    return [posixpath.join(each, weights) for each in own]
+
+
 def _devices(node: NodePlan) -> str:
     return f"GPU {', '.join(map(str, node.gpus))}" if node.gpus else "CPU, gloo"
 
@@ -257,23 +270,8 @@ def build(
     kinds = next((found.files for found in facts.values() if found.files), {})
     argv = argv_of(inventory, command, kinds)
     gpus = share_gpus(hosts, facts)
-    chosen: dict[str, tuple[str, str]] = {}
-    problems: list[str] = []
-    for host in hosts:
-        try:
-            chosen[host.name] = choose_interface(host, facts[host.name], inventory.network, peers[host.name])
-        except HostError as error:
-            problems.append(str(error))
-    with_gpus = [host.name for host in hosts if gpus[host.name]]
-    if with_gpus and len(with_gpus) < len(hosts):
-        without = [host.name for host in hosts if not gpus[host.name]]
-        problems.append(
-            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
-            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
-        )
-    if problems:
-        raise KitError("\n".join(problems))
-    master_addr = chosen[hosts[0].name][1]
+    chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
+    _refuse([str(error) for error in unclear.values()], gpus)
     num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
@@ -283,43 +281,49 @@ def build(
         found = facts[host.name]
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
-        node_dir = f"{run_dir}/{host.name}"
-        env = (
-            _environment(found, interface, gpus[host.name], run_id, node_dir)
-            | _snapshot_environment(inventory, run_id)
-            | ({"OMP_NUM_THREADS": "1"} if num_workers[host.name] > 1 else {})  # as torchrun does
-            | threads[host.name]
-            | dict(host.env)
-            | dict(inventory.job.env)
+        env = _environment(inventory, found, interface, gpus[host.name], run_id, f"{run_dir}/{host.name}")
+        env |= {**threads[host.name], **host.env, **inventory.job.env}
+        node = NodePlan(
+            name=host.name,
+            node_rank=node_rank,
+            min_nodes=inventory.nodes.min,
+            max_nodes=inventory.nodes.max,
+            nproc_per_node=num_workers[host.name],
+            master_addr=chosen[hosts[0].name][1],
+            master_port=master_port,
+            interface=interface,
+            local_addr=address,
+            gpus=gpus[host.name],
+            max_restarts=inventory.job.max_restarts,
+            env=env,
+            secrets=inventory.job.secrets,
+            argv=filled(argv, snapshot_dir=env["NODEKIT_SNAPSHOT_DIR"], run_id=run_id, node=host.name),
+            python=found.executable,
+            code_dir=f"{run_dir}/code",
+            node_dir=f"{run_dir}/{host.name}",
+            kit_dir=f"{found.workdir}/kit/{kit_digest}",
         )
-        nodes.append(
-            NodePlan(
-                name=host.name,
-                node_rank=node_rank,
-                min_nodes=inventory.nodes.min,
-                max_nodes=inventory.nodes.max,
-                nproc_per_node=num_workers[host.name],
-                master_addr=master_addr,
-                master_port=master_port,
-                interface=interface,
-                local_addr=address,
-                gpus=gpus[host.name],
-                max_restarts=inventory.job.max_restarts,
-                env=env,
-                secrets=inventory.job.secrets,
-                argv=filled(argv, snapshot_dir=env["NODEKIT_SNAPSHOT_DIR"], run_id=run_id, node=host.name),
-                python=found.executable,
-                code_dir=f"{run_dir}/code",
-                node_dir=node_dir,
-                kit_dir=f"{found.workdir}/kit/{kit_digest}",
-            )
-        )
+        nodes.append(node)
     return Plan(run_id, tuple(nodes))
 
 
+def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise KitError with these problems, and with one more where only some hosts have GPUs."""
+    with_gpus = [name for name, own in gpus.items() if own]
+    if with_gpus and len(with_gpus) < len(gpus):
+        without = [name for name, own in gpus.items() if not own]
+        problems.append(
+            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
+            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
+        )
+    if problems:
+        raise KitError("\n".join(problems))
+
+
 def _environment(
-    found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
+    inventory: Inventory, found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
 ) -> dict[str, str]:
+    """What kit itself gives the workers of a node."""
     env = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": nccl_name(interface, found),
@@ -329,11 +333,7 @@ def _environment(
     }
     if found.num_gpus and len(gpus) < found.num_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return env
-
-
-def _snapshot_environment(inventory: Inventory, run_id: str) -> dict[str, str]:
-    env = {
+    env |= {
         "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
         "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes or hangs can then say where
@@ -438,7 +438,7 @@ def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, t
 
 
 def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:
-    """OMP_NUM_THREADS for nodes that are one machine; elsewhere it is left to torch, as torchrun does.
+    """OMP_NUM_THREADS for nodes that are one machine; elsewhere it is 1 for several workers, as torchrun has it.
 
     Each would start a thread per core, and together they would spend their time waiting for each other.
     """
@@ -446,5 +446,7 @@ def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) ->
     for name, found in facts.items():
         machine = [other for other, each in facts.items() if each.boot_id == found.boot_id]
         workers = sum(num_workers[other] for other in machine)
-        shared[name] = {"OMP_NUM_THREADS": str(max(1, found.cpus // workers))} if len(machine) > 1 else {}
+        shared[name] = {"OMP_NUM_THREADS": "1"} if num_workers[name] > 1 else {}
+        if len(machine) > 1:
+            shared[name] = {"OMP_NUM_THREADS": str(max(1, found.cpus // workers))}
     return shared

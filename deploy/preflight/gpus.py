@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.preflight import nvidia_smi
-from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError
-from nodekit.deploy.preflight.software import unseen
+from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError, Xid
+from nodekit.deploy.preflight.software import differing, unseen
 from nodekit.inventory.schema import Inventory
 
 OFF_THE_BUS = 79
@@ -30,6 +30,8 @@ HARDWARE_XIDS = {
     120: "an error of its system processor",
 }
 
+_Told = tuple[Level, str, str, str]  # how bad, what was found, what was wanted, what mends it
+
 
 def findings(
     inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]]
@@ -47,7 +49,7 @@ def findings(
             found.append(_silent(host, told["problem"], level))
         elif not used[host]:
             nothing = "none" if not facts[host].num_gpus else "not used"
-            found.append(Finding(check="gpus", host=host, level="ok", found=nothing))
+            found.append(Finding("gpus", host, "ok", nothing))
         else:
             try:
                 smi = nvidia_smi.parse(told["smi"])
@@ -61,7 +63,7 @@ def findings(
             found += [
                 *_other_models(inventory, host, own),
                 *_host(host, smi, own, told, _own_pids(probes[host])),
-            ] or [Finding(check="gpus", host=host, level="ok", found=kinds[host])]
+            ] or [Finding("gpus", host, "ok", kinds[host])]
     return [*found, *_unequal(kinds, joined)]
 
 
@@ -81,16 +83,9 @@ def _other_models(inventory: Inventory, host: str, own: Sequence[Gpu]) -> list[F
     others = [gpu for gpu in own if wanted.casefold() not in gpu.name.casefold()]
     if not others:
         return []
-    return [
-        Finding(
-            check="gpus",
-            host=host,
-            level="failure",
-            found=", ".join(f"GPU {gpu.index} is: {gpu.name}" for gpu in others),
-            wanted=f"`gpu_model: {wanted}`",
-            cure="name those to use as `gpus: [0, 1]`, or mend `gpu_model:` in the inventory",
-        )
-    ]
+    names = ", ".join(f"GPU {gpu.index} is: {gpu.name}" for gpu in others)
+    cure = "name those to use as `gpus: [0, 1]`, or mend `gpu_model:` in the inventory"
+    return [Finding("gpus", host, "failure", names, f"`gpu_model: {wanted}`", cure)]
 
 
 def _short(name: str) -> str:
@@ -106,14 +101,8 @@ def _joined(told: Mapping[str, Any], used: tuple[int, ...]) -> str:
 
 
 def _silent(host: str, problem: str, level: Level) -> Finding:
-    return Finding(
-        check="gpus",
-        host=host,
-        level=level,
-        found=f"nvidia-smi: {problem}",
-        wanted="its list of GPUs",
-        cure="see what the driver says with `sudo dmesg | grep -i nvrm`, or set `gpus: 0` to train on the CPU",
-    )
+    cure = "see what the driver says with `sudo dmesg | grep -i nvrm`, or set `gpus: 0` to train on the CPU"
+    return Finding("gpus", host, level, f"nvidia-smi: {problem}", "its list of GPUs", cure)
 
 
 def _own_pids(probe: Mapping[str, Any]) -> dict[int, str]:
@@ -124,113 +113,75 @@ def _own_pids(probe: Mapping[str, Any]) -> dict[int, str]:
 def _host(
     host: str, smi: Smi, own: list[Gpu], told: Mapping[str, Any], own_pids: Mapping[int, str]
 ) -> list[Finding]:
-    found: list[Finding] = []
-
-    def add(level: Level, text: str, wanted: str, cure: str) -> None:
-        found.append(Finding(check="gpus", host=host, level=level, found=text, wanted=wanted, cure=cure))
-
-    for gpu in own:
-        name = f"GPU {gpu.index}"
-        for process in gpu.processes:
-            if process.kind == "G":  # a desktop's, small and always there
-                continue
-            owner = told["owners"].get(str(process.pid), "")
-            whose = f" of {owner}" if owner else " (of another container)"
-            run = own_pids.get(process.pid)
-            memory = f", {process.memory_mib} MiB" if process.memory_mib is not None else ""
-            cure = (
-                f"kit down {run}, or kit clean"
-                if run
-                else f"end it there, once {owner or 'its owner'} agrees"
-            )
-            cure += "; or name other GPUs as `gpus: [0, 1]`"
-            text = f"{name} is used by pid {process.pid}{whose}: {process.name or '?'}{memory}"
-            add("warning", text + (f", of {run}" if run else ""), "a free GPU", cure)
-        if gpu.is_broken:
-            add(
-                "failure",
-                f"{name}: a row of its memory could not be replaced",
-                "a whole GPU",
-                "have it exchanged",
-            )
-        elif gpu.uncorrectable:
-            text = f"{name}: {gpu.uncorrectable} uncorrectable ECC errors since the driver was loaded"
-            add(
-                "failure",
-                text,
-                "none",
-                f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it), or restart the host",
-            )
-        elif gpu.needs_reset:
-            text = f"{name}: a repair of its memory waits for a reset"
-            add(
-                "warning",
-                text,
-                "a GPU without one",
-                f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it)",
-            )
-        if gpu.slowdowns:
-            text = f"{name} is slowed down: {', '.join(gpu.slowdowns)}"
-            add(
-                "warning",
-                text,
-                "full clocks",
-                f"see to its cooling and power: nvidia-smi -q -i {gpu.index} -d PERFORMANCE",
-            )
-        xids = [xid for xid in nvidia_smi.parse_xids(told["xid"]) if xid.bus == gpu.bus]
-        for number in sorted({xid.number for xid in xids} & HARDWARE_XIDS.keys()):
-            times = sum(xid.number == number for xid in xids)
-            text = f"{name}: Xid {number} ({HARDWARE_XIDS[number]}) × {times} since the last boot"
-            level: Level = "failure" if number == OFF_THE_BUS else "warning"
-            add(level, text, "none", "restart the host; if it comes again, have the GPU exchanged")
+    xids = nvidia_smi.parse_xids(told["xid"])
+    found = [
+        each
+        for gpu in own
+        for each in (*_users(gpu, told["owners"], own_pids), *_health(gpu), *_errors(gpu, xids))
+    ]
     listed = {gpu.bus for gpu in smi.gpus}
-    for bus in sorted(
-        {
-            xid.bus
-            for xid in nvidia_smi.parse_xids(told["xid"])
-            if xid.number == OFF_THE_BUS and xid.bus not in listed
-        }
-    ):
-        add(
-            "failure",
-            f"the GPU at {bus} has fallen off the bus (Xid {OFF_THE_BUS})",
-            "all GPUs",
-            "restart the host",
-        )
+    for bus in sorted({xid.bus for xid in xids if xid.number == OFF_THE_BUS} - listed):
+        text = f"the GPU at {bus} has fallen off the bus (Xid {OFF_THE_BUS})"
+        found.append(("failure", text, "all GPUs", "restart the host"))
     if lacking := [str(gpu.index) for gpu in own if gpu.persistence is False]:
         text = f"persistence mode is off (GPU {', '.join(lacking)}): each start waits for the driver"
-        add("warning", text, "on", "sudo nvidia-smi -pm 1")
-    return found
+        found.append(("warning", text, "on", "sudo nvidia-smi -pm 1"))
+    return [Finding("gpus", host, *each) for each in found]
+
+
+def _users(gpu: Gpu, owners: Mapping[str, str], own_pids: Mapping[int, str]) -> Iterator[_Told]:
+    """Processes that use a GPU already."""
+    for process in gpu.processes:
+        if process.kind == "G":  # a desktop's, small and always there
+            continue
+        owner = owners.get(str(process.pid), "")
+        whose = f" of {owner}" if owner else " (of another container)"
+        run = own_pids.get(process.pid)
+        memory = f", {process.memory_mib} MiB" if process.memory_mib is not None else ""
+        cure = f"kit down {run}, or kit clean" if run else f"end it there, once {owner or 'its owner'} agrees"
+        text = f"GPU {gpu.index} is used by pid {process.pid}{whose}: {process.name or '?'}{memory}"
+        text += f", of {run}" if run else ""
+        yield "warning", text, "a free GPU", f"{cure}; or name other GPUs as `gpus: [0, 1]`"
+
+
+def _health(gpu: Gpu) -> Iterator[_Told]:
+    """What a GPU says of its own memory and clocks."""
+    name, reset = f"GPU {gpu.index}", f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it)"
+    if gpu.is_broken:
+        yield (
+            "failure",
+            f"{name}: a row of its memory could not be replaced",
+            "a whole GPU",
+            "have it exchanged",
+        )
+    elif gpu.uncorrectable:
+        text = f"{name}: {gpu.uncorrectable} uncorrectable ECC errors since the driver was loaded"
+        yield "failure", text, "none", f"{reset}, or restart the host"
+    elif gpu.needs_reset:
+        yield "warning", f"{name}: a repair of its memory waits for a reset", "a GPU without one", reset
+    if gpu.slowdowns:
+        text = f"{name} is slowed down: {', '.join(gpu.slowdowns)}"
+        cure = f"see to its cooling and power: nvidia-smi -q -i {gpu.index} -d PERFORMANCE"
+        yield "warning", text, "full clocks", cure
+
+
+def _errors(gpu: Gpu, xids: Sequence[Xid]) -> Iterator[_Told]:
+    """What the driver has reported of a GPU in the kernel's log."""
+    times = collections.Counter(xid.number for xid in xids if xid.bus == gpu.bus)
+    for number in sorted(times.keys() & HARDWARE_XIDS.keys()):
+        text = (
+            f"GPU {gpu.index}: Xid {number} ({HARDWARE_XIDS[number]}) × {times[number]} since the last boot"
+        )
+        level: Level = "failure" if number == OFF_THE_BUS else "warning"
+        yield level, text, "none", "restart the host; if it comes again, have the GPU exchanged"
 
 
 def _unequal(kinds: Mapping[str, str], joined: Mapping[str, str]) -> list[Finding]:
     """Hosts whose GPUs, or how these are joined, differ from most hosts'."""
-    found = []
-    for what, values, cure in (
-        ("its GPUs are", kinds, "the slowest sets the pace: leave it out, or give it a smaller share"),
-        (
-            "its GPUs are joined by",
-            joined,
-            "compare `nvidia-smi topo -m` there; is an NVLink bridge or a BIOS setting missing?",
-        ),
-    ):
-        if len(set(values.values())) < 2:
-            continue
-        common, number = collections.Counter(values.values()).most_common(1)[0]
-        found += [
-            Finding(
-                check="gpus",
-                host=host,
-                level="warning",
-                found=f"{what} {value or 'nothing'}, but {number} of the hosts have {common or 'nothing'}",
-                wanted="the same on all",
-                cure=cure,
-            )
-            for host, value in values.items()
-            if value != common and (values is kinds or kinds[host] == _common(kinds))
-        ]
-    return found
-
-
-def _common(values: Mapping[str, str]) -> str:
-    return collections.Counter(values.values()).most_common(1)[0][0]
+    pace = "the slowest sets the pace: leave it out, or give it a smaller share"
+    topology = "compare `nvidia-smi topo -m` there; is an NVLink bridge or a BIOS setting missing?"
+    found = differing("gpus", "its GPUs are", kinds, "warning", lambda *_: pace)
+    others = {each.host for each in found}
+    named = {host: each or "nothing" for host, each in joined.items()}
+    joins = differing("gpus", "its GPUs are joined by", named, "warning", lambda *_: topology)
+    return found + [each for each in joins if each.host not in others]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.host import remote
+from nodekit.deploy.host.node import agents
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.software import unseen
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.judge import FINAL
 from nodekit.inventory.schema import Inventory
 
 LOOK_TIMEOUT_S = 15.0
@@ -45,7 +44,7 @@ class Left:
 def lefts(
     host: str, found: Sequence[Mapping[str, Any]], records: Mapping[str, Run], gpu_of: Mapping[int, int]
 ) -> list[Left]:
-    """From what `probes.runs` has found on a host; pure.
+    """From what `leftovers.runs` has found on a host; pure.
 
     Args:
         records: run id → the run on record here; those that others have started are not among them.
@@ -70,9 +69,9 @@ def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
     if found["agent"] is None:
         return "left"
     is_over = record is not None and record.state in runs.ENDED
-    if (is_over or found["state"] in FINAL) and found["quiet_s"] > ENDING_S:
+    if (is_over or found["state"] in runs.ENDED) and found["quiet_s"] > ENDING_S:
         return "forgotten"
-    if is_over and found["state"] not in FINAL:
+    if is_over and found["state"] not in runs.ENDED:
         return "forgotten"
     return "running"
 
@@ -113,7 +112,7 @@ def findings(
         if not bad:
             running = ", ".join(sorted({each.run for each in here}))
             text = f"{running} runs" if running else "none"
-            found.append(Finding(check="leftovers", host=host, level="ok", found=text))
+            found.append(Finding("leftovers", host, "ok", text))
     return found
 
 
@@ -131,14 +130,8 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
         what, cure = "is over, but runs here", f"kit down {left.run}"
     else:
         what, cure = "has lost its agent and left", f"kit clean {shlex.quote(str(inventory.path))}"
-    return Finding(
-        check="leftovers",
-        host=left.host,
-        level="failure",
-        found=f"{left.run} {what}: {left.text}",
-        wanted="nothing of runs that are over",
-        cure=cure,
-    )
+    text = f"{left.run} {what}: {left.text}"
+    return Finding("leftovers", left.host, "failure", text, "nothing of runs that are over", cure)
 
 
 def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
@@ -149,7 +142,7 @@ def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left
 
     def ask(link: Link) -> tuple[str, Sequence[Mapping[str, Any]]]:
         boot_id = link.call("hostfacts.boot_id", timeout_s=LOOK_TIMEOUT_S)
-        return boot_id, link.call("probes.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[link.host])
+        return boot_id, link.call("leftovers.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[link.host])
 
     found: dict[str, list[Left] | Exception] = {}
     for host, answer in on_all(links, ask).items():
@@ -170,12 +163,12 @@ def end(links: Mapping[str, Link], inventory: Inventory, chosen: Sequence[Left])
         own = [each for each in chosen if each.host == link.host]
         for each in own:
             if each.standing == "forgotten":
-                timeout_s = GRACE_S + STOP_MARGIN_S + remote.COPYING_GRACE_S
+                timeout_s = GRACE_S + STOP_MARGIN_S + agents.COPYING_GRACE_S
                 link.call("stop", timeout_s=timeout_s, node_dir=each.node_dir, grace_s=GRACE_S)
         names = [(each.run, each.node) for each in own]
         timeout_s = GRACE_S + STOP_MARGIN_S
         link.call(
-            "probes.clean", timeout_s=timeout_s, workdir=workdirs[link.host], names=names, grace_s=GRACE_S
+            "leftovers.clean", timeout_s=timeout_s, workdir=workdirs[link.host], names=names, grace_s=GRACE_S
         )
 
     hosts = {each.host for each in chosen}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,30 @@ UNLIMITED = -1
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 
 
+def differing(
+    check: str, what: str, values: Mapping[str, str], level: Level, cure: Callable[[str, str], str]
+) -> list[Finding]:
+    """A finding for each host whose value is not most hosts', with `cure(host, what most have)`."""
+    if len(set(values.values())) < 2:
+        return []
+    common, number = collections.Counter(values.values()).most_common(1)[0]
+    return [
+        Finding(
+            check,
+            host,
+            level,
+            f"{what} {value}, but {number} of the hosts have {common}",
+            "the same on all",
+            cure(host, common),
+        )
+        for host, value in values.items()
+        if value != common
+    ]
+
+
+_differ = functools.partial(differing, "software")
+
+
 def findings(
     inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]], script: Script
 ) -> list[Finding]:
@@ -36,65 +61,33 @@ def findings(
             host, facts[host], probes[host], script, Path(inventory.job.code).expanduser(), env[host]
         )
     pythons = {host: _minor(each.python) for host, each in facts.items()}
-    found += _differing(
-        "Python", pythons, "warning", lambda *_: "set `python:` to the same version everywhere"
-    )
+    found += _differ("Python", pythons, "warning", lambda *_: "set `python:` to the same version everywhere")
     # Where torch itself differs, `check.needed` has told, and the rest follows from that.
-    torch = _most_common(each.torch or "" for each in facts.values())
+    torch = (
+        collections.Counter(each.torch or "" for each in facts.values()).most_common(1)[0][0] if facts else ""
+    )
     same = [host for host, each in facts.items() if each.torch == torch]
-    cuda = {host: str(probes[host]["software"].get("cuda") or "") for host in same}
-    nccl = {host: str(probes[host]["software"].get("nccl") or "") for host in same}
+    cuda, nccl = (
+        {host: str(value) for host in same if (value := probes[host]["software"].get(name))}
+        for name in ("cuda", "nccl")
+    )
 
-    def install(host: str, package: str) -> str:
+    def other_cuda(host: str, common: str) -> str:
+        wheels = f"https://download.pytorch.org/whl/cu{common.replace('.', '')}"
+        options = f"--force-reinstall torch=={torch.partition('+')[0]} --index-url {wheels}"
+        return f"{facts[host].executable} -m pip install {options}"
+
+    def other_nccl(host: str, common: str) -> str:
+        package = f"nvidia-nccl-cu{cuda.get(host, '').partition('.')[0]}=={common}"
         return f"{facts[host].executable} -m pip install {package}"
 
-    wheels = "https://download.pytorch.org/whl/cu"
-    version = torch.partition("+")[0]
-    found += _differing(
-        "CUDA runtime",
-        cuda,
-        "failure",
-        lambda host, common: install(
-            host, f"--force-reinstall torch=={version} --index-url {wheels}{common.replace('.', '')}"
-        ),
-    )
-    found += _differing(
-        "NCCL",
-        nccl,
-        "failure",
-        lambda host, common: install(host, f"nvidia-nccl-cu{cuda[host].partition('.')[0]}=={common}"),
-    )
+    found += _differ("CUDA runtime", cuda, "failure", other_cuda)
+    found += _differ("NCCL", nccl, "failure", other_nccl)
     return found
-
-
-def _most_common(values: Iterable[str]) -> str:
-    return max(collections.Counter(values).items(), key=lambda each: each[1], default=("", 0))[0]
 
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def _differing(
-    name: str, versions: Mapping[str, str], level: Level, cure: Callable[[str, str], str]
-) -> list[Finding]:
-    """The hosts that differ from most of them, each with `cure(host, what most have)`; who has none says nothing."""
-    have = {host: version for host, version in versions.items() if version}
-    if len(set(have.values())) < 2:
-        return []
-    common, number = collections.Counter(have.values()).most_common(1)[0]
-    return [
-        Finding(
-            check="software",
-            host=host,
-            level=level,
-            found=f"{name} {version}, but {number} of the hosts have {common}",
-            wanted="the same on all",
-            cure=cure(host, common),
-        )
-        for host, version in have.items()
-        if version != common
-    ]
 
 
 def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]:
@@ -104,10 +97,7 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
         return [unseen("workdir", host, place["error"])]
     quoted = shlex.quote(facts.workdir)
     fill = make_room(facts)
-
-    def finding(level: Level, found: str, wanted: str, cure: str) -> Finding:
-        return Finding(check="workdir", host=host, level=level, found=found, wanted=wanted, cure=cure)
-
+    finding = functools.partial(Finding, "workdir", host)
     found = []
     if place["problem"]:
         full = place["errno"] in ("ENOSPC", "EDQUOT")
@@ -125,10 +115,9 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
         )
         level: Level = "failure" if inodes < 100 else "warning"
         found.append(finding(level, f"{inodes} inodes free in {facts.workdir}", wanted, cure))
-    found += [
-        finding("warning", line, "some room below your quota", fill) for line in over_quota(place["quota"])
-    ]
-    return found or [Finding(check="workdir", host=host, level="ok", found=_size(facts.free_bytes))]
+    quota = "some room below your quota"
+    found += [finding("warning", line, quota, fill) for line in over_quota(place["quota"])]
+    return found or [finding("ok", _size(facts.free_bytes))]
 
 
 def over_quota(text: str) -> list[str]:
@@ -159,10 +148,7 @@ def _software(
     own = probe["software"]
     if "error" in own:
         return [unseen("software", host, own["error"])]
-
-    def finding(level: Level, found: str, wanted: str, cure: str) -> Finding:
-        return Finding(check="software", host=host, level=level, found=found, wanted=wanted, cure=cure)
-
+    finding = functools.partial(Finding, "software", host)
     found = []
     if own["syntax"]:
         what = f"{script.name} is no Python to {facts.executable} ({facts.python}): {own['syntax']}"
@@ -173,70 +159,51 @@ def _software(
         what = f"no {', '.join(missing)} in {facts.executable}"
         wanted = f"what {script.name} imports"
         found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
-    found += [
-        finding(*each) for each in (_driver(own["cuda"], probe["gpus"]), *_limits(facts, own, env)) if each
-    ]
-    return found or [Finding(check="software", host=host, level="ok", found=f"torch {facts.torch}")]
+    told = (*_driver(own["cuda"], probe["gpus"]), *_limits(facts, own, env))
+    found += [finding(*each) for each in told]
+    return found or [finding("ok", f"torch {facts.torch}")]
 
 
 _Told = tuple[Level, str, str, str]
 
 
-def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> _Told | None:
+def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> Iterator[_Told]:
     match = re.search(r"<driver_version>([\d.]+)", gpus.get("smi", ""))
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
-    if match is None or oldest is None or tuple(map(int, match[1].split("."))) >= oldest:
-        return None
-    wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
-    return (
-        "failure",
-        f"NVIDIA driver {match[1]}, and torch is built for CUDA {cuda}",
-        f"driver {wanted} or newer",
-        "install a newer driver, or a torch for an older CUDA (https://pytorch.org/get-started/previous-versions)",
-    )
+    if match and oldest and tuple(map(int, match[1].split("."))) < oldest:
+        wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
+        what = f"NVIDIA driver {match[1]}, and torch is built for CUDA {cuda}"
+        older = "https://pytorch.org/get-started/previous-versions"
+        cure = f"install a newer driver, or a torch for an older CUDA ({older})"
+        yield "failure", what, f"driver {wanted} or newer", cure
 
 
-def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Sequence[_Told | None]:
+def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[_Told]:
     nofile, memlock, shm = own["nofile"][0], own["memlock"][0], own["shm"]
     conf = "/etc/security/limits.d/nodekit.conf"
-    told: list[_Told | None] = []
-    is_told = env.keys() & {
-        "LC_ALL",
-        "LC_CTYPE",
-        "LANG",
-        "PYTHONUTF8",
-    }  # the job has another one than the probe
+    # With one of these the job has another locale than the probe.
+    is_told = env.keys() & {"LC_ALL", "LC_CTYPE", "LANG", "PYTHONUTF8"}
     if not is_told and (own["locale"] or own["encoding"].lower() != "utf-8"):
         what = own["locale"] or f"the encoding of file names is {own['encoding']}"
-        told.append(
-            ("warning", f"locale: {what}", "one with UTF-8", "set `env: {LC_ALL: C.UTF-8}` for this host")
-        )
+        yield "warning", f"locale: {what}", "one with UTF-8", "set `env: {LC_ALL: C.UTF-8}` for this host"
     if nofile != UNLIMITED and nofile < FEW_FILES:
         cure = f"echo '{facts.user} - nofile 65536' | sudo tee -a {conf}, and log in anew"
-        told.append(("warning", f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure))
+        yield "warning", f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure
     if own["infiniband"] and memlock != UNLIMITED:
         cure = f"echo '{facts.user} - memlock unlimited' | sudo tee -a {conf}, and log in anew"
         what = f"ulimit -l (locked memory) is {memlock // 1024} KiB, and there is InfiniBand"
-        told.append(("warning", what, "unlimited, or RDMA fails", cure))
+        yield "warning", what, "unlimited, or RDMA fails", cure
     if shm is None or not shm["writable"]:
         cure = "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-        told.append(("failure", "no /dev/shm that can be written to", "shared memory", cure))
+        yield "failure", "no /dev/shm that can be written to", "shared memory", cure
     elif shm["free_bytes"] < FEW_SHM_BYTES:
         free, size = shm["free_bytes"] / 1024**2, shm["size_bytes"] / 1024**2
         cure = "sudo mount -o remount,size=50% /dev/shm (docker: --shm-size=8g)"
         what = f"/dev/shm has {free:.0f} of {size:.0f} MiB free"  # noqa: S108
-        wanted = f"{FEW_SHM_BYTES // 1024**2} MiB or more, for data loaders and NCCL"
-        told.append(("warning", what, wanted, cure))
-    return told
+        yield "warning", what, f"{FEW_SHM_BYTES // 1024**2} MiB or more, for data loaders and NCCL", cure
 
 
 def unseen(check: str, host: str, error: str) -> Finding:
     """A part of a host that could not be looked at."""
-    return Finding(
-        check=check,
-        host=host,
-        level="warning",
-        found=f"could not be looked at: {error}",
-        wanted="an answer",
-        cure="look at the host itself; tell us, if it is well",
-    )
+    cure = "look at the host itself; tell us, if it is well"
+    return Finding(check, host, "warning", f"could not be looked at: {error}", "an answer", cure)

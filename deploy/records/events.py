@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host import present
-from nodekit.deploy.host.remote import append_private
+from nodekit.deploy.host.files import append_private
+from nodekit.deploy.host.node.schema import EventKind, NodeStatus
 
 FILE = "events.jsonl"
 MAX_KEPT = 20_000  # events while there is no room for them on the disk
@@ -27,7 +29,7 @@ class Event:
     """Seconds since 1970, by the supervisor's clock."""
     node: str | None
     """Whose agent wrote it; None for the supervisor."""
-    kind: str
+    kind: EventKind
     fields: Mapping[str, Any]
     """All others."""
     end: int | None = field(default=None, compare=False)
@@ -43,11 +45,24 @@ class Event:
         return self.node or self.fields.get("about")
 
 
+def of_node(
+    link: Link, node_dir: str, at: Sequence[Any] = ("", 0), *, timeout_s: float
+) -> Iterator[list[tuple[str, int, str]]]:
+    """Yield a node's events since `at` (its file, and how far that was read), part by part: (file, end, line)."""
+    while found := link.call(
+        "hostfollow.events", timeout_s=timeout_s, node_dir=node_dir, file=at[0], offset=at[1]
+    ):
+        at = found[-1]
+        yield found
+
+
 def parse(line: str | bytes) -> Event | None:
     """An event from its line; None for one that is torn, or no event."""
     try:
         fields = json.loads(line)
-        return Event(float(fields.pop("time")), fields.pop("node"), str(fields.pop("kind")), fields)
+        return Event(
+            float(fields.pop("time")), fields.pop("node"), cast(EventKind, str(fields.pop("kind"))), fields
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -81,7 +96,7 @@ def read(folder: Path) -> list[Event]:
         return []
 
 
-def now(folder: Path) -> dict[str, dict[str, Any]]:
+def now(folder: Path) -> dict[str, NodeStatus]:
     """What each node of that run does, as it was last heard of."""
     return present.statuses(str(folder))
 
@@ -132,7 +147,7 @@ class Gatherer:
         """Find out what is there already, and mend a last line that a crash has torn."""
         self._path = folder / FILE
         self._present = present.Present(str(self._path))
-        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()
         self._kept: list[bytes] = []
@@ -185,7 +200,7 @@ class Gatherer:
             self._kept.clear()
             return True
 
-    def heard(self, node: str, status: Mapping[str, Any], *, clock_offset: float) -> None:
+    def heard(self, node: str, status: NodeStatus, *, clock_offset: float) -> None:
         """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
         if status == self._statuses.get(node) or "time" not in status:
             return

@@ -12,12 +12,15 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
 
-from nodekit.deploy.host.remote import append_private, write_private
+from nodekit.deploy.host.files import append_private, write_private
+from nodekit.deploy.host.node.schema import EventKind
 from nodekit.inventory.errors import KitError, NotWritten
 
-ENDED = ("succeeded", "failed", "stopped")
+Outcome = Literal["succeeded", "failed", "stopped"]
+ENDED: tuple[Outcome, ...] = ("succeeded", "failed", "stopped")
+"""The states of a run, or of a node, that has come to its end."""
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
@@ -66,6 +69,26 @@ class Run:
     def folder(self) -> Path:
         """Where the record lies."""
         return folder() / self.run_id
+
+    @property
+    def sweep(self) -> str:
+        """The id of the sweep that it is one run of; "" where it is not."""
+        return self.slurm.get("sweep", "")
+
+    @property
+    def sweep_values(self) -> str:
+        """What it has for itself in its sweep, as ``lr=1e-3``."""
+        return self.slurm.get("values", "")
+
+    @property
+    def is_led_here(self) -> bool:
+        """Whether a process on this machine supervises it while it goes on; else one of its nodes does."""
+        return not self.slurm
+
+    @property
+    def num_nodes(self) -> str:
+        """How many nodes it has, or has asked for."""
+        return str(len(self.nodes)) if self.is_led_here else str(self.inventory["slurm"]["nodes"])
 
     @property
     def order(self) -> tuple[int, float]:
@@ -182,7 +205,7 @@ class Run:
             raise
         self.event("run-ended", state=state, verdict=verdict)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: EventKind, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
         with contextlib.suppress(OSError):  # a full disk here must not end the run
             append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))
@@ -234,7 +257,7 @@ def find(run_id: str | None) -> Run:
         raise KitError(f"no run on record in {folder()}; start one: kit up INVENTORY")
     if run_id is None:
         last = runs[-1]
-        return last if "sweep" in last.slurm else _latest(runs, last.inventory_path) or last
+        return last if last.sweep else _latest(runs, last.inventory_path) or last
     found = [run for run in runs if run.run_id == run_id] or [
         run for run in runs if run.run_id.startswith(run_id)
     ]
@@ -252,7 +275,7 @@ def latest_of(inventory_path: Path) -> Run | None:
 
 
 def _latest(runs: Sequence[Run], inventory_path: str) -> Run | None:
-    own = [run for run in runs if run.inventory_path == inventory_path and "sweep" not in run.slurm]
+    own = [run for run in runs if run.inventory_path == inventory_path and not run.sweep]
     return max(own, key=lambda run: (run.state in LIVE, run.order), default=None)
 
 
@@ -274,13 +297,13 @@ def sweep(run_id: str | None) -> list[Run]:
     """
     runs = all_runs()
     if run_id is None:
-        ids = {run.slurm.get("sweep", "") for run in runs[-1:]}
+        ids = {run.sweep for run in runs[-1:]}
     else:
-        ids = {run.slurm.get("sweep", run.run_id) for run in runs if run.run_id.startswith(run_id)}
+        ids = {run.sweep or run.run_id for run in runs if run.run_id.startswith(run_id)}
         ids = ids & {run_id} or ids
     if len(ids) != 1 or (run_id and not all(each.startswith(run_id) for each in ids)):
         return []
-    found = [run for run in runs if run.slurm.get("sweep") in ids]
+    found = [run for run in runs if run.sweep and run.sweep in ids]
     return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
 
 
@@ -350,6 +373,26 @@ def is_supervised(run: Run) -> bool:
     return not taken
 
 
+def current(inventory_path: Path, command: Sequence[str] | None, *, is_new: bool) -> Run | None:
+    """The run that a `kit up` is about: the inventory's latest, when it runs the same command.
+
+    Raises:
+        KitError: it is not over, and `is_new`, or runs another command.
+    """
+    run = latest_of(inventory_path)
+    if run is None:
+        return None
+    same = (run.command or run.inventory["job"].get("command")) == (list(command) if command else None)
+    if run.state in LIVE and is_new:
+        raise KitError(f"{run.run_id} of this inventory is not over; kit down {run.run_id} stops it")
+    if run.state in LIVE and not same:
+        raise KitError(
+            f"{run.run_id} of this inventory is running another command; kit down {run.run_id} stops it; "
+            "to run both, copy the inventory file"
+        )
+    return run if same and not is_new else None
+
+
 @contextlib.contextmanager
 def starting(inventory_path: Path) -> Iterator[None]:
     """Held while a run of this inventory is being started: two `kit up` at once must not start two.
@@ -381,6 +424,15 @@ def _starting_path(inventory_path: str) -> Path:
 
     name = hashlib.sha256(inventory_path.encode()).hexdigest()[:16]
     return folder().parent / f"starting-{name}.lock"
+
+
+class RunFolder(NamedTuple):
+    """Where a run lies on one host."""
+
+    host: str
+    path: str
+    snapshots: str = ""
+    """Where else it keeps snapshots there."""
 
 
 def public(run: Run) -> Mapping[str, Any]:

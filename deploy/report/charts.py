@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -27,28 +27,31 @@ MOST_LONG_MARKS = 12
 _HEIGHT = 220.0
 _ROW = 24.0
 _STEPS = (1, 2, 2.5, 5, 10)
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _TIMES = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-    172800,
-    604800,
+    *(1, 2, 5, 10, 15, 30),
+    *(number * _MINUTE for number in (1, 2, 5, 10, 15, 30)),
+    *(number * _HOUR for number in (1, 2, 3, 6, 12)),
+    *(number * _DAY for number in (1, 2, 7)),
 )
+
+
+def tag(name: str, *inside: Markup | str, **attributes: object) -> Markup:
+    """An element; of its attributes' names a ``_`` at the end is left out, others become ``-``."""
+    opening = Markup("<") + name
+    for key, value in attributes.items():
+        shown = f"{value:g}" if isinstance(value, float) else value
+        opening += Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), shown)
+    if not inside:
+        return opening + Markup("/>")
+    return Markup("{0}>{1}</{2}>").format(opening, Markup("").join(inside), name)
+
+
+def _drawing(key: str, title: str, summary: str, parts: Sequence[Markup], **attributes: object) -> Markup:
+    """A drawing that a screen reader reads as its title and its summary."""
+    words = tag("title", title, id=f"{key}-t"), tag("desc", summary, id=f"{key}-d")
+    labels = {"role": "img", "aria_labelledby": f"{key}-t", "aria_describedby": f"{key}-d"}
+    return tag("svg", *words, *parts, **attributes, **labels)
 
 
 @dataclass(frozen=True)
@@ -115,84 +118,58 @@ class Chart:
         if self.from_zero:
             low = min(0.0, low)
         high = self.most if self.most is not None and self.most >= high else high
-        if self.is_log:
-            ticks = log_ticks(low, high)
-            low, high = min(low, ticks[0]), max(high, ticks[-1])
-        else:
-            ticks = linear_ticks(low, high)
-            low, high = min(low, ticks[0]), max(high, ticks[-1])
+        ticks = (log_ticks if self.is_log else linear_ticks)(low, high)
+        low, high = min(low, ticks[0]), max(high, ticks[-1])
         scale = _Scale(left, right, low, high, is_log=self.is_log)
         parts = [self._grid(scale, ticks)]
         marks_from = 0 if len(self.marks) <= MOST_LONG_MARKS else _HEIGHT - 12
         for mark in self.marks:
             if left <= mark.x <= right:
-                parts.append(
-                    Markup(
-                        '<g class="mark"><line x1="{x}" x2="{x}" y1="{top:g}" y2="{bottom:g}"/>'
-                        "<title>{label}</title></g>"
-                    ).format(x=scale.percent(mark.x), top=marks_from, bottom=_HEIGHT, label=mark.label)
-                )
+                x = scale.percent(mark.x)
+                line = tag("line", x1=x, x2=x, y1=marks_from, y2=_HEIGHT)
+                parts.append(tag("g", line, tag("title", mark.label), class_="mark"))
         parts += [self._line(number, each, scale) for number, each in enumerate(self.series) if each.points]
-        return Markup(
-            '<svg class="chart plot" role="img" aria-labelledby="{id}-t" aria-describedby="{id}-d" height="{height}" '
-            'data-read="{read}">'
-            '<title id="{id}-t">{title}</title><desc id="{id}-d">{summary}</desc>'
-            '{parts}<g class="reading" aria-hidden="true"></g></svg>'
-        ).format(
-            id=self.id,
-            height=f"{_HEIGHT:g}",
-            title=self.title,
-            summary=self.summary,
-            parts=Markup("").join(parts),
-            read=json.dumps(self._readings(scale), ensure_ascii=False),
+        parts.append(tag("g", "", class_="reading", aria_hidden="true"))
+        read = json.dumps(self._readings(scale), ensure_ascii=False)
+        return _drawing(
+            self.id, self.title, self.summary, parts, class_="chart plot", height=_HEIGHT, data_read=read
         )
 
     def _grid(self, scale: _Scale, ticks: Sequence[float]) -> Markup:
         parts = []
         y_tick = self.y_tick or self.y_text
         for tick in ticks:
-            parts.append(
-                Markup(
-                    '<line class="rule" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-                    '<text class="y" x="-8" y="{y}" dy="4">{text}</text>'
-                ).format(y=scale.y(tick), text=y_tick(tick))
-            )
-        parts.append(
-            Markup('<text class="y" x="-8" y="{y:g}">{name}</text>').format(y=_HEIGHT + 22, name=self.x_name)
-        )
+            y = scale.y(tick)
+            parts.append(tag("line", class_="rule", x1=0, x2="100%", y1=y, y2=y))
+            parts.append(tag("text", y_tick(tick), class_="y", x=-8, y=y, dy=4))
+        parts.append(tag("text", self.x_name, class_="y", x=-8, y=_HEIGHT + 22))
         choose = time_ticks if self.is_time else linear_ticks
         inside = [tick for tick in choose(scale.left, scale.right) if scale.left <= tick <= scale.right]
         for tick in inside:
-            parts.append(
-                Markup('<text class="x" x="{x}" y="{y}">{text}</text>').format(
-                    x=scale.percent(tick), y=f"{_HEIGHT + 22:g}", text=self.x_text(tick)
-                )
-            )
+            parts.append(tag("text", self.x_text(tick), class_="x", x=scale.percent(tick), y=_HEIGHT + 22))
         return Markup("").join(parts)
 
     def _line(self, number: int, series: Series, scale: _Scale) -> Markup:
-        band = Markup("")
+        colour = f"s{number % 6}"
+
+        def points_of(places: Iterable[tuple[float, float]]) -> str:
+            return " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in places)
+
+        parts = []
         if series.band:
-            there = [f"{scale.x(x)},{scale.y(high)}" for x, _, high in series.band]
-            back = [f"{scale.x(x)},{scale.y(low)}" for x, low, _ in reversed(series.band)]
-            band = Markup('<polygon class="band s{number}" points="{points}"/>').format(
-                number=number % 6, points=" ".join([*there, *back])
-            )
+            around = [(x, high) for x, _, high in series.band] + [
+                (x, low) for x, low, _ in reversed(series.band)
+            ]
+            parts.append(tag("polygon", class_=f"band {colour}", points=points_of(around)))
         points = thinned(series.points, MOST_POINTS)
-        line = Markup("")
-        for piece in pieces(points):
-            line += Markup('<polyline class="line s{number}" points="{points}"/>').format(
-                number=number % 6, points=" ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in piece)
-            )
-        drawn = Markup(
-            '<svg viewBox="0 0 1000 {height:g}" preserveAspectRatio="none" width="100%" height="{height:g}">'
-            "{band}{line}</svg>"
-        ).format(height=_HEIGHT, band=band, line=line)
+        parts += [
+            tag("polyline", class_=f"line {colour}", points=points_of(piece)) for piece in pieces(points)
+        ]
+        box = {"viewBox": f"0 0 1000 {_HEIGHT:g}", "preserveAspectRatio": "none"}
+        drawn = tag("svg", *parts, **box, width="100%", height=_HEIGHT)
         if len(points) <= 40:  # so few that each is worth a dot
             for x, y in points:
-                drawn += Markup('<circle class="dot s{number}" cx="{x}" cy="{y}" r="2.5"/>').format(
-                    number=number % 6, x=scale.percent(x), y=scale.y(y)
-                )
+                drawn += tag("circle", class_=f"dot {colour}", cx=scale.percent(x), cy=scale.y(y), r=2.5)
         return drawn
 
     def _readings(self, scale: _Scale) -> list[list[object]]:
@@ -211,20 +188,16 @@ class Chart:
             return [[self.x_text(x), self.y_text(y)] for x, y in evenly(self.series[0].points, MOST_ROWS)]
         names = [dict(each.points) for each in self.series]
         every = sorted({x for each in names for x in each})
-        if len(every) > MOST_ROWS and not all(set(each) == set(names[0]) for each in names):
-            # The series have points of their own: each row has of all of them the nearest.
-            shown = evenly([(x, 0.0) for x in every], MOST_ROWS)
-            return [
-                [
-                    self.x_text(x),
-                    *(self.y_text(nearest(each.points, x)) if each.points else "" for each in self.series),
-                ]
-                for x, _ in shown
-            ]
-        shown = evenly([(x, 0.0) for x in every], MOST_ROWS)
-        return [
-            [self.x_text(x), *(self.y_text(each[x]) if x in each else "" for each in names)] for x, _ in shown
-        ]
+        # Series with points of their own: each row has of all of them the nearest.
+        has_nearest = len(every) > MOST_ROWS and not all(set(each) == set(names[0]) for each in names)
+        rows = []
+        for x, _ in evenly([(x, 0.0) for x in every], MOST_ROWS):
+            cells = [self.x_text(x)]
+            for each, values in zip(self.series, names, strict=True):
+                value = nearest(each.points, x) if has_nearest and values else values.get(x)
+                cells.append("" if value is None else self.y_text(value))
+            rows.append(cells)
+        return rows
 
 
 class _Scale:
@@ -338,11 +311,9 @@ class Clock:
     @property
     def breaks(self) -> list[tuple[float, float]]:
         """Where something is left out: at which second of being up, and how much."""
-        found = []
-        for (start, end), (following, _) in itertools.pairwise(self._sessions):
-            found.append((self.at(end), following - end))
-            del start
-        return found
+        return [
+            (self.at(end), following - end) for (_, end), (following, _) in itertools.pairwise(self._sessions)
+        ]
 
 
 STATES = {
@@ -352,6 +323,13 @@ STATES = {
     "away": "away",
     "ended": "ended",
 }
+_PATTERNS = Markup(
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="hatch-ground" width="6" height="6"/>'
+    '<line class="hatch-line" x1="0" x2="0" y1="0" y2="6"/></pattern>'
+    '<pattern id="dots" width="6" height="6" patternUnits="userSpaceOnUse"><rect class="dots-ground" width="6" '
+    'height="6"/><circle class="dots-dot" cx="3" cy="3" r="1.3"/></pattern></defs>'
+)
 
 
 def timeline(
@@ -370,79 +348,60 @@ def timeline(
         summary: what one sees in it.
     """
     total = clock.total_s
-    rows = 1 + len(spans)
-    height = rows * _ROW
+    height = (1 + len(spans)) * _ROW
     parts = []
     for tick in time_ticks(0.0, total):
-        parts.append(
-            Markup(
-                '<line class="rule" x1="{x}" x2="{x}" y1="0" y2="{bottom:g}"/>'
-                '<text class="x" x="{x}" y="{y:g}">{text}</text>'
-            ).format(
-                x=_percent(tick / total), bottom=height, y=height + 18, text=duration(tick) if tick else "0"
-            )
-        )
-    parts.append(Markup('<text class="row" x="-8" y="{y:g}">attempt</text>').format(y=_ROW / 2 + 4))
-    for name, start, end, told in attempts:
-        left, right = clock.at(start) / total, clock.at(end) / total
-        parts.append(
-            Markup(
-                '<svg x="{x}" y="0" width="{width}" height="{height:g}" class="clip"><g><title>{told}</title>'
-                '<rect class="attempt" x="0" y="4" width="100%" height="{bar:g}" rx="3"/>'
-                '<text class="inside" x="6" y="{y:g}">{name}</text></g></svg>'
-            ).format(
-                x=_percent(left),
-                width=_percent(max(right - left, 0.003)),
-                height=_ROW,
-                bar=_ROW - 8,
-                y=_ROW / 2 + 4,
-                name=name if right - left > 0.035 else "",
-                told=told,
-            )
-        )
+        x = _percent(tick / total)
+        parts.append(tag("line", class_="rule", x1=x, x2=x, y1=0, y2=height))
+        parts.append(tag("text", duration(tick) if tick else "0", class_="x", x=x, y=height + 18))
+    parts.append(tag("text", "attempt", class_="row", x=-8, y=_ROW / 2 + 4))
+    parts += [
+        _attempt(name, clock.at(start) / total, clock.at(end) / total, told)
+        for name, start, end, told in attempts
+    ]
     for number, (node, own) in enumerate(spans.items(), start=1):
-        top = number * _ROW
-        parts.append(
-            Markup('<text class="row" x="-8" y="{y:g}">{shown}<title>{node}</title></text>').format(
-                y=top + _ROW / 2 + 4, shown=node if len(node) <= 13 else f"{node[:12]}…", node=node
-            )
-        )
-        for span in own:
-            left, right = clock.at(span.start) / total, clock.at(span.end) / total
-            if right <= left or span.state == "ended":
-                continue
-            told = f"{node} {STATES.get(span.state, span.state)} for {duration(span.end - span.start)}"
-            parts.append(
-                Markup(
-                    '<rect class="span {state}" x="{x}" y="{y:g}" width="{width}" height="{height:g}">'
-                    "<title>{told}</title></rect>"
-                ).format(
-                    state=span.state,
-                    x=_percent(left),
-                    y=top + 4,
-                    width=_percent(max(right - left, 0.0015)),
-                    height=_ROW - 8,
-                    told=told + (f": {span.why}" if span.why else ""),
-                )
-            )
+        parts += _row(number * _ROW, node, own, clock)
     for at, gap in clock.breaks:
+        x, told = _percent(at / total), tag("title", f"the run was not up for {duration(gap)}")
+        parts.append(tag("g", tag("line", x1=x, x2=x, y1=0, y2=height), told, class_="break"))
+    title = "Timeline of nodes and attempts"
+    return _drawing(
+        "timeline", title, summary, [_PATTERNS, *parts], class_="chart plot timeline", height=height
+    )
+
+
+def _attempt(name: str, left: float, right: float, told: str) -> Markup:
+    """An attempt's bar, from and to a share of the time."""
+    bar = tag("rect", class_="attempt", x=0, y=4, width="100%", height=_ROW - 8, rx=3)
+    shown = tag("text", name if right - left > 0.035 else "", class_="inside", x=6, y=_ROW / 2 + 4)
+    group = tag("g", tag("title", told), bar, shown)
+    return tag(
+        "svg",
+        group,
+        x=_percent(left),
+        y=0,
+        width=_percent(max(right - left, 0.003)),
+        height=_ROW,
+        class_="clip",
+    )
+
+
+def _row(top: float, node: str, spans: Sequence[Span], clock: Clock) -> list[Markup]:
+    """A node's name, and a bar for each thing that it did."""
+    name = node if len(node) <= 13 else f"{node[:12]}…"
+    parts = [tag("text", name, tag("title", node), class_="row", x=-8, y=top + _ROW / 2 + 4)]
+    for span in spans:
+        left, right = clock.at(span.start) / clock.total_s, clock.at(span.end) / clock.total_s
+        if right <= left or span.state == "ended":
+            continue
+        told = f"{node} {STATES.get(span.state, span.state)} for {duration(span.end - span.start)}"
+        title = tag("title", told + (f": {span.why}" if span.why else ""))
+        width = _percent(max(right - left, 0.0015))
+        style = f"span {span.state}"
         parts.append(
-            Markup(
-                '<g class="break"><line x1="{x}" x2="{x}" y1="0" y2="{bottom:g}"/>'
-                "<title>the run was not up for {gap}</title></g>"
-            ).format(x=_percent(at / total), bottom=height, gap=duration(gap))
+            tag("rect", title, class_=style, x=_percent(left), y=top + 4, width=width, height=_ROW - 8)
         )
-    return Markup(
-        '<svg class="chart plot timeline" role="img" aria-labelledby="timeline-t" aria-describedby="timeline-d" '
-        'height="{height:g}">'
-        '<title id="timeline-t">Timeline of nodes and attempts</title><desc id="timeline-d">{summary}</desc>'
-        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect class="hatch-ground" width="6" height="6"/>'
-        '<line class="hatch-line" x1="0" x2="0" y1="0" y2="6"/></pattern>'
-        '<pattern id="dots" width="6" height="6" patternUnits="userSpaceOnUse"><rect class="dots-ground" width="6" '
-        'height="6"/><circle class="dots-dot" cx="3" cy="3" r="1.3"/></pattern></defs>'
-        "{parts}</svg>"
-    ).format(height=height, summary=summary, parts=Markup("").join(parts))
+    return parts
 
 
 def bar(parts: Sequence[tuple[str, float, str]], *, title: str, summary: str) -> Markup:
@@ -451,24 +410,12 @@ def bar(parts: Sequence[tuple[str, float, str]], *, title: str, summary: str) ->
     for name, share, label in parts:
         if share <= 0:
             continue
-        drawn.append(
-            Markup(
-                '<svg x="{x}" width="{width}" height="44" class="clip">'
-                '<rect class="cause {name}" width="100%" height="44"/>'
-                '<text class="inside" x="8" y="27">{text}</text><title>{label}</title></svg>'
-            ).format(
-                x=_percent(at),
-                width=_percent(share),
-                name=name,
-                text=f"{share:.0%}" if share > 0.09 else "",
-                label=label,
-            )
-        )
+        rect = tag("rect", class_=f"cause {name}", width="100%", height=44)
+        text = tag("text", f"{share:.0%}" if share > 0.09 else "", class_="inside", x=8, y=27)
+        place = {"x": _percent(at), "width": _percent(share), "height": 44}
+        drawn.append(tag("svg", rect, text, tag("title", label), **place, class_="clip"))
         at += share
-    return Markup(
-        '<svg class="chart bar" role="img" aria-labelledby="bar-t" aria-describedby="bar-d" height="44">'
-        '<title id="bar-t">{title}</title><desc id="bar-d">{summary}</desc>{drawn}</svg>'
-    ).format(title=title, summary=summary, drawn=Markup("").join(drawn))
+    return _drawing("bar", title, summary, drawn, class_="chart bar", height=44)
 
 
 def _percent(share: float) -> str:

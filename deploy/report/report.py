@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 import os
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:  # `kit --help` needs none of these
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect.cluster import SshOptions
     from nodekit.deploy.connect.link import Link
     from nodekit.deploy.output.redact import Redactor
@@ -33,51 +31,6 @@ ASK_TIMEOUT_S = 8.0
 LOSS_POINTS = 600
 END_MARGIN_S = 0.5
 """A step's line may be a moment younger than the end of its attempt, by another node's clock."""
-
-
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command line of `kit report`."""
-    command = arguments.add(
-        commands,
-        "report",
-        run_report,
-        "write a run's report: one HTML page to keep, send and print",
-        helptext.REPORT,
-    )
-    command.add_argument(
-        "run_id", metavar="RUN", nargs="?", help="a run's id or its beginning (the latest run)"
-    )
-    command.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="write it there, - for stdout (RUN.html, here)"
-    )
-    command.add_argument("--offline", action="store_true", help="ask no host for anything")
-    command.add_argument(
-        "--json", action="store_true", help="what the page is made from, for programs, on stdout"
-    )
-    arguments.add_ssh(command)
-
-
-def run_report(args: argparse.Namespace) -> int:
-    """Write the report of one run; the exit status."""
-    from nodekit.deploy.records import runs
-
-    if args.json and args.output is not None:
-        raise KitError("kit report: found --json and --output, wanted one of them; --json writes to stdout")
-    options = arguments.ssh_options(args)
-    run = runs.find(args.run_id)
-    if args.json:
-        print(to_json(run, options))
-        return 0
-    text = build(run, options, offline=args.offline)
-    if str(args.output) == "-":
-        sys.stdout.write(text)
-        return 0
-    path = args.output or Path(f"{run.run_id}.html")
-    write(path, text)
-    print(
-        f"{path.resolve()} is written ({len(text.encode()) / 1000:,.0f} kB); any browser shows and prints it"
-    )
-    return 0
 
 
 def write(path: Path, text: str) -> None:
@@ -103,10 +56,9 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
     """The record, the events without secrets, what takes these out, and the history."""
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records import runs
-    from nodekit.deploy.records.past import past
     from nodekit.deploy.story.history import History
 
-    run, events = past(run, options)
+    run, events = backend_of(run).history(run, options)
     redactor = Redactor(run.inventory, known=[run.token] if run.token else [])
     if redactor.warning:
         options.notice(f"warning: {redactor.warning}")
@@ -146,9 +98,10 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
     """The page of a run."""
     from nodekit.deploy.report import report_page
 
+    asks = run.is_led_here and not offline
     run, events, redactor, history = _story(run, options)
     losses, versions, asked = (
-        ([], {}, "No host was asked for this page.") if offline or run.slurm else _ask(run, options, history)
+        _ask(run, options, history) if asks else ([], {}, "No host was asked for this page.")
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime())
     return report_page.page(

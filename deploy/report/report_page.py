@@ -7,10 +7,9 @@ policy lets no script run but the page's own, known by its hash, and no request 
 from __future__ import annotations
 
 import base64
-import bisect
+import collections
 import hashlib
 import shlex
-import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,9 @@ from nodekit.deploy.agent.ranks.failures import Failure, first_cause, how_it_end
 from nodekit.deploy.output.redact import LEFT_OUT, Redactor
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.report import charts
-from nodekit.deploy.report.charts import Chart, Clock, Mark, Series
+from nodekit.deploy.report import charts, report_curves
+from nodekit.deploy.report.charts import Clock
+from nodekit.deploy.report.report_curves import MOST_LINES, as_float, as_int, size_text
 from nodekit.deploy.story.causes import recognise
 from nodekit.deploy.story.history import Attempt, History, Point
 from nodekit.deploy.story.narrate import Narrator, count, duration, metric, names
@@ -36,8 +36,6 @@ MOST_EVENTS = 2000
 MOST_STORY = 60
 MOST_SNAPSHOTS = 20
 MOST_FAILURES = 40
-MOST_LINES = 5
-"""Of more nodes than this not each has a line in a chart."""
 PARTS = (
     ("summary", "Summary"),
     ("timeline", "Nodes and generations"),
@@ -98,10 +96,10 @@ def page(source: Source) -> str:
         written=source.written,
         **view.summary(),
         **view.timeline(),
-        **view.curves(),
+        **report_curves.curves(history, view.clock, source.losses or history.losses()),
         **view.goodput(),
         **view.snapshots(),
-        **view.usage(),
+        **report_curves.usage(history, view.clock),
         **view.environment(),
         **view.failures(),
         **view.inventory(),
@@ -125,7 +123,7 @@ class _View:
         self._source = source
         self._run = source.run
         self._history = source.history
-        self._clock = Clock(source.history.sessions)
+        self.clock = Clock(source.history.sessions)
 
     # --- summary ---
 
@@ -134,21 +132,20 @@ class _View:
         ended = history.ended
         until = f"to {_time(ended)}" if ended else "and goes on"
         verdict = history.verdict or run.verdict
-        story = self._story()
-        kept = (
-            story if len(story) <= MOST_STORY else [*story[: MOST_STORY // 3], *story[-MOST_STORY * 2 // 3 :]]
-        )
+        when = f"From {_time(history.started)} {until}; it was up for {duration(history.goodput.total_s)}"
+        if len(history.sessions) > 1:
+            when += f", in {count(len(history.sessions), 'part')}"
+        story, left_out = self._story(), ""
+        if (more := len(story) - MOST_STORY) > 0:
+            story = [*story[: MOST_STORY // 3], *story[-MOST_STORY * 2 // 3 :]]
+            left_out = f"{more:,} more, in the middle, are left out here."
         return {
             "verdict": verdict.partition("\n")[0],
             "verdict_text": verdict if history.state == "failed" and "\n" in verdict else "",
-            "when": f"From {_time(history.started)} {until}; it was up for {duration(history.goodput.total_s)}"
-            + (f", in {count(len(history.sessions), 'part')}" if len(history.sessions) > 1 else "")
-            + ".",
+            "when": f"{when}.",
             "tiles": list(self._tiles()),
-            "story": kept,
-            "story_left_out": f"{len(story) - len(kept):,} more, in the middle, are left out here."
-            if len(kept) < len(story)
-            else "",
+            "story": story,
+            "story_left_out": left_out,
         }
 
     def _tiles(self) -> Iterable[tuple[str, str, str]]:
@@ -163,21 +160,15 @@ class _View:
         yield "Nodes", now, ranks + at_most
         yield "Goodput", f"{history.goodput.share:.1%}", "of the time trained steps that count"
         redone = sum(each.redone_steps for each in history.attempts)
-        yield (
-            "Restarts",
-            f"{history.restarts}",
-            f"{count(redone, 'step')} done again" if redone else "no step done again",
-        )
+        again = f"{count(redone, 'step')} done again" if redone else "no step done again"
+        yield "Restarts", f"{history.restarts}", again
         for name, (value, at) in list(history.best.items())[:4]:
             yield f"Best {name}", metric(name, value), f"at step {at:,}"
         if not history.best:
             for name, value in list(history.result.items())[:4]:
                 if isinstance(value, int | float):
-                    yield (
-                        name.replace("_", " ").capitalize(),
-                        metric(name, value),
-                        "as the job said at its end",
-                    )
+                    title = name.replace("_", " ").capitalize()
+                    yield title, metric(name, value), "as the job said at its end"
         rate = next((each.steps_per_s for each in reversed(history.attempts) if each.steps_per_s), None)
         if rate:
             yield "Steps/s", f"{rate:.3g}", "in the last attempt"
@@ -209,10 +200,9 @@ class _View:
         each_node = ", ".join(f"{name} trained for {duration(seconds)}" for name, seconds in trained.items())
         if len(trained) > MOST_LINES:
             least, most = duration(min(trained.values())), duration(max(trained.values()))
-            each_node = (
-                f"each of {len(trained)} nodes trained for {least if least == most else f'{least} to {most}'}"
-            )
-        up = duration(self._clock.total_s)
+            each_node = f"each of {len(trained)} nodes trained for {least}"
+            each_node += "" if least == most else f" to {most}"
+        up = duration(self.clock.total_s)
         generations = len({each.generation for each in history.attempts})
         attempts = count(len(history.attempts), "attempt")
         summary = f"{attempts} in {count(generations, 'generation')}; of {up}, {each_node}."
@@ -231,7 +221,7 @@ class _View:
         return {
             "has_timeline": bool(spans),
             "states": charts.STATES,
-            "timeline": charts.timeline(spans, bars, self._clock, summary=summary),
+            "timeline": charts.timeline(spans, bars, self.clock, summary=summary),
             "timeline_summary": summary,
             "attempts": rows,
             "spans": where[:400],
@@ -254,254 +244,83 @@ class _View:
             "trained to its end" if why == "done" else why,
         ]
 
-    # --- curves ---
-
-    def _restarts(self, *, by_step: bool) -> list[Mark]:
-        marks = []
-        for each in self._history.attempts[1:]:
-            what = f"attempt {each.attempt}, with {count(len(each.members), 'node')}"
-            if by_step and each.resumed_at is not None:
-                marks.append(Mark(each.resumed_at, f"{what}, went on from step {each.resumed_at:,}"))
-            elif not by_step:
-                marks.append(Mark(self._clock.at(each.started), f"{what}, began"))
-        return marks
-
-    def curves(self) -> dict[str, Any]:
-        history = self._history
-        found = []
-        losses = list(self._source.losses) or history.losses()
-        marks = self._restarts(by_step=True)
-        if losses:
-            values = [point.value for point in losses]
-            first, last = losses[0], losses[-1]
-            found.append(
-                Chart(
-                    id="loss",
-                    title="Loss",
-                    summary=f"From {first.value:.4g} at step {first.step:,} to {last.value:.4g} at step {last.step:,}; "
-                    f"{min(values):.4g} at the least.",
-                    x_name="step",
-                    series=[Series("loss", [(point.step, point.value) for point in losses])],
-                    marks=marks,
-                )
-            )
-        for name in history.metrics[:6]:
-            points = history.metric(name)
-            value, at = history.best.get(name, (points[-1].value, points[-1].step))
-            is_share = all(0 <= point.value <= 1 for point in points) and "loss" not in name
-            found.append(
-                Chart(
-                    id=f"metric-{len(found)}",
-                    title=f"Evaluated: {name}",
-                    summary=f"{count(len(points), 'evaluation')}; the best is {metric(name, value)}, at step {at:,}.",
-                    x_name="step",
-                    series=[Series(name, [(point.step, point.value) for point in points])],
-                    y_text=lambda value, name=name: metric(name, value),  # type: ignore[misc]
-                    y_tick=_share_text if name.endswith("accuracy") else None,
-                    most=1.0 if is_share else None,
-                    marks=marks,
-                )
-            )
-        if speeds := history.speeds():
-            rate = statistics.median(point.value for point in speeds)
-            found.append(
-                Chart(
-                    id="speed",
-                    title="Throughput",
-                    summary=f"{rate:.3g} steps a second in the middle, over the time that the run was up.",
-                    x_name="time",
-                    x_text=_elapsed,
-                    series=[
-                        Series("steps/s", [(self._clock.at(point.time), point.value) for point in speeds])
-                    ],
-                    y_text=lambda value: f"{value:.3g} steps/s",
-                    y_tick=lambda value: f"{value:.3g}",
-                    marks=self._restarts(by_step=False),
-                    from_zero=True,
-                    is_time=True,
-                )
-            )
-        note = "Steps that were done again are shown as they were done last. "
-        note += f"Red lines are restarts ({len(marks)})." if marks else "There was no restart."
-        return {"curves": found, "curves_note": note}
-
     # --- goodput ---
 
     def goodput(self) -> dict[str, Any]:
         goodput = self._history.goodput
         total = goodput.total_s or 1.0
         seconds = {"trained": goodput.trained_s, **goodput.lost}
-        bars = [
-            (name, each / total, f"{name}: {duration(each)}, {each / total:.1%}")
-            for name, each in seconds.items()
-        ]
+        bars, rows = [], []
+        for name, each in seconds.items():
+            share = f"{each / total:.1%}"
+            bars.append((name, each / total, f"{name}: {duration(each)}, {share}"))
+            swatch = Markup('<span class="swatch c-{0}"></span>{0}').format(name)
+            rows.append([swatch, CAUSES.get(name, ""), duration(each), share])
         lost = sorted(((each, name) for name, each in goodput.lost.items() if each >= 0.05), reverse=True)
-        summary = f"{goodput.share:.1%} of {duration(goodput.total_s)} trained steps that count; " + (
-            "the rest: " + ", ".join(f"{name} {duration(each)}" for each, name in lost)
-            if lost
-            else "nothing was lost"
-        )
-        rows = [
-            [
-                Markup('<span class="swatch c-{0}"></span>{0}').format(name),
-                CAUSES.get(name, ""),
-                duration(each),
-                f"{each / total:.1%}",
-            ]
-            for name, each in seconds.items()
-        ]
+        rest = ", ".join(f"{name} {duration(each)}" for each, name in lost)
+        summary = f"{goodput.share:.1%} of {duration(goodput.total_s)} trained steps that count; "
+        summary += f"the rest: {rest}." if rest else "nothing was lost."
         return {
             "goodput_share": f"{goodput.share:.1%}",
             "goodput_total": duration(goodput.total_s),
-            "goodput_bar": charts.bar(bars, title="Goodput", summary=summary + "."),
+            "goodput_bar": charts.bar(bars, title="Goodput", summary=summary),
             "goodput_rows": [*rows, ["all", "while the run was up", duration(goodput.total_s), "100 %"]],
         }
 
     # --- snapshots ---
 
     def snapshots(self) -> dict[str, Any]:
-        history, run = self._history, self._run
+        snapshots = self._history.snapshots
         groups: dict[tuple[int, int], list[Event]] = {}
-        number: dict[int, dict[str, int]] = {}
-        newest: dict[str, Event] = {}
-        for event in history.snapshots:
-            node = str(event.node)
-            groups.setdefault((_int(event.get("step")), _int(event.get("generation"))), []).append(event)
-            own = number.setdefault(_int(event.get("generation")), {})
-            own[node] = own.get(node, 0) + (_int(event.get("count")) or 1)
-            newest[node] = event
-        rows = []
-        for (step, generation), those in sorted(groups.items())[-MOST_SNAPSHOTS:]:
-            size = max(_int(each.get("bytes")) for each in those)
-            pauses = [_float(each.get("pause_s")) for each in those]
-            rows.append(
-                [
-                    f"{step:,}",
-                    str(generation),
-                    _bytes(size) if size else "–",
-                    names(sorted({str(each.node) for each in those})),
-                    f"{max(pauses):.3f} s",
-                    f"{max(_int(each.get('count')) or 1 for each in those)}",
-                ]
-            )
-        total = sum(max(own.values()) for own in number.values())  # every node may note the same ones
-        held_up = history.goodput.lost["snapshots"]
+        number: collections.Counter[tuple[int, str]] = collections.Counter()  # of a generation, by each node
+        for event in snapshots:
+            generation = as_int(event.get("generation"))
+            groups.setdefault((as_int(event.get("step")), generation), []).append(event)
+            number[generation, str(event.node)] += as_int(event.get("count")) or 1
+        most: dict[int, int] = {}  # every node may note the same ones
+        for (generation, _), own in number.items():
+            most[generation] = max(own, most.get(generation, 0))
         text = "No snapshot of the training module, or of `Snapshots`, is on record."
-        if total:
+        if total := sum(most.values()):
+            held_up = self._history.goodput.lost["snapshots"]
             text = f"{count(total, 'snapshot')}; training stood still for {held_up:.2f} s for them."
         shown = "What is on record of the snapshots"
         if len(groups) > MOST_SNAPSHOTS:
             shown += f", the last {MOST_SNAPSHOTS} of {len(groups)} notes"
-        is_shared = _mapping(run.inventory.get("snapshots")).get("shared")
+        settings = _mapping(self._run.inventory.get("snapshots"))
+        newest = {str(event.node): event for event in snapshots}
+        return {
+            "snapshots_text": text,
+            "snapshot_rows": [_snapshot_row(*each) for each in sorted(groups.items())[-MOST_SNAPSHOTS:]],
+            "snapshots_caption": shown,
+            "snapshot_places": self._snapshot_places(newest, is_shared=bool(settings.get("shared"))),
+            "copies_text": self._copies(settings),
+        }
+
+    def _snapshot_places(self, newest: Mapping[str, Event], *, is_shared: bool) -> list[list[str]]:
         places = []
-        for name, plan in run.nodes.items():
-            last = newest.get(name)
-            what = "–"
-            if last is not None:
-                what = f"step {_int(last.get('step')):,}, {_bytes(_int(last.get('bytes')))}"
-            elif is_shared:
-                what = "in the shared folder"
+        for name, plan in self._run.nodes.items():
+            what = "in the shared folder" if is_shared else "–"
+            if (last := newest.get(name)) is not None:
+                what = f"step {as_int(last.get('step')):,}, {size_text(as_int(last.get('bytes')))}"
             places.append([name, what, _mapping(plan.get("env")).get("NODEKIT_SNAPSHOT_DIR", "–")])
-        gathered = [each for each in self._source.events if each.kind == "replicas-gathered"]
-        failed = [each for each in self._source.events if each.kind in ("replica-failed", "replica-refused")]
-        copies = _int(_mapping(run.inventory.get("snapshots")).get("copies"))
+        return places
+
+    def _copies(self, settings: Mapping[str, Any]) -> str:
+        kinds = collections.Counter(each.kind for each in self._source.events)
+        gathered, failed = kinds["replicas-gathered"], kinds["replica-failed"] + kinds["replica-refused"]
+        copies = as_int(settings.get("copies"))
         told = []
-        if not is_shared and copies > 1 and len(run.nodes) > 1:
+        if not settings.get("shared") and copies > 1 and len(self._run.nodes) > 1:
             told.append(
                 f"Files that your script writes to $NODEKIT_SNAPSHOT_DIR are kept on {copies} nodes: its own, and "
                 "another's, in the folder kept beside its snapshots"
             )
         if gathered:
-            told.append(f"files were put back from other nodes {count(len(gathered), 'time')}")
+            told.append(f"files were put back from other nodes {count(gathered, 'time')}")
         if failed:
-            told.append(f"{count(len(failed), 'copy').replace('copys', 'copies')} could not be kept")
-        return {
-            "snapshots_text": text,
-            "snapshot_rows": rows,
-            "snapshots_caption": shown,
-            "snapshot_places": places,
-            "copies_text": "; ".join(told) + "." if told else "",
-        }
-
-    # --- usage ---
-
-    def usage(self) -> dict[str, Any]:
-        samples = {name: own for name, own in self._history.samples.items() if own}
-        has_gpus = any(_gpus(each) for own in samples.values() for each in own)
-        found = []
-        if has_gpus:
-            found.append(self._usage_chart("gpu", "GPU use", samples, _gpu_use, _share_text, most=1.0))
-            found.append(
-                self._usage_chart("gpu-memory", "GPU memory", samples, _gpu_memory, _share_text, most=1.0)
-            )
-        found.append(
-            self._usage_chart("cpu", "CPU use", samples, lambda each: each.get("cpu"), _share_text, most=1.0)
-        )
-        found.append(self._usage_chart("memory", "Host memory", samples, _memory, _share_text, most=1.0))
-        found.append(
-            self._usage_chart(
-                "received", "Network, received", samples, lambda each: each.get("received"), _rate
-            )
-        )
-        found.append(
-            self._usage_chart("sent", "Network, sent", samples, lambda each: each.get("sent"), _rate)
-        )
-        rows = []
-        for name, own in samples.items():
-            memory = [_float(each.get("memory")) for each in own if each.get("memory")]
-            whole = max((_float(each.get("memory_total")) for each in own), default=0.0)
-            gpu, gpu_memory = _known(map(_gpu_use, own)), _known(map(_gpu_memory, own))
-            interfaces = list(
-                dict.fromkeys(str(each.get("interface")) for each in own if each.get("interface"))
-            )
-            rows.append(
-                [
-                    name,
-                    _mean([each.get("cpu") for each in own], _share_text),
-                    f"{_bytes(max(memory))} of {_bytes(whole)}" if memory else "–",
-                    _mean(gpu, _share_text) + (f" of {len(_gpus(own[-1]))}" if gpu else ""),
-                    _share_text(max(gpu_memory)) if gpu_memory else "–",
-                    ", ".join(interfaces) or "–",
-                    _mean([each.get("received") for each in own], _rate),
-                    _mean([each.get("sent") for each in own], _rate),
-                ]
-            )
-        return {"usage": [each for each in found if each.has_points], "usage_rows": rows}
-
-    def _usage_chart(
-        self,
-        name: str,
-        title: str,
-        samples: Mapping[str, Sequence[Event]],
-        what: Any,
-        text: Any,
-        most: float | None = None,
-    ) -> Chart:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for node, own in samples.items():
-            points = [(self._clock.at(each.time), what(each)) for each in own]
-            if known := [(x, float(y)) for x, y in points if isinstance(y, int | float)]:
-                lines[node] = known
-        values = [y for points in lines.values() for _, y in points]
-        mean = text(statistics.fmean(values)) if values else "–"
-        summary = f"{mean} on average, {text(max(values)) if values else '–'} at the most."
-        series = [Series(node, points) for node, points in lines.items()]
-        if len(series) > MOST_LINES:
-            series = [_middle(lines)]
-            summary += f" The line is the middle of {len(lines)} nodes, the area all of them."
-        return Chart(
-            id=f"use-{name}",
-            title=title,
-            summary=summary,
-            x_name="time",
-            x_text=_elapsed,
-            series=series,
-            y_text=text,
-            marks=self._restarts(by_step=False),
-            from_zero=True,
-            most=most,
-            is_time=True,
-        )
+            told.append(f"{failed:,} {'copy' if failed == 1 else 'copies'} could not be kept")
+        return "; ".join(told) + "." if told else ""
 
     # --- environment ---
 
@@ -533,7 +352,7 @@ class _View:
             if known.get("gpus"):
                 devices += f" ({', '.join(dict.fromkeys(map(str, known['gpus'])))})"
             elif known.get("cpus"):
-                devices += f", {count(_int(known['cpus']), 'core')}"
+                devices += f", {count(as_int(known['cpus']), 'core')}"
             versions = [
                 f"{each} {known[each]}" for each in ("python", "torch", "driver", "kernel") if known.get(each)
             ]
@@ -550,7 +369,7 @@ class _View:
                 ]
             )
         phases = [
-            [str(each.get("phase")), f"{_float(each.get('seconds')):.2f} s"]
+            [str(each.get("phase")), f"{as_float(each.get('seconds')):.2f} s"]
             for each in source.events
             if each.kind == "phase"
         ]
@@ -612,13 +431,25 @@ class _View:
         }
 
 
+def _snapshot_row(key: tuple[int, int], notes: Sequence[Event]) -> list[str]:
+    """What nodes have noted of the snapshot of a step, in a generation."""
+    size = max(as_int(each.get("bytes")) for each in notes)
+    return [
+        f"{key[0]:,}",
+        str(key[1]),
+        size_text(size) if size else "–",
+        names(sorted({str(each.node) for each in notes})),
+        f"{max(as_float(each.get('pause_s')) for each in notes):.3f} s",
+        f"{max(as_int(each.get('count')) or 1 for each in notes)}",
+    ]
+
+
 def _event_row(event: Event) -> dict[str, str]:
     hidden = ("run", "at", "about", "about_start")
     fields = [
         (key, value) for key, value in event.fields.items() if key not in hidden and value not in (None, "")
     ]
-    words = [f"{key} {_flat(value)}" for key, value in fields]
-    text = " · ".join(words)
+    text = " · ".join(f"{key} {_flat(value)}" for key, value in fields)
     more = ""
     if len(text) > 220 or "\n" in text:
         more = "\n".join(f"{key}: {_flat(value)}" for key, value in fields)
@@ -651,79 +482,6 @@ def _without_empty(value: Any) -> Any:
     return value
 
 
-def _middle(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Series:
-    """One line for many nodes: their median over time, and from the least to the most of them."""
-    begin = min(points[0][0] for points in lines.values())
-    end = max(points[-1][0] for points in lines.values())
-    middle, band = [], []
-    for number in range(121):
-        at = begin + (end - begin) * number / 120
-        values = []
-        for points in lines.values():
-            place = bisect.bisect_right(points, (at, float("inf"))) - 1
-            if place >= 0 and (place + 1 < len(points) or at - points[place][0] <= (end - begin) / 60):
-                values.append(points[place][1])
-        if values:
-            middle.append((at, statistics.median(values)))
-            band.append((at, min(values), max(values)))
-    return Series(f"middle of {len(lines)} nodes", middle, band)
-
-
-def _gpus(sample: Event) -> list[Mapping[str, Any]]:
-    gpus = sample.get("gpus")
-    return [each for each in gpus if isinstance(each, Mapping)] if isinstance(gpus, list | tuple) else []
-
-
-def _gpu_use(sample: Event) -> float | None:
-    known = _known(each.get("use") for each in _gpus(sample))
-    return statistics.fmean(known) if known else None
-
-
-def _gpu_memory(sample: Event) -> float | None:
-    used = [(_float(each.get("memory")), _float(each.get("memory_total"))) for each in _gpus(sample)]
-    shares = [part / whole for part, whole in used if whole]
-    return max(shares) if shares else None
-
-
-def _memory(sample: Event) -> float | None:
-    whole = _float(sample.get("memory_total"))
-    return _float(sample.get("memory")) / whole if whole and sample.get("memory") else None
-
-
-def _known(values: Iterable[Any]) -> list[float]:
-    return [float(each) for each in values if isinstance(each, int | float)]
-
-
-def _mean(values: Iterable[Any], text: Any) -> str:
-    known = _known(values)
-    return str(text(statistics.fmean(known))) if known else "–"
-
-
-def _share_text(value: float) -> str:
-    return f"{100 * value:.3g} %"
-
-
-def _rate(value: float) -> str:
-    return f"{_bytes(value)}/s"
-
-
-def _bytes(size: float) -> str:
-    """`12.3 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def _elapsed(seconds: float) -> str:
-    return duration(seconds) if seconds else "0"
-
-
-def _common(folders: Iterable[str]) -> str:
-    return ", ".join(list(dict.fromkeys(each for each in folders if each))[:3]) or "–"
-
-
 def _time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
@@ -732,16 +490,8 @@ def _time_of_day(seconds: float) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _int(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
-
-
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+def _common(folders: Iterable[str]) -> str:
+    return ", ".join(list(dict.fromkeys(each for each in folders if each))[:3]) or "–"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

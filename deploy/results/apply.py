@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
@@ -19,7 +20,6 @@ from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
-from nodekit.inventory.load import restore
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,17 +98,6 @@ def read_texts(path: str) -> list[str]:
     if "" in lines:
         raise KitError(f"{name}:{lines.index('') + 1}: found an empty line, wanted a text")
     return lines
-
-
-def folders(node: Mapping[str, Any], weights: str) -> list[str]:
-    """Where a node of a run may have its weights: pure, from its plan on record."""
-    asked = plan.training_options(node["argv"], node["env"])
-    if asked is None or asked.output is None:
-        return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
-    output = posixpath.join(node["code_dir"], str(asked.output))
-    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
-    own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
-    return [posixpath.join(each, weights) for each in own]
 
 
 def classes_table(told: Mapping[str, Any]) -> Table:
@@ -215,24 +204,20 @@ def _apply(run: Run, options: Options, arguments: Sequence[str], *, text: str = 
 @contextlib.contextmanager
 def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Link]]]:
     """The plans of a run's nodes, and links to those that can be reached."""
-    if not run.slurm:
-        with cluster.links(restore(run.inventory).hosts, options.ssh, some=True) as links:
-            yield run.nodes, links
-        return
-    from nodekit.slurm.login import login
-    from nodekit.slurm.show import record_of
-
-    # The nodes were the job's; what they wrote lies in the folder that the login node shares.
-    with login(restore(run.inventory), options.ssh) as link:
-        record = record_of(run, link)
-        nodes = record.nodes if record else {}
-        yield nodes, dict.fromkeys(nodes, link)
+    backend = backend_of(run)
+    hosts = backend.hosts(run)
+    with cluster.links(list(hosts.values()), options.ssh, some=True) as links:
+        record = backend.record(run, links)
+        if record is None:
+            yield {}, {}
+            return
+        yield record.nodes, {node: links[host] for host in links for node in backend.nodes_at(record, host)}
 
 
 def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights: str) -> Place:
     """The newest of a run's weights: a node that was lost may have older ones."""
     there = [name for name in nodes if name in links]
-    places = {name: folders(nodes[name], weights) for name in there}
+    places = {name: plan.weights_folders(nodes[name], weights) for name in there}
 
     def look(name: str) -> list[Place]:
         found = []

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run, SupervisorLock
 from nodekit.inventory.errors import KitError
@@ -110,35 +107,19 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
     return list(found.values()), notes
 
 
-def places_of(run: Run) -> list[Place]:
-    """Where the nodes of a run have it, as it is on record; pure."""
-    found = []
-    for name, node in run.nodes.items():
-        shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
-        found.append(Place(name, str(Path(node["node_dir"]).parent), shared))
-    return found
-
-
 @contextlib.contextmanager
 def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, Link]]]:
     """What there is of a run on its hosts, and the links to them."""
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.link import on_all
-    from nodekit.inventory.load import restore
 
     removal = Removal(run)
-    with contextlib.ExitStack() as stack:
-        inventory = restore(run.inventory)
-        if run.slurm:
-            from nodekit.slurm import login
-
-            removal.places = [_slurm_place(run)]
-            links = stack.enter_context(cluster.links([login.host_of(inventory)], options, some=True))
-            removal.problems += _queued(run, links)
-        else:
-            removal.places = places_of(run)
-            hosts = [host for host in inventory.hosts if host.name in run.nodes]
-            links = stack.enter_context(cluster.links(hosts, options, some=True))
+    backend = backend_of(run)
+    removal.places = [Place(*each) for each in backend.folders(run)]
+    with cluster.links(backend.hosts(run).values(), options, some=True) as links:
+        if why := backend.still_there(run, links):
+            removal.problems.append(why)
         removal.lost = [place.host for place in removal.places if place.host not in links]
         by_host = {place.host: place for place in removal.places if place.host in links}
         removal.places = list(by_host.values())
@@ -172,29 +153,6 @@ def _arguments(run: Run, place: Place) -> dict[str, Any]:
         "names": list(run.nodes),
         "snapshots": place.snapshots,
     }
-
-
-def _slurm_place(run: Run) -> Place:
-    from nodekit.slurm.login import LOGIN
-
-    folder = Path(run.slurm["run_dir"])
-    shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
-    return Place(LOGIN, str(folder), f"{shared}/{run.run_id}")
-
-
-def _queued(run: Run, links: Mapping[str, Link]) -> list[str]:
-    """What Slurm has against it; how a job ended that is over is written down."""
-    from nodekit.slurm.jobs import Slurm
-    from nodekit.slurm.login import LOGIN
-    from nodekit.slurm.show import settle
-
-    if run.state in runs.ENDED or LOGIN not in links:
-        return []
-    job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
-    if not job.is_over:
-        return [f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"]
-    settle(run, links[LOGIN], job)
-    return []
 
 
 def remove(
@@ -257,86 +215,10 @@ def held(run: Run) -> Iterator[None]:
             lock.release()
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``rm`` to kit's."""
-    command = arguments.add(
-        commands,
-        "rm",
-        run_rm,
-        "remove runs: their folders on the nodes, and the record",
-        helptext.RM,
-        helptext.RM_EPILOG,
-    )
-    command.add_argument("runs", metavar="RUN", nargs="*", help="a run's id or its beginning, or a sweep's")
-    command.add_argument("--older-than", metavar="AGE", help="those that ended longer ago, as 30d, 12h or 2w")
-    command.add_argument("--yes", action="store_true", help="do not ask")
-    command.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    command.add_argument("--keep-snapshots", action="store_true", help="leave the snapshots where they are")
-    command.add_argument(
-        "--records-only", action="store_true", help="only the records here: what is on the nodes stays there"
-    )
-    command.add_argument(
-        "--lost",
-        action="store_true",
-        help="hosts that cannot be reached are off for good, you know it: do without them",
-    )
-    arguments.add_ssh(command)
-
-
-def run_rm(args: argparse.Namespace) -> int:
-    """Remove runs: say what goes, ask, remove; the exit status is 1 where one is left."""
-    found, notes = chosen(args.runs, args.older_than)
-    for note in notes:
-        print(note)
-    if args.records_only and args.keep_snapshots:
-        raise KitError("kit rm: found --records-only and --keep-snapshots, wanted one: nothing else would go")
-    if found and not (args.yes or args.dry_run or sys.stdin.isatty()):
-        raise KitError(
-            "kit rm: no terminal to ask in; kit rm --yes removes without asking, --dry-run shows what"
-        )
-    failed = 0
-    for run in found:
-        try:
-            _remove_one(run, args)
-        except KitError as error:
-            print(f"kit: {error}", file=sys.stderr)
-            failed += 1
-    return 1 if failed else 0
-
-
-def _remove_one(run: Run, args: argparse.Namespace) -> None:
-
-    told: list[str] = []
-    options = arguments.ssh_options(args, notice=told.append)
-    with held(run):
-        if args.records_only:
-            if run.state in runs.LIVE and not args.lost:
-                raise KitError(
-                    f"{run.run_id} is {run.state}, as far as is known here: kit down {run.run_id} first; with --lost "
-                    "its record goes all the same"
-                )
-            if _is_wanted([f"{run.run_id}  {run.state}", f"  the record in {run.folder}"], args):
-                remove_record(run)
-                print(f"{run.run_id}: the record is removed")
-            return
-        with looked_at(run, options) as (removal, links):
-            if removal.lost and not args.lost:
-                reasons = "\n".join(told)
-                raise KitError(
-                    f"{reasons}\nnothing of {run.run_id} is removed: some of it is there; kit rm --lost "
-                    f"{run.run_id} does without, where you know that it is off for good"
-                )
-            if removal.problems:
-                raise KitError("\n".join([*removal.problems, f"nothing of {run.run_id} is removed"]))
-            if _is_wanted(removal.lines(keep_snapshots=args.keep_snapshots), args):
-                remove(removal, links, keep_snapshots=args.keep_snapshots)
-                _remove_sweep(run, removal, links)
-                print(f"{run.run_id} is removed")
-
-
-def _remove_sweep(run: Run, removal: Removal, links: Mapping[str, Link]) -> None:
+def remove_sweep(removal: Removal, links: Mapping[str, Link]) -> None:
     """With the last run of a sweep goes the code that they shared."""
-    sweep_id = run.slurm.get("sweep")
+    run = removal.run
+    sweep_id = run.sweep
     if not sweep_id or runs.sweep(sweep_id) or not removal.places:
         return
     place = removal.places[0]
@@ -344,13 +226,6 @@ def _remove_sweep(run: Run, removal: Removal, links: Mapping[str, Link]) -> None
         place.host, str(Path(place.folder).with_name(sweep_id)), found={"there": True, "shared": ""}
     )
     remove(Removal(run, [shared]), links, keep_snapshots=False, keep_record=True)
-
-
-def _is_wanted(lines: Sequence[str], args: argparse.Namespace) -> bool:
-    print("\n".join(lines), flush=True)
-    if args.dry_run:
-        return False
-    return args.yes or input("remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _bytes(number: float) -> str:

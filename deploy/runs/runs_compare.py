@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -11,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.commands import arguments
+from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import plot, terminal
 from nodekit.deploy.output.plot import Curve
-from nodekit.deploy.records import past, runs
+from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.runs.runs_table import duration
 from nodekit.deploy.story.history import History
@@ -193,26 +192,7 @@ def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
         )
     compared = []
     for run in found:
-        own, told = past.past(run, options)
+        own, told = backend_of(run).history(run, options)
         history = History.of(told, now=time.time())
         compared.append(Compared(own, history, Summary.of(history)))
     return compared
-
-
-def run_compare(args: argparse.Namespace) -> int:
-    """Compare the runs that ``--compare`` names."""
-    options = arguments.ssh_options(args)
-    compared = read(args.compare, options)
-    if args.html:
-        from nodekit.deploy.runs.runs_page import page
-
-        try:
-            args.html.write_text(page(compared), encoding="utf-8")
-        except OSError as error:
-            raise KitError(f"{args.html}: cannot be written: {error.strerror}") from error
-        print(f"wrote {shlex.quote(str(args.html))}", file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        print(to_json(compared))
-    elif not args.html:
-        show(compared)
-    return 0

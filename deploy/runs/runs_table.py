@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
-import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nodekit.deploy.commands import arguments, helptext
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records import runs
 from nodekit.inventory.errors import KitError
@@ -49,8 +45,7 @@ class Row:
         if self.state == LEFT:
             file = shlex.quote(_shown(self.run.inventory_path))
             return f"nobody looks after it: kit up {file} does again, kit down {self.run.run_id} stops it"
-        values = f"{self.run.slurm['values']}  " if "values" in self.run.slurm else ""
-        return f"{values}{self.run.verdict}".strip()
+        return f"{self.run.sweep_values}  {self.run.verdict}".strip()
 
     def _guess(self) -> str:
         found = self.numbers.get("guess") or {}
@@ -61,14 +56,12 @@ class Row:
     def cells(self) -> dict[str, str]:
         """One for each column, as text."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
-        # Which nodes a run has that is in Slurm's queue, Slurm knows.
-        nodes = str(run.inventory["slurm"]["nodes"]) if run.slurm else str(len(run.nodes))
         goodput = self.numbers.get("goodput")
         return {
             "run": run.run_id,
             "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
             "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
-            "nodes": nodes,
+            "nodes": run.num_nodes,
             "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
             "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
             "goodput": "–" if goodput is None else f"{goodput:.0%}",
@@ -87,11 +80,8 @@ def row(run: runs.Run) -> Row:
 
 
 def is_left(run: runs.Run) -> bool:
-    """Whether a run is on record as running here, and no process is that starts or supervises it.
-
-    What Slurm runs needs none.
-    """
-    if run.state not in runs.LIVE or run.slurm:
+    """Whether a run is on record as running here, and no process is that starts or supervises it."""
+    if run.state not in runs.LIVE or not run.is_led_here:
         return False
     return not any(_is_held(path) for path in (run.folder / "supervisor.lock", runs.starting_lock(run)))
 
@@ -178,61 +168,6 @@ def duration(seconds: float) -> str:
     if seconds < 99.5 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
-
-
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``runs`` to kit's."""
-    command = arguments.add(
-        commands,
-        "runs",
-        run_runs,
-        "the runs on record, oldest first; how they compare",
-        helptext.RUNS,
-        helptext.RUNS_EPILOG,
-    )
-    command.usage = (
-        "kit runs [NAME] [--last N] [--json]\n       kit runs --compare RUN RUN… [--html FILE] [--json]"
-    )
-    command.add_argument(
-        "name", metavar="NAME", nargs="?", help="those of this inventory file, or whose id begins so"
-    )
-    command.add_argument("--last", metavar="N", type=int, help="the last N only")
-    command.add_argument(
-        "--compare",
-        metavar="RUN",
-        nargs="+",
-        help="draw the curves of these over each other, and what differs",
-    )
-    command.add_argument("--html", metavar="FILE", type=Path, help="with --compare: write it as a page")
-    command.add_argument("--json", action="store_true", help="for programs")
-    arguments.add_ssh(command)
-
-
-def run_runs(args: argparse.Namespace) -> int:
-    """List the runs, or compare some."""
-    if args.compare:
-        from nodekit.deploy.runs import runs_compare
-
-        return runs_compare.run_compare(args)
-    if args.html:
-        raise KitError(
-            "kit runs --html: wanted with --compare RUN RUN…; kit report RUN writes one run's page"
-        )
-    if args.last is not None and args.last < 1:
-        raise KitError(f"kit runs --last {args.last}: wanted a number above 0")
-    found = runs.all_runs()
-    rows = [row(run) for run in chosen(found, args.name, args.last)]
-    if args.json:
-        print(json.dumps([public(each) for each in rows], indent=2))
-    elif not found:
-        print(f"no run on record in {runs.folder()}; start one: kit up INVENTORY")
-    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        show(rows)
-    else:
-        print(text(rows))
-    if any(each.numbers.get("guess") for each in rows) and not args.json:
-        print(HOW_TO_TELL, file=sys.stderr)
-    return 0
 
 
 def _shown(path: str) -> str:

@@ -1,19 +1,27 @@
-"""The verdict as a person reads it: one screen. Pure."""
+"""The verdict as a person reads it: one screen."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 
 from nodekit.deploy.agent.ranks.failures import message_of
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story import leftout
 from nodekit.deploy.story.verdict import Verdict
 
 _LABEL_WIDTH = 10
 _FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<where>, in .*)?$')
 _MARKS = re.compile(r"\s*[\^~]+\s*$")
 # Where the caller's own code is not: shown as one line.
-_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen|/deploy/forkserver\.py$")
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen|/deploy/(?:\w+/)*forkserver\.py$"
+)
 _IN_RUN = re.compile(r'File "[^"]*/runs/[^/"]+/code/')
 _IN_WORKER = re.compile(
     r"Caught \w+ in (?P<worker>[\w ]+ \d+)\.\nOriginal Traceback \(most recent call last\):"
@@ -166,3 +174,43 @@ def _row(label: str, text: str, width: int) -> list[str]:
         (f"  {label:<{_LABEL_WIDTH}}" if number == 0 else indent) + line
         for number, line in enumerate(lines or [""])
     ]
+
+
+# --- of a run on record, on this terminal ---------------------------------------------------------------------
+
+
+def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """The verdict on a failed run, as wide and high as the terminal, with further rows."""
+    width, height = terminal()
+    return screen(
+        verdict,
+        run_id=run.run_id,
+        resume=resume_command(run),
+        more=more,
+        width=width,
+        height=height,
+    )
+
+
+def with_left_out(run: Run, verdict: Verdict) -> Verdict:
+    """A verdict on a run, whose cause may be a file that was not sent."""
+    code_dirs = {name: str(node.get("code_dir", "")) for name, node in run.nodes.items()}
+    return leftout.explained(verdict, run.left_out, code_dirs)
+
+
+def terminal() -> tuple[int, int]:
+    """Columns and lines to fill; in a file there is room for more."""
+    size = shutil.get_terminal_size((100, 24))
+    return size.columns, size.lines if sys.stdout.isatty() else 60
+
+
+def resume_command(run: Run) -> str:
+    """What goes on with a run, from its newest snapshot."""
+    command = f"kit up {shlex.quote(shown_path(run.inventory_path))}"
+    return f"{command} -- {shlex.join(run.command)}" if run.command else command
+
+
+def shown_path(path: str) -> str:
+    """A path as a person writes it here."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -6,17 +6,20 @@ import contextlib
 import dataclasses
 import errno
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.agent import guess
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import ENDED, Run
+from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.errors import NotWritten
 
 if TYPE_CHECKING:
@@ -31,16 +34,9 @@ NOTICE_S = 6.0  # how long an answer to a key stands in place of the keys
 NUMBER_S = 1.0  # within which two digits make one number
 LAST_EVENTS = 8  # left on the terminal when the screen is closed
 LOG_LINES = 500  # of those followed, as many are drawn at most
+PLAIN_WIDTH = 100  # where there is no terminal to ask
 PLAIN_STATUS_S = 15.0  # without a terminal, how often the nodes' status lines are repeated
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
-
-
-class Left(Exception):
-    """The user leaves, and the job is to go on."""
-
-
-class StopAsked(Exception):
-    """The user wants the job stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +125,7 @@ class View:
             self._printed, self._printed_at = states, time.monotonic()
             _print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed))
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status, as its agent wrote it."""
 
     def event(self, event: Event) -> None:
@@ -272,7 +268,7 @@ class FullScreen(View):
             super().status(lines)  # it has failed
         self._watched.lines(lines)
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status."""
         with self._no_harm():
             self._watched.see(statuses)
@@ -474,29 +470,18 @@ def _state_style(state: str) -> str:
     return "bold red" if state in ("failed", "unreachable", "gone") else "yellow"
 
 
-def status_line(seen: Mapping[str, Any], *, now: float) -> str:
-    """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
-    parts = [str(seen.get("state", "starting"))]
-    if seen.get("rank") is not None:
-        last = seen["rank"] + max(0, len(seen.get("workers", ())) - 1)
-        ranks = str(seen["rank"]) if last == seen["rank"] else f"{seen['rank']}-{last}"
-        parts.append(f"rank {ranks} of {seen['world_size']}")
-    if seen.get("state") == "running" and (ended := seen.get("ended")):
-        parts.append(f"rank {', '.join(map(str, ended))} has ended well, not yet the others")
-    if seen.get("state") == "waiting":
-        waits_for = f", waiting for {', '.join(seen['waits_for'])}" if seen.get("waits_for") else ""
-        parts.append(f"ended well {now - float(seen['done_at']):.0f} s ago{waits_for}")
-    if seen.get("attempt") and not str(seen["attempt"]).endswith(".0"):
-        parts.append(f"attempt {seen['attempt']}")
-    if seen.get("progress"):
-        parts.append(f"step {seen['progress']}")
-        quiet = now - float(seen["progress_time"])
-        if quiet > 5 and seen.get("state") == "running":
-            parts.append(f"(no progress for {quiet:.0f} s)")
-    elif seen.get("guess"):
-        parts.append(guess.words(seen["guess"]))
-    if seen.get("blocked"):
-        parts.append(str(seen["blocked"]))
-    if seen.get("message"):
-        parts.append(str(seen["message"]))
-    return terminal.harmless("  ".join(parts), colours=False).replace("\n", " ")
+def show_last(run: Run, record: Run, events: Iterable[Event]) -> int:
+    """Print the last that is known of a run that is over, by its leader's record, and how it ended; the exit status."""
+    from nodekit.deploy.screen import screen
+    from nodekit.deploy.screen.watched import Watched
+
+    watched = Watched(run.run_id, list(record.nodes), record.clock_offsets)
+    for event in events:
+        watched.event(event)
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
+    terminal.console(highlight=False, width=width).print(
+        screen.render(watched.model(run.ended or time.time()), width, None)
+    )
+    if run.state in ENDED:
+        print(f"\n{run.run_id} {run.state}" + (f": {run.verdict}" if run.verdict != run.state else ""))
+    return 0

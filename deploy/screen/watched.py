@@ -11,6 +11,7 @@ from typing import Any
 
 from nodekit.deploy.agent import guess
 from nodekit.deploy.agent.notes import parse_progress
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.output.terminal import harmless
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.screen.screen import Model, Node
@@ -29,7 +30,7 @@ class _Row:
 
     line: str = "connecting"
     """What `kit status` would say: the state, two spaces, the rest."""
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: NodeStatus = field(default_factory=lambda: NodeStatus())
     attempts: set[str] = field(default_factory=set)
     """Those its ranks were started for since the run was started."""
     steps: deque[tuple[float, int]] = field(default_factory=deque)
@@ -87,7 +88,7 @@ class Watched:
         for name, line in found.items():
             self._rows.setdefault(name, _Row()).line = line
 
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def see(self, statuses: Mapping[str, NodeStatus]) -> None:
         """Each reachable node's status."""
         for name, status in statuses.items():
             row = self._rows.setdefault(name, _Row())
@@ -97,15 +98,15 @@ class Watched:
             row.usage = status.get("usage") or {}
             self._progress(name, row, status)
 
-    def _progress(self, name: str, row: _Row, status: Mapping[str, Any]) -> None:
+    def _progress(self, name: str, row: _Row, status: NodeStatus) -> None:
         attempt = str(status.get("attempt") or "")
         if attempt != row.attempt:
             row.attempt = attempt
             row.steps.clear()
         told = parse_progress(str(status.get("progress") or ""))
         if told["step"] is None:
-            if status.get("rank") == 0 and status.get("guess") and not self._is_live:
-                self._said = guess.words(status["guess"])
+            if status.get("rank") == 0 and (guessed := status.get("guess")) and not self._is_live:
+                self._said = guess.words(guessed)
             return
         when = float(status.get("progress_time") or 0.0) - self._offsets.get(name, 0.0)
         row.step = told["step"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -203,22 +201,3 @@ def fold(names: Sequence[str]) -> str:
         return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
     except NodeSetException:  # a name that it would read otherwise, as that of an IPv6 address
         return ",".join(names)
-
-
-def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
-    """What opens a shell on one host: the system's ssh as the inventory says, or, for a local node, a shell."""
-    if host.connection == "local":
-        return [os.environ.get("SHELL", "/bin/sh")]
-    argv = ["ssh", "-o", f"StrictHostKeyChecking={'accept-new' if accept_new_host_keys else 'yes'}"]
-    if host.user is not None:
-        argv += ["-l", host.user]
-    if host.port is not None:
-        argv += ["-p", str(host.port)]
-    if host.identity_file is not None:
-        argv += ["-i", str(Path(host.identity_file).expanduser())]
-    if host.known_hosts is not None:
-        # ssh takes the first value it is given: those that it would look into by itself are named again.
-        files = [str(Path(host.known_hosts).expanduser()), "~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
-        quoted = " ".join('"' + file.replace("%", "%%") + '"' for file in files)
-        argv += ["-o", f"UserKnownHostsFile={quoted}"]
-    return [*argv, "--", host.address]

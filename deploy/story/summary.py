@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nodekit.deploy.agent.notes import parse_progress
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.node.schema import Guess
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History
@@ -34,7 +35,7 @@ class Summary:
     restarts: int | None = None
     world_size: int | None = None
     """Ranks, in its last attempt."""
-    guess: dict[str, Any] | None = None
+    guess: Guess | None = None
     """How far it seems to be by what rank 0 printed (`deploy/agent/guess.py`), where it told of no step."""
 
     @classmethod
@@ -87,7 +88,7 @@ def summary(run: Run) -> Summary:
     return replace(found, step=_step_now(run) or found.step)
 
 
-def _guess_now(run: Run) -> dict[str, Any] | None:
+def _guess_now(run: Run) -> Guess | None:
     """As it was last heard of."""
     said = [each for each in events.now(run.folder).values() if each.get("guess")]
     return max(said, key=lambda each: float(each.get("time") or 0.0))["guess"] if said else None

@@ -19,9 +19,9 @@ from nodekit.deploy.agent.ranks.failures import (
     was_told,
 )
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.story.attempts import is_number, text_of
+from nodekit.deploy.records.runs import ENDED, Outcome
+from nodekit.deploy.story.attempts import text_of
 from nodekit.deploy.story.causes import NODE_LOST, Cause, recognise
-from nodekit.deploy.supervise.judge import FINAL, Outcome
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
 _SUMMARY_WIDTH = 100
@@ -53,7 +53,7 @@ class Told:
     @property
     def outcome(self) -> str:
         """How the node ended, ``gone`` for an agent that ended without a word."""
-        return self.state if self.state in FINAL else "gone"
+        return self.state if self.state in ENDED else "gone"
 
 
 @dataclass(frozen=True)
@@ -354,23 +354,7 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
 
 def failure_of(event: Event) -> Failure:
     """A rank's failure as its node's agent wrote it down, as far as what it wrote makes sense."""
-
-    def number(name: str, otherwise: float) -> float:
-        value = event.get(name)
-        return value if is_number(value) else otherwise
-
-    kernel = event.get("kernel")
-    return Failure(
-        node=event.node or "?",
-        rank=int(number("rank", 0)),
-        world_size=int(number("world_size", 1)),
-        attempt=text_of(event.get("attempt")) or "0.0",
-        exitcode=int(number("exitcode", 1)),
-        when=float(number("when", event.time)),
-        log=text_of(event.get("log")),
-        error=text_of(event.get("error")),
-        kernel=tuple(map(str, kernel)) if isinstance(kernel, list) else (),
-    )
+    return Failure.of(event.node or "?", event.fields, when=event.time)
 
 
 def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason: str) -> Verdict | None:

@@ -10,11 +10,12 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.host import remote
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.host.node import agents
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.plan import NodePlan
-from nodekit.deploy.records.events import Gatherer
+from nodekit.deploy.records.events import Gatherer, of_node
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.deploy.supervise.judge import State
@@ -158,7 +159,7 @@ class Hands:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
         return self._link(name).call(
             "stop",
-            timeout_s=grace_s + STOP_MARGIN_S + remote.COPYING_GRACE_S + 5,
+            timeout_s=grace_s + STOP_MARGIN_S + agents.COPYING_GRACE_S + 5,
             node_dir=self.node(name).node_dir,
             grace_s=grace_s + STOP_MARGIN_S,
             force=force,
@@ -173,18 +174,10 @@ class Hands:
         """Add to the run's events what its nodes have written since, where they can be reached."""
 
         def gather(link: Link) -> None:
-            at = gatherer.at(link.host)
             clock_offset = self.run.clock_offsets.get(link.host, 0.0)
             node_dir = self.node(link.host).node_dir
-            while found := link.call(
-                "hostfollow.events",
-                timeout_s=EVENTS_TIMEOUT_S,
-                node_dir=node_dir,
-                file=at[0],
-                offset=at[1],
-            ):
+            for found in of_node(link, node_dir, gatherer.at(link.host), timeout_s=EVENTS_TIMEOUT_S):
                 gatherer.take(link.host, found, clock_offset=clock_offset)
-                at = gatherer.at(link.host)
             status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
             gatherer.heard(link.host, status, clock_offset=clock_offset)
 
@@ -194,9 +187,9 @@ class Hands:
         # Of a copy, made in one step: who follows a node takes its link away, or puts a new one there.
         return {name: link for name, link in self.links.copy().items() if name in self.run.nodes}
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str) -> NodeStatus:
         """A node's status."""
-        found: dict[str, Any] = self._call(name, "status", node_dir=self.node(name).node_dir)
+        found: NodeStatus = self._call(name, "status", node_dir=self.node(name).node_dir)
         return found
 
     def _spec(self, name: str, state: State, *, joins: bool = False) -> dict[str, Any]:
@@ -243,8 +236,8 @@ class Hands:
         target = sync.code_target(
             self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
-        check.all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
-        check.all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
 
     def _link(self, name: str) -> Link:
         link = self.links.get(name)

@@ -23,11 +23,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.records.runs import ENDED, Outcome
 
-FINAL = ("succeeded", "failed", "stopped")
 LAST_WORDS_S = 3.0  # after a node failed, how long the others may still tell of their own failure
 ASK_AGAIN_S = 5.0
 START_AGAIN_S = 60.0  # a start may take long: connecting, sync, imports
@@ -42,8 +42,6 @@ FREE_FAILURES = 2
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 SAY_AGAIN_S = 5.0
 MAX_GAP_S = 5.0  # a longer time between two decisions is a clock that jumped, or a machine that slept
-
-Outcome = Literal["succeeded", "failed", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +385,7 @@ def _take_note(turn: _Turn) -> None:
         )  # asked again when it is back: it may not know of it
         if (old.agent, old.present, old.problem) == (each.agent, here, each.problem) and not is_cut_short:
             continue
-        if (lost or stillborn or failed) and each.state not in FINAL:
+        if (lost or stillborn or failed) and each.state not in ENDED:
             _count_failure(turn, name)
         old = turn.known[name]
         turn.known[name] = dataclasses.replace(
@@ -433,7 +431,7 @@ def _is_blind(turn: _Turn) -> bool:
 def _has_ended(turn: _Turn) -> bool:
     """When the job has ended on one node: stop the others, and finish when nobody in sight runs any more."""
     seen, state = turn.seen, turn.state
-    ended = [n for n in turn.rules.nodes if not seen[n].alive and seen[n].state in FINAL]
+    ended = [n for n in turn.rules.nodes if not seen[n].alive and seen[n].state in ENDED]
     states = {seen[name].state for name in ended if seen[name].generation >= state.generation}
     if not states:
         return False

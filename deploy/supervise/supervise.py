@@ -11,21 +11,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any, Protocol
+from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.quorum import Electorate
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
-from nodekit.deploy.records.events import Event, Follower, Gatherer
+from nodekit.deploy.records import runs
+from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
-from nodekit.deploy.screen.view import View, status_line
+from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import Hands
-from nodekit.deploy.supervise.judge import FINAL, Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.deploy.supervise.judge import Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.deploy.supervise.observer import Observer, View
 from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.schema import Inventory
 
 TICK_S = 0.1
 RETRY_S = 1.0
@@ -35,17 +39,14 @@ LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 
-class Observer(Protocol):
-    """Is told of a run while it goes on; whatever it raises does not hurt the run."""
-
-    def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
-        """Each reachable node's status, as its agent wrote it; ten times a second at most."""
-
-    def event(self, event: Event) -> None:
-        """One event of the run (docs/events.md), in the order in which they come in."""
-
-    def close(self) -> None:
-        """The run is over, or this process has no more to do with it."""
+def rules_of(inventory: Inventory) -> Rules:
+    """What the supervisor goes by."""
+    return Rules(
+        nodes=tuple(host.name for host in inventory.hosts),
+        min_nodes=inventory.nodes.min,
+        max_nodes=inventory.nodes.max,
+        wait_s=inventory.timings.wait,
+    )
 
 
 class Supervisor:
@@ -94,7 +95,7 @@ class Supervisor:
         self._gatherer = Gatherer(hands.run.folder)
         self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
         self._events = Follower(hands.run.folder)
-        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
@@ -398,20 +399,21 @@ class Supervisor:
         else:
             self._ungathered[name].extend(found)
 
-    def _line(self, name: str, status: Mapping[str, Any]) -> str:
+    def _line(self, name: str, status: NodeStatus) -> str:
         if not status["alive"] and name in self._rules.drained:
             return "drained"
-        if not status["alive"] and status.get("state") not in FINAL:
+        if not status["alive"] and status.get("state") not in runs.ENDED:
             busy = self._busy.get(name)
             spare = not status.get("agent")
             return busy or ("spare" if spare else "gone")
         now = time.time() + self._run.clock_offsets.get(name, 0.0)
         return status_line(status, now=now)
 
-    def _tell(self, name: str, status: Mapping[str, Any]) -> None:
+    def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
         told = self._told[name]
-        failures = tuple(self._failure(name, each) for each in status.get("failures", ()))
+        offset = self._run.clock_offsets.get(name, 0.0)
+        failures = tuple(Failure.of(name, each, clock_offset=offset) for each in status.get("failures", ()))
         for failure in failures:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
@@ -422,7 +424,7 @@ class Supervisor:
             self._view.say(notice)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
-        if not status["alive"] and state not in FINAL:
+        if not status["alive"] and state not in runs.ENDED:
             message = str(status.get("agent_log", "")).strip()[-2000:]
         self._told[name] = Told(
             state=state,
@@ -437,19 +439,6 @@ class Supervisor:
             address=str(status.get("address") or told.address),
         )
 
-    def _failure(self, node: str, failure: Mapping[str, Any]) -> Failure:
-        return Failure(
-            node=node,
-            rank=failure["rank"],
-            world_size=failure["world_size"],
-            attempt=failure["attempt"],
-            exitcode=failure["exitcode"],
-            when=failure["when"] - self._run.clock_offsets.get(node, 0.0),
-            log=failure["log"],
-            error=failure["error"],
-            kernel=tuple(failure.get("kernel", ())),
-        )
-
     def _log(self, node: str, file: str, text: str) -> None:
         rank = file.removeprefix("rank").partition("-")[0]
         lines = []
@@ -458,12 +447,13 @@ class Supervisor:
         self._view.log(node, rank, lines)
 
 
-def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
+def seen_of(status: NodeStatus, *, problem: str = "") -> Seen:
     """What the judge is to know of a node's status."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
     electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
     fence = int(status.get("fence", -1))
+    held = status.get("snapshot", (-1, 0))
     is_clear = not alive or generation >= fence or not status.get("workers")
     return Seen(
         alive=alive,
@@ -476,6 +466,6 @@ def seen_of(status: Mapping[str, Any], *, problem: str = "") -> Seen:
         fence=fence if is_clear else min(fence, generation),
         electorate=max((each for each in electorates if each.generation == generation), default=None),
         port=int(status.get("port") or 0),
-        held=tuple(status.get("snapshot", (-1, 0))),
+        held=(held[0], held[1]),
         problem=problem,
     )

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nodekit.deploy.host import tree as host
+from nodekit.deploy.host import treefiles as host
 from nodekit.deploy.sync.selection import IGNORE_FILE, select
 from nodekit.inventory.errors import KitError
 

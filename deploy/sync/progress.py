@@ -36,79 +36,64 @@ def progress_bars(
     """What to hand to `send`: bars where `file` (stdout) is a terminal, else lines, or nothing."""
     file = file or sys.stdout
     if silent:
-        yield lambda _: None
-    elif file.isatty():
-        with _Bars(file) as bars:
-            yield bars
-    else:
-        yield _Lines(file)
+        yield nothing
+        return
+    if not file.isatty():
+        yield _lines(file)
+        return
+    from rich import progress as rich  # not needed where there is no terminal
+
+    tasks: dict[str, Any] = {}
+    lock = threading.Lock()
+    with rich.Progress(
+        rich.TextColumn("  {task.description:>12}"),
+        rich.BarColumn(bar_width=24),
+        rich.TextColumn("{task.fields[files]}"),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TextColumn("{task.fields[phase]}"),
+        console=terminal.console(file),
+        transient=True,
+    ) as bars:
+
+        def show(state: Progress) -> None:
+            with lock:
+                if state.host not in tasks:
+                    tasks[state.host] = bars.add_task(state.host, total=None, files="", phase="")
+            is_done = state.phase == "done"
+            total = state.bytes_total or (1 if is_done else None)
+            done = total if is_done else state.bytes_done
+            bars.update(tasks[state.host], total=total, completed=done, phase=state.phase)
+            if state.files_total:
+                bars.update(tasks[state.host], files=f"{state.files_done}/{state.files_total} files")
+
+        yield show
 
 
-class _Bars:
-    def __init__(self, file: TextIO) -> None:
-        from rich import progress as rich  # not needed where there is no terminal
+def _lines(file: TextIO) -> Callable[[Progress], None]:
+    """What prints a line for each host, now and then."""
+    lock = threading.Lock()
+    last: dict[str, tuple[float, int]] = {}
 
-        self._rich = rich.Progress(
-            rich.TextColumn("  {task.description:>12}"),
-            rich.BarColumn(bar_width=24),
-            rich.TextColumn("{task.fields[files]}"),
-            rich.DownloadColumn(),
-            rich.TransferSpeedColumn(),
-            rich.TextColumn("{task.fields[phase]}"),
-            console=terminal.console(file),
-            transient=True,
-        )
-        self._tasks: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _Bars:
-        self._rich.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rich.stop()
-
-    def __call__(self, state: Progress) -> None:
-        with self._lock:
-            if state.host not in self._tasks:
-                self._tasks[state.host] = self._rich.add_task(state.host, total=None, files="", phase="")
-        total = state.bytes_total or None
-        if state.phase == "done" and total is None:
-            total = 1
-        self._rich.update(
-            self._tasks[state.host],
-            total=total,
-            completed=total if state.phase == "done" else state.bytes_done,
-            phase=state.phase,
-        )
-        if state.files_total:
-            files = f"{state.files_done}/{state.files_total} files"
-            self._rich.update(self._tasks[state.host], files=files)
-
-
-class _Lines:
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._lock = threading.Lock()
-        self._last: dict[str, tuple[float, int]] = {}
-
-    def __call__(self, state: Progress) -> None:
+    def show(state: Progress) -> None:
         now = time.monotonic()
-        with self._lock:
-            if state.host not in self._last or state.phase != "sending":
-                self._last[state.host] = (now, state.bytes_done)
+        with lock:
+            if state.host not in last or state.phase != "sending":
+                last[state.host] = (now, state.bytes_done)
                 return
-            at, bytes_then = self._last[state.host]
+            at, bytes_then = last[state.host]
             if now - at < _LINE_EVERY_S:
                 return
-            self._last[state.host] = (now, state.bytes_done)
+            last[state.host] = (now, state.bytes_done)
             rate = (state.bytes_done - bytes_then) / (now - at) / 1e6
             print(
                 f"  {state.host}: {state.files_done}/{state.files_total} files, {state.bytes_done / 1e6:.1f} "
                 f"of {state.bytes_total / 1e6:.1f} MB, {rate:.1f} MB/s",
-                file=self._file,
+                file=file,
                 flush=True,
             )
+
+    return show
 
 
 def nothing(*_: object) -> None:
@@ -124,8 +109,22 @@ def build_lines(
     if silent:
         yield nothing
     elif file.isatty():
-        with _LiveLines(file) as lines:
-            yield lines
+        from rich.live import Live
+        from rich.text import Text
+
+        told: dict[str, tuple[float, str]] = {}
+        lock = threading.Lock()
+        with Live(console=terminal.console(file), transient=True, auto_refresh=False) as live:
+
+            def show(host: str, seconds: float, said: str) -> None:
+                with lock:
+                    told[host] = (seconds, said)
+                    width = max(map(len, told))
+                    rows = [f"  {name:<{width}}  {at:4.0f} s  {text}" for name, (at, text) in told.items()]
+                    lines = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
+                    live.update(Text("\n", no_wrap=True).join(lines), refresh=True)
+
+            yield show
     else:
         last: dict[str, float] = {}
 
@@ -135,29 +134,3 @@ def build_lines(
                 print(f"  {host}: {seconds:.0f} s, {said[:120]}", file=file, flush=True)
 
         yield tell
-
-
-class _LiveLines:
-    def __init__(self, file: TextIO) -> None:
-        from rich.live import Live
-
-        self._live = Live(console=terminal.console(file), transient=True, auto_refresh=False)
-        self._told: dict[str, tuple[float, str]] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _LiveLines:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def __call__(self, host: str, seconds: float, said: str) -> None:
-        from rich.text import Text
-
-        with self._lock:
-            self._told[host] = (seconds, said)
-            width = max(map(len, self._told))
-            rows = [f"  {name:<{width}}  {at:4.0f} s  {text}" for name, (at, text) in self._told.items()]
-            lines = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
-            self._live.update(Text("\n", no_wrap=True).join(lines), refresh=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.util
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import RemoteError, on_all
+from nodekit.deploy.connect.link import RemoteError, all_or_raise, on_all
 from nodekit.deploy.host import tree as host
 from nodekit.deploy.sync.listing import Entry, Tree, take
 from nodekit.deploy.sync.progress import Progress, progress_bars
-from nodekit.deploy.sync.transfer import Delivery, Link, SourceChanged, bring
+from nodekit.deploy.sync.transfer import Delivery, Link, SourceChanged, bring, seconds_left
 from nodekit.inventory.errors import HostError, KitError
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
 _SUFFIXES = (".py", ".yaml", ".json", ".tsv")
+_FULL = ("ENOSPC", "EDQUOT")
 _ATTEMPTS = 2  # of bringing the files: the second trusts nothing that the first left
 
 
@@ -103,22 +105,17 @@ def _send_one(
     sent: list[Entry] = []
     bytes_sent = 0
 
-    def call(op: str, **args: Any) -> Any:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise HostError(link.host, "the code could not be sent in time; is the network slow?")
-        return link.call(op, timeout_s=left_s, **args)
-
     def place(**more: Any) -> Any:
-        wait_s = max(0.0, 0.9 * (deadline - time.monotonic()))
+        left_s = seconds_left(link.host, deadline)
         owner = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}"
-        return call(
+        return link.call(
             "tree.place",
+            timeout_s=left_s,
             cache=target.cache,
             dest=target.dest,
             digest=tree.digest,
             owner=owner,
-            wait_s=wait_s,
+            wait_s=0.9 * left_s,
             **more,
         )
 
@@ -131,51 +128,12 @@ def _send_one(
         for number in range(_ATTEMPTS):
             if answer["state"] != "send":
                 break
-            lacking = [tree.entries[index] for index in answer["paths"]]
-            if number > 0 and (changed := tree.changed(entry.path for entry in lacking)):
+            sent = [tree.entries[index] for index in answer["paths"]]
+            if number > 0 and (changed := tree.changed(entry.path for entry in sent)):
                 raise SourceChanged(changed)
-            num_bytes = sum(entry.size for entry in lacking)
-            total = {"files_total": len(lacking), "bytes_total": num_bytes}
-
-            def report(files: int, num_bytes: int, total: dict[str, int] = total) -> None:
-                state = Progress(
-                    host=link.host, phase="sending", files_done=files, bytes_done=num_bytes, **total
-                )
-                progress(state)
-
-            report(0, 0)
-            if num_bytes > answer["free_bytes"]:
-                raise HostError(
-                    link.host,
-                    f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
-                    f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out "
-                    "by a line in .kitignore",
-                )
-            delivery = Delivery(
-                link=link,
-                tree=tree,
-                entries=lacking,
-                cache=answer["cache"],
-                host_has_rsync=answer["rsync"],
-                deadline=deadline,
-                report=report,
-                whole=number > 0,
-            )
-            bring(delivery)
-            sent, bytes_sent = lacking, bytes_sent + num_bytes
-            progress(Progress(host=link.host, phase="placing", **total))
+            bytes_sent += _deliver(tree, link, sent, answer, deadline, progress, whole=number > 0)
             answer = place()
-        if answer["state"] != "placed":
-            wrong = [tree.entries[index].path for index in answer.get("paths", [])] or ["?"]
-            if changed := tree.changed(path for path in wrong if path in tree.stats):
-                raise SourceChanged(changed)
-            raise HostError(
-                link.host,
-                f"{wrong[0]} has another content there than here, after being sent {_ATTEMPTS} times; its "
-                "disk or memory may be failing",
-            )
-        if answer["digest"] != tree.digest:
-            raise HostError(link.host, f"the code there hashes to {answer['digest']}, here to {tree.digest}")
+        _verify(tree, link.host, answer)
     except RemoteError as error:
         raise _told(error, target) from error
     finally:
@@ -187,16 +145,78 @@ def _send_one(
     )
 
 
+def _deliver(
+    tree: Tree,
+    link: Link,
+    entries: Sequence[Entry],
+    answer: Mapping[str, Any],
+    deadline: float,
+    progress: Callable[[Progress], None],
+    *,
+    whole: bool,
+) -> int:
+    """Bring files to a host's cache; their size in bytes."""
+    num_bytes = sum(entry.size for entry in entries)
+
+    def report(files: int, bytes_done: int, phase: str = "sending") -> None:
+        progress(
+            Progress(
+                host=link.host,
+                phase=phase,
+                files_done=files,
+                files_total=len(entries),
+                bytes_done=bytes_done,
+                bytes_total=num_bytes,
+            )
+        )
+
+    report(0, 0)
+    if num_bytes > answer["free_bytes"]:
+        raise HostError(
+            link.host,
+            f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
+            f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out "
+            "by a line in .kitignore",
+        )
+    bring(
+        Delivery(
+            link=link,
+            tree=tree,
+            entries=entries,
+            cache=answer["cache"],
+            host_has_rsync=answer["rsync"],
+            deadline=deadline,
+            report=report,
+            whole=whole,
+        )
+    )
+    report(0, 0, "placing")
+    return num_bytes
+
+
+def _verify(tree: Tree, host: str, answer: Mapping[str, Any]) -> None:
+    """Raise where a host does not have the tree, though all of it was sent."""
+    if answer["state"] != "placed":
+        wrong = [tree.entries[index].path for index in answer.get("paths", [])] or ["?"]
+        if changed := tree.changed(path for path in wrong if path in tree.stats):
+            raise SourceChanged(changed)
+        raise HostError(
+            host,
+            f"{wrong[0]} has another content there than here, after being sent {_ATTEMPTS} times; its "
+            "disk or memory may be failing",
+        )
+    if answer["digest"] != tree.digest:
+        raise HostError(host, f"the code there hashes to {answer['digest']}, here to {tree.digest}")
+
+
 def _release(target: Target) -> None:
     """Let go of the cache after a failure; if the link is lost, its end on the host has let go already."""
-    try:
+    with contextlib.suppress(HostError):
         target.link.call("tree.release", timeout_s=2.0, cache=target.cache)
-    except HostError:
-        return
 
 
 def _told(error: RemoteError, target: Target) -> HostError:
-    if error.errno in ("ENOSPC", "EDQUOT"):
+    if error.errno in _FULL:
         return HostError(error.host, f"its disk is full ({error.message}); make room below {target.cache}")
     if error.errno in ("EACCES", "EPERM", "EROFS"):
         return HostError(
@@ -269,15 +289,8 @@ def send_package(
         if not links[name].call("tree.keep_package", timeout_s=timeout_s, **args):
             links[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
 
-    failed: dict[str, KitError] = {}
-    for name, result in on_all({name: name for name in links}, one).items():
-        if isinstance(result, RemoteError) and result.errno in ("ENOSPC", "EDQUOT"):
-            failed[name] = HostError(name, f"its disk is full; make room below {workdirs[name]}")
-        elif isinstance(result, KitError):
-            failed[name] = result
-        elif isinstance(result, Exception):
-            raise result
-    if len(failed) == 1:
-        raise next(iter(failed.values()))
-    if failed:
-        raise KitError("\n".join(str(error) for error in failed.values()))
+    results = on_all({name: name for name in links}, one)
+    for name, result in results.items():
+        if isinstance(result, RemoteError) and result.errno in _FULL:
+            results[name] = HostError(name, f"its disk is full; make room below {workdirs[name]}")
+    all_or_raise(results)

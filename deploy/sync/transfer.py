@@ -46,6 +46,14 @@ class SourceChanged(KitError):
         )
 
 
+def seconds_left(host: str, deadline: float) -> float:
+    """Seconds until a time of `time.monotonic`; HostError when there are none."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise HostError(host, "the code could not be sent in time; is the network slow?")
+    return left_s
+
+
 class _UnusableError(Exception):
     """This way of sending cannot be taken."""
 
@@ -69,10 +77,7 @@ class Delivery:
 
     def left_s(self) -> float:
         """Seconds left; HostError when there are none."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise HostError(self.link.host, "the code could not be sent in time; is the network slow?")
-        return left_s
+        return seconds_left(self.link.host, self.deadline)
 
     def disk_full(self) -> HostError:
         """The error for a host without the space."""

@@ -39,7 +39,7 @@ from typing import Any
 from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.connect.link import BOOT
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import JobFailed, KitError
@@ -319,7 +319,8 @@ def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
 def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     # Late, and here only: the tasks of the other nodes do without these.
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.ssh_backend import start, up
+    from nodekit.deploy.launch import start, watch
+    from nodekit.deploy.launch.options import Options
 
     job = what_to_run(run_dir)
     inventory = restore(job["inventory"])
@@ -363,7 +364,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             "logs": inventory.logs.model_copy(update={"fetch": False}),
         }
     )
-    options = start.Options(
+    options = Options(
         inventory=inventory.path,
         command=tuple(job["command"]) if job["command"] else None,
         ssh=SshOptions(open=tasks.open),
@@ -375,7 +376,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             hands.run.left_out = job.get("left_out", {})
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
-        return up.watch(hands, options, shown=shown, is_asked=False)
+        return watch.watch(hands, options, shown=shown, is_asked=False)
 
 
 def _logs_of(run_dir: Path, names: list[str]) -> dict[str, dict[str, int]]:

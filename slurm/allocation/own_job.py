@@ -17,7 +17,7 @@ from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.agent.hang.hang import read_progress
 from nodekit.deploy.agent.ranks.budget import LONG_ATTEMPT_S
-from nodekit.deploy.host.remote import write_private
+from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import JobFailed

@@ -83,10 +83,10 @@ def command_lines(page: str) -> list[list[str]]:
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Kit's own main, up to where a command would run."""
-    real = cli._parser
+    real = cli.parser
 
-    def parser() -> Any:
-        made = real()
+    def parser(name: str = "") -> Any:
+        made = real(name)
         parse_args = made.parse_args
 
         def only_parsed(argv: list[str]) -> Any:
@@ -97,7 +97,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(made, "parse_args", only_parsed)
         return made
 
-    monkeypatch.setattr(cli, "_parser", parser)
+    monkeypatch.setattr(cli, "parser", parser)
 
     def main(argv: list[str]) -> str:
         """What kit has to say against this; empty if it would run."""
@@ -131,7 +131,7 @@ def test_what_kit_does_not_take_would_be_found(refusal: Any) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_command_within_a_sentence_exists_with_its_options(page: str) -> None:
-    parsers = dict(from_code().parsers(cli._parser(), "kit"))
+    parsers = dict(from_code().parsers(cli.parser(), "kit"))
     prose = FENCE.sub("", PAGES[page].read_text())
     for shown in re.findall(r"`(kit [a-z][^`]*)`", " ".join(prose.split())):
         words = shown.partition(" -- ")[0].split()
@@ -234,8 +234,13 @@ def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_h
     assert commands(make_up) == commands(BLOCKS["Quick start"])[:1]
     init, *others = commands(machines)
     assert init.replace("lab.yaml", "found.yaml") in commands(BLOCKS["Check before a run"])
-    assert set(others) < {*commands(BLOCKS["Check before a run"]), *commands(BLOCKS["Train on your machines"])}
-    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(lab)
+    assert set(others) < {
+        *commands(BLOCKS["Check before a run"]),
+        *commands(BLOCKS["Train on your machines"]),
+    }
+    assert [each for each in commands(BLOCKS["Try it without machines"]) if "drill" not in each] == commands(
+        lab
+    )
 
     kit = Kit(tmp_path / "my project", None)
     (kit.folder / "train.py").write_text(titled("docs/start.md", "train.py"))
@@ -289,7 +294,8 @@ def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
 
 
 def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
-    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent/agent", "plan/plan"))
+    files = [ROOT / "deploy/plan/plan.py", *(ROOT / "deploy/agent").rglob("*.py")]
+    code = "".join(path.read_text() for path in files)
     given = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"(?:: |\] = )', code))
     assert {"RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NODEKIT_SNAPSHOT_SHARED"} <= given
     assert not given - set(re.findall(r"`([A-Z_]+)`", PAGES["docs/from-torchrun.md"].read_text()))
@@ -430,7 +436,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:
     text = " ".join(Loads(site / "commands.html").text.split())
-    for name, parser in from_code().parsers(cli._parser(), "kit"):
+    for name, parser in from_code().parsers(cli.parser(), "kit"):
         assert f"usage: {name}" in text
         for action in parser._actions:
             assert all(option in text for option in action.option_strings), (name, action.option_strings)

@@ -18,8 +18,9 @@ from places import RECORDED
 from slurm_runs import Site
 
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.records import runs
-from nodekit.deploy.ssh_backend.start import Options, Phases
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings

@@ -15,7 +15,8 @@ from engine_runs import SAME, killed_once, losses, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
-from nodekit.training.engines import ALONE, ENGINES, NO_FP16_ON_CPU, EngineError, check_engine
+from nodekit.training.engine_info import ALONE, ENGINES, EngineError
+from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
 
 pytestmark = pytest.mark.slow
@@ -149,7 +150,7 @@ def test_what_excludes_each_other_is_refused(
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("engine", list(NO_FP16_ON_CPU))
+@pytest.mark.parametrize("engine", [name for name, info in ENGINES.items() if info.fp16_on_cpu])
 def test_fp16_on_a_cpu_is_refused_where_a_library_would_do_something_else(
     engine: str, tmp_path: Path
 ) -> None:

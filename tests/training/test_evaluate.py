@@ -11,7 +11,7 @@ import torch
 from engine_runs import train
 from sklearn.metrics import f1_score
 
-from nodekit.training.reporting.evaluate import macro_f1
+from nodekit.training.evaluate import macro_f1
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.export import read_facts, read_weights

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from nodekit.training.engines import EngineError, build_horovod, check_engine
+from nodekit.training.engine_info import EngineError
+from nodekit.training.engines import build_horovod
+from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
 
 TASK = """

@@ -15,11 +15,12 @@ PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 class Engine(single.Engine):
     """accelerate.Accelerator, whose `end_training` is not called: it would end our process group."""
 
+    accelerator: Any
+
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """What it prepares."""
         accelerate = importlib.import_module("accelerate")
         # Its own accumulation stays at 1: `backward` would divide the loss by it, and our weights do that.
-        self._accelerator = accelerate.Accelerator(
+        self.accelerator = accelerate.Accelerator(
             cpu=self.world.device.type == "cpu",
             mixed_precision=PRECISIONS[self.options.amp],
             step_scheduler_with_optimizer=False,
@@ -28,27 +29,22 @@ class Engine(single.Engine):
             ],
         )
         model: torch.nn.Module
-        model, self.optimizer = self._accelerator.prepare(module, self.optimizer)
-        self.scaler = self._accelerator.scaler or self.scaler
+        model, self.optimizer = self.accelerator.prepare(module, self.optimizer)
+        self.scaler = self.accelerator.scaler or self.scaler
         compress(model, self.options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """DDP's, through it."""
-        return nullcontext() if is_last else self._accelerator.no_sync(self.model)
+        return nullcontext() if is_last else self.accelerator.no_sync(self.model)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Its own."""
-        context: AbstractContextManager[Any] = self._accelerator.autocast()
-        return context
+    def autocast(self) -> Any:
+        return self.accelerator.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Scaled, where there is a scaler."""
-        self._accelerator.backward(loss)
+        self.accelerator.backward(loss)
 
     def update(self, clip: float | None) -> None:
-        """It unscales before it clips."""
         if clip is not None:
-            self._accelerator.clip_grad_norm_(self.model.parameters(), clip)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), clip)  # which unscales first
         self.optimizer.step()
         self.optimizer.zero_grad()

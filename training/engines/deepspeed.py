@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO: optimizer state (stage 1), gradients too (2), weights too (3) are spread over the ranks.
 
-It keeps them in flat pieces of its own. What a snapshot needs is made of these, and the optimizer's state put back
-into them, so that a snapshot is the same as any other engine's. Some names below are private: written for 0.19.
+It keeps them in flat partitions of its own. A snapshot's state is gathered from these, and the optimizer's state is
+put back into them, so that a snapshot is the same as any other engine's. Some names below are private: those of 0.19.
 """
 
 import copy
@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nodekit.training.engines import EngineError, State, single
+from nodekit.training.engine_info import EngineError
+from nodekit.training.engines import State, single
 from nodekit.training.engines.deepspeed_config import read_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(single.Engine):
-    """A deepspeed.DeepSpeedEngine that is told where a step ends, and steps with any number of micro-batches."""
+    """A deepspeed.DeepSpeedEngine that steps when we call it, after any number of micro-batches."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The engine it makes; it spreads the optimizer's state, and with stage 3 the weights."""
+        """Partition the optimizer's state, and with stage 3 the weights."""
         options, optimizer = self.options, self.optimizer
         deepspeed = importlib.import_module("deepspeed")
         config = read_config(options)
@@ -37,10 +38,10 @@ class Engine(single.Engine):
         self.forwards_together = stage == 3
         before = copy.deepcopy(optimizer.state_dict()["state"])
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        # Compiled for half a minute on the first use, by a compiler that may not be there, for what we do not use.
+        # We do not use this: it is compiled for half a minute on the first use, by a compiler that may be missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config |= {
-            "train_micro_batch_size_per_gpu": 1,  # it only counts with it
+            "train_micro_batch_size_per_gpu": 1,  # it is used for statistics only
             "managed_gradient_accumulation": False,
             "gradient_clipping": options.clip or 0.0,
             "zero_optimization": {**zero, "stage": stage},
@@ -57,15 +58,12 @@ class Engine(single.Engine):
         return model
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Not divided by a number of micro-batches: our weights do that."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self._engine.backward(loss, scale_wrt_gas=False)  # the loss is weighted already
 
-    def update(self, clip: float | None) -> None:  # noqa: ARG002  # it was told at the start
-        """Clips, steps, and clears the gradients."""
-        self._engine.step()
+    def update(self, clip: float | None) -> None:  # noqa: ARG002  # set in `wrap`
+        self._engine.step()  # which clips, and clears the gradients
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Put together of all ranks' pieces."""
         if self._stage == 0:
             return super().weights()
         values = {name: self._whole(each) for name, each in self.module.named_parameters()}
@@ -73,7 +71,6 @@ class Engine(single.Engine):
         return {name: values[name] for name in self.module.state_dict()}
 
     def state(self) -> State:
-        """Likewise, in torch's own format."""
         if self._stage == 0:
             return super().state()
         base = self._engine.optimizer.optimizer
@@ -110,7 +107,7 @@ class Engine(single.Engine):
         return whole
 
     def _flats(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """This rank's pieces, each with the number of its group."""
+        """This rank's flat partitions, each with the number of its parameter group."""
         zero = self._engine.optimizer
         if self._stage == 3:
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -119,13 +116,13 @@ class Engine(single.Engine):
             yield from enumerate(zero.single_partition_of_fp32_groups)
 
     def _relink(self) -> None:
-        """Of several groups it links only the first one's state to the parameters after the first step."""
+        """Link the state to the parameters: after the first step, DeepSpeed does so for the first group only."""
         zero = self._engine.optimizer
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 
     def _put_back(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """The optimizer's state, where it keeps it; the weights were in the module when it took that."""
+        """Restore the optimizer's state into the partitions; the weights were in the module from the start."""
         utils, base = importlib.import_module("deepspeed.utils"), self._engine.optimizer.optimizer
         firsts = [sum(map(len, self._groups[:index])) for index in range(len(self._groups))]
         base.state.clear()
@@ -140,13 +137,13 @@ class Engine(single.Engine):
                 if self._stage < 3:
                     utils.safe_set_full_optimizer_state(parameter, value, name)
                     continue
-                # The setter of whole values fails on a rank where they cannot be divided by the world size.
+                # The setter of full values fails if their size is not divisible by the world size.
                 size, rank = parameter.ds_tensor.numel(), self.world.rank
                 padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
 
 
 def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """Stage 3 leaves a parameter empty, and keeps its shape beside it."""
+    """A parameter's own shape: stage 3 leaves the parameter empty, and keeps its shape in an attribute."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

@@ -1,10 +1,10 @@
-"""The user's own DeepSpeed configuration, for what is no option of ours."""
+"""The user's own DeepSpeed configuration, for settings that are no options here."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from nodekit.training.engines import EngineError
+from nodekit.training.engine_info import EngineError
 from nodekit.training.options import Options
 
 OWNED = {
@@ -20,14 +20,14 @@ OWNED = {
     "amp": "--amp",
     "torch_autocast": "--amp",
 }
-"""What of a DeepSpeed configuration is said by an option or the task."""
+"""Key of a DeepSpeed configuration → the option, or part of the task, that sets it."""
 
 
 def read_config(options: Options) -> dict[str, Any]:
-    """The user's configuration without what options say; there, "auto" stands for just that.
+    """The user's configuration, without keys that an option sets: these may be "auto" in the file.
 
     Raises:
-        EngineError: the file cannot be read, or says what an option is to say, or another stage than ``--zero``.
+        EngineError: the file cannot be read, or sets what an option sets, or another stage than ``--zero``.
     """
     path = options.deepspeed_config
     if path is None:

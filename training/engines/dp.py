@@ -10,10 +10,9 @@ log = logging.getLogger("nodekit.training")
 
 
 class Engine(single.Engine):
-    """Slower than `ddp`: one interpreter drives all GPUs, and the model is copied to them anew in every step."""
+    """Slower than `ddp`: one interpreter drives all GPUs, and the model is copied to them in every step."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Without GPUs it calls the module itself."""
         log.warning(
             "dp drives all GPUs from one interpreter and copies the model to them in every step: --engine ddp with a "
             "rank for each GPU is faster"

@@ -1,7 +1,6 @@
 """Lightning Fabric: it wraps model and optimizer (DDP on more than one rank), autocasts, scales and clips."""
 
 import importlib
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,23 +12,17 @@ PRECISIONS = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class Engine(single.Engine):
-    """lightning_fabric.Fabric, which takes over the process group it finds."""
+    """lightning_fabric.Fabric, which uses the existing process group."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """What it sets up."""
         world = self.world
-        fabric = importlib.import_module("lightning_fabric")
         strategies = importlib.import_module("lightning_fabric.strategies")
-        strategy = (
-            strategies.DDPStrategy(find_unused_parameters=self.options.find_unused)
-            if world.world_size > 1
-            else "auto"
-        )
-        self._fabric = fabric.Fabric(
+        ddp = strategies.DDPStrategy(find_unused_parameters=self.options.find_unused)
+        self._fabric = importlib.import_module("lightning_fabric").Fabric(
             accelerator=world.device.type,
             devices=world.local_world_size,
             num_nodes=world.world_size // world.local_world_size,
-            strategy=strategy,
+            strategy=ddp if world.world_size > 1 else "auto",
             precision=PRECISIONS[self.options.amp],
         )
         self._fabric.launch()
@@ -39,23 +32,18 @@ class Engine(single.Engine):
         self.scaler = getattr(self._fabric.strategy.precision, "scaler", None) or self.scaler
         return model
 
-    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """DDP's, through it."""
-        context: AbstractContextManager[Any] = self._fabric.no_backward_sync(self.model, enabled=not is_last)
-        return context
+    def sync(self, *, is_last: bool) -> Any:
+        return self._fabric.no_backward_sync(self.model, enabled=not is_last)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Its own."""
-        context: AbstractContextManager[Any] = self._fabric.autocast()
-        return context
+    def autocast(self) -> Any:
+        return self._fabric.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Scaled, where there is a scaler."""
         self._fabric.backward(loss)
 
     def update(self, clip: float | None) -> None:
-        """It unscales before it clips; of what is not finite the scaler takes care."""
         if clip is not None:
+            # It unscales first. Where the norm is not finite, the scaler skips the step.
             self._fabric.clip_gradients(self.model, self.optimizer, max_norm=clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()

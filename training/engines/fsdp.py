@@ -1,7 +1,7 @@
-"""Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights to use it."""
+"""Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights when needed."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nodekit.training.engines import State, single
+from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.shards import assemble, read_into, shapes
 
@@ -20,12 +21,12 @@ class Engine(single.Engine):
     """FSDP2."""
 
     forwards_together = True
-    _syncs = True  # as FSDP has it at first
+    _syncs = True  # FSDP's default
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Shard the members of each ModuleList (a transformer's layers) by themselves, and what is left as one."""
+        """Shard each member of a ModuleList (a transformer's layers) by itself, and all other parameters together."""
         for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)  # it would put parts of different models together
+            dist.broadcast(tensor, src=0)  # else the shards would be of different models
         before = copy.deepcopy(self.optimizer.state_dict())
         names = {parameter: name for name, parameter in module.named_parameters()}
         groups = [[names[each] for each in group["params"]] for group in self.optimizer.param_groups]
@@ -48,24 +49,20 @@ class Engine(single.Engine):
         return module
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """FSDP is told, for this micro-batch and those after it, and so only when it changes."""
         assert isinstance(self.model, FSDPModule)
-        if is_last != self._syncs:
+        if is_last != self._syncs:  # the setting holds for all micro-batches that follow
             self._syncs = is_last
             self.model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def shards(self) -> State:
-        """As it is."""
-        plain = self._plain.state_dict()
         return {
             "model": self.module.state_dict(),
-            "optimizer": plain,
+            "optimizer": self._plain.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
 
     def load_shards(self, found: Loaded) -> None:
-        """By the names that the whole would have; no rank waits for another."""
         assert found.shards
         flat = [each for group in self._plain.param_groups for each in group["params"]]
         weights = {f"model.{name}": each for name, each in self.module.state_dict().items()}
@@ -87,17 +84,17 @@ class Engine(single.Engine):
             raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Gathered, a tensor at a time, and kept by the first rank of each node."""
+        """Gather a tensor at a time; only the first rank of each node keeps them."""
         whole = ((name, _whole(each)) for name, each in self.module.state_dict().items())
         return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
 
     def state(self) -> State:
-        """Gathered, a tensor at a time."""
-        return {name: _map(each, _whole) for name, each in self.shards().items()}
+        gathered: State = map_tensors(_whole, self.shards())
+        return gathered
 
 
 def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
-    """This rank's part of what the optimizer knows of a parameter; its count of steps is the same everywhere."""
+    """This rank's part of a value in a parameter's optimizer state; the step count is the same on all ranks."""
     if not (
         isinstance(parameter, DTensor)
         and torch.is_tensor(value)
@@ -109,7 +106,7 @@ def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
 
 
 def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Room for what `_as_shard` would give."""
+    """An empty tensor like the one that `_as_shard` returns."""
     if isinstance(parameter, DTensor) and whole.shape == parameter.shape and whole.ndim:
         return torch.empty_like(parameter.detach(), dtype=whole.dtype)
     return torch.empty_like(whole, device="cpu")
@@ -117,11 +114,3 @@ def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _map(each, function) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_map(each, function) for each in value]
-    return function(value)

@@ -1,7 +1,7 @@
 """Horovod, over gloo: its threads agree on what to send, and average the gradients of a step.
 
-Its own launcher is not used. The ranks are there already, whoever started them, and so is torch's process group: by
-that they tell each other what horovodrun would have put into their environments.
+Its own launcher is not used. The ranks are running already, and so is torch's process group: over that they exchange
+what horovodrun would have put into their environments.
 """
 
 import atexit
@@ -20,20 +20,24 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from nodekit.training.engines import BUILD_HOROVOD, EngineError, single
+from nodekit.training.engine_info import BUILD_HOROVOD, EngineError
+from nodekit.training.engines import single
 from nodekit.training.options import Options
 from nodekit.training.world import World
 
 _LEAVE_S = 5.0
-"""How long the end of a process waits for the others' threads: one of them may be stopped for good."""
+"""How long a process waits at its end for the other ranks' threads: one of them may be stopped for good."""
+
+_SLOT = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+"""What Horovod has to know of a rank's place."""
 
 
 class Engine(single.Engine):
-    """Its grouped allreduce, before a step of the plain optimizer."""
+    """Horovod's grouped allreduce, before a step of the plain optimizer."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Meet, and send rank 0's weights to all."""
-        self._hvd = _meet(self.options, self.world)
+        """Start Horovod on all ranks, and send rank 0's weights to all."""
+        self._hvd = _init(self.options, self.world)
         by_name = {"off": self._hvd.Compression.none, "fp16": self._hvd.Compression.fp16}
         self._compression = by_name[self.options.compress]
         for tensor in module.state_dict().values():
@@ -41,14 +45,14 @@ class Engine(single.Engine):
         return module
 
     def update(self, clip: float | None) -> None:
-        """Gradients are averaged once in a step, whatever the number of micro-batches."""
-        if not self.options.steps_apart:
+        """Average the gradients, once in a step, whatever the number of micro-batches, then step."""
+        if not self.options.local_steps:
             self._average()
         super().update(clip)
 
     def _average(self) -> None:
         parameters = [each for each in self.module.parameters() if each.requires_grad]
-        # A rank's loss may leave out what another's does not. What all leave out keeps no gradient, as with ddp.
+        # Ranks may differ in which parameters their loss uses. One that no rank uses gets no gradient, as with ddp.
         share = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float32)
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         sent = [self._compression.compress(_sendable(each)) for each in grads]
@@ -65,7 +69,7 @@ class Engine(single.Engine):
             parameter.grad = grad if ranks else None
 
     def _wait_for(self, handle: Any) -> None:
-        """Its own waiting keeps a core busy, takes no signals, and has no end where a rank never comes."""
+        """Wait with a timeout: Horovod's own waiting keeps a core busy, blocks signals, and has no end."""
         until = time.monotonic() + self.world.timeout_s
         while not self._hvd.poll(handle):
             if time.monotonic() > until:
@@ -77,31 +81,29 @@ class Engine(single.Engine):
 
 
 def _sendable(grad: torch.Tensor) -> torch.Tensor:
-    """Horovod sends neither bf16 nor what is not contiguous."""
+    """A tensor that Horovod can send: not bf16, and contiguous."""
     return (grad.float() if grad.dtype == torch.bfloat16 else grad).contiguous()
 
 
-def _meet(options: Options, world: World) -> Any:
-    """Start Horovod on all ranks; gives ``horovod.torch``."""
+def _init(options: Options, world: World) -> Any:
+    """Start Horovod on all ranks, and return ``horovod.torch``."""
     try:
-        importlib.import_module(
-            "horovod.torch.mpi_ops"
-        )  # horovod.torch alone may print what is wrong, and go on
+        importlib.import_module("horovod.torch.mpi_ops")  # horovod.torch only prints this error
         hvd = importlib.import_module("horovod.torch")
     except (ImportError, OSError) as error:
         raise EngineError(
             f"--engine horovod: the Horovod here was not built for this python and torch ({error}): {BUILD_HOROVOD}"
         ) from error
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
-    interface, address = _own_place(options, world)
-    places = world.gather((world.node_rank, address))
-    local = [each for _, each in places if each.startswith("127.")]
+    interface, address = _own_address(options, world)
+    addresses = world.gather((world.node_rank, address))
+    local = [each for _, each in addresses if each.startswith("127.")]
     if local and len(local) < world.world_size:
         raise EngineError(
             f"--engine horovod: a rank has found {local[0]} as its address, which the others cannot reach: "
             "name the network interface of each node in GLOO_SOCKET_IFNAME"
         )
-    nodes = [node for node, _ in places]
+    nodes = [node for node, _ in addresses]
     names = ",".join(f"node{node}:{nodes.count(node)}" for node in dict.fromkeys(nodes))
     slots = hosts.get_host_assignments(hosts.parse_hosts(names), world.world_size)
     slot = slots[world.rank]
@@ -109,27 +111,21 @@ def _meet(options: Options, world: World) -> Any:
         os.environ.update(
             HOROVOD_CONTROLLER="gloo",
             HOROVOD_CPU_OPERATIONS="gloo",
-            HOROVOD_GLOO_RENDEZVOUS_ADDR=places[0][1],
+            HOROVOD_GLOO_RENDEZVOUS_ADDR=addresses[0][1],
             HOROVOD_GLOO_RENDEZVOUS_PORT=str(world.gather(port)[0]),
             HOROVOD_GLOO_IFACE=interface,
             HOROVOD_GLOO_TIMEOUT_SECONDS=str(math.ceil(world.timeout_s)),
-            HOROVOD_HOSTNAME=slot.hostname,
-            HOROVOD_RANK=str(slot.rank),
-            HOROVOD_SIZE=str(slot.size),
-            HOROVOD_LOCAL_RANK=str(slot.local_rank),
-            HOROVOD_LOCAL_SIZE=str(slot.local_size),
-            HOROVOD_CROSS_RANK=str(slot.cross_rank),
-            HOROVOD_CROSS_SIZE=str(slot.cross_size),
+            **{f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in _SLOT},
         )
         hvd.init()
         atexit.unregister(hvd.shutdown)
         atexit.register(_leave, hvd)
-        world.gather(None)  # nobody needs the server any more
+        world.gather(None)  # all ranks have used the server
     return hvd
 
 
-def _own_place(options: Options, world: World) -> tuple[str, str]:
-    """The network interface that the others reach this rank by, and its address."""
+def _own_address(options: Options, world: World) -> tuple[str, str]:
+    """The network interface by which the other ranks reach this one, and its address."""
     psutil = importlib.import_module("psutil")
     addresses = {
         name: [each.address for each in found if each.family == socket.AF_INET]
@@ -141,7 +137,7 @@ def _own_place(options: Options, world: World) -> tuple[str, str]:
         if world.world_size > world.local_world_size:
             host = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
             with socket.socket(type=socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # sends nothing: it asks for the way
+                probe.connect((host, 9))  # sends nothing, but finds the route
                 address = probe.getsockname()[0]
         name = next((each for each, own in addresses.items() if address in own), "")
     if not addresses.get(name):
@@ -154,14 +150,13 @@ def _own_place(options: Options, world: World) -> tuple[str, str]:
 
 @contextmanager
 def _served(address: str, slots: list[Any]) -> Iterator[int]:
-    """Horovod's own place to meet, in a thread of rank 0; gives its port."""
+    """Run Horovod's rendezvous server in a thread of rank 0; yields its port."""
     http: Any = importlib.import_module("horovod.runner.http.http_server")
 
-    class Server(http.RendezvousHTTPServer):  # type: ignore[misc]  # a class that is known when it runs
+    class Server(http.RendezvousHTTPServer):  # type: ignore[misc]  # the base class is known at run time only
         def server_bind(self) -> None:
-            socketserver.TCPServer.server_bind(
-                self
-            )  # HTTPServer's asks for our name, for seconds without DNS
+            # HTTPServer's would look up our host name, which takes seconds without DNS.
+            socketserver.TCPServer.server_bind(self)
 
     with Server((address, 0), http.RendezvousHandler, verbose=0) as server:
         server.init(slots)
@@ -175,7 +170,7 @@ def _served(address: str, slots: list[Any]) -> Iterator[int]:
 
 
 def _leave(hvd: Any) -> None:
-    """Tell the others' threads, so that theirs do not call it an error; in time, as one of them may be stopped."""
+    """Leave Horovod, so that other ranks do not report an error; wait no longer than `_LEAVE_S`."""
     leaving = threading.Thread(target=hvd.shutdown, name="horovod-leaves", daemon=True)
     leaving.start()
     leaving.join(_LEAVE_S)

@@ -1,4 +1,4 @@
-"""One process, one device; also what the other engines have in common."""
+"""One process, one device; also the base class of the other engines."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 class Engine:
     """Plain torch: autocast, a gradient scaler for fp16, and the optimizer.
 
-    An engine of a library has its own `optimizer` and, for fp16, `scaler` in their places after `wrap`.
+    An engine that uses a library replaces `optimizer` and, for fp16, `scaler` in `wrap`.
     """
 
     forwards_together = False
@@ -37,26 +37,22 @@ class Engine:
             self.scaler.load_state_dict(dict(scaler))
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """What the loss calls in place of the module."""
+        """Return what the loss calls in place of the module."""
         return module
 
-    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # nobody to exchange with
-        """Nothing."""
+    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # no other ranks
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """As torch has it."""
         dtype = AMP_DTYPES[self.options.amp]
         return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Scaled, where there is a scaler."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def update(self, clip: float | None) -> None:
-        """Unscale before clipping: the norm is that of the gradients themselves."""
         if clip is not None:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)  # the norm is that of the gradients themselves
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
@@ -64,11 +60,9 @@ class Engine:
         self.optimizer.zero_grad()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Of what was given, which what it is wrapped in trains."""
         return self.module.state_dict()
 
     def state(self) -> State:
-        """Likewise."""
         return {
             "model": self.weights(),
             "optimizer": self._plain.state_dict(),

@@ -1,28 +1,29 @@
-"""The transformers Trainer: it has the loop of an epoch, and we are called for a step's gradients and at its end."""
+"""The transformers Trainer: it runs the loop of an epoch, and calls us for a step's gradients and at its end."""
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nodekit.training import rng
-from nodekit.training.engines import single
+from nodekit.training.engines import accelerate
 from nodekit.training.engines.ddp import compress
 
 
-class Engine(single.Engine):
-    """transformers.Trainer with an item of data for each step, which the loop then has its own data for."""
+class Engine(accelerate.Engine):
+    """transformers.Trainer on a data set that counts steps; our loop provides the samples and the loss.
+
+    Synchronization, autocast and scaling are those of the Trainer's own Accelerator.
+    """
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module: what it wraps that in is known when it calls us."""
+        """Return the module itself: the Trainer's DDP around it is known when it first calls us."""
         options, world = self.options, self.world
         transformers = importlib.import_module("transformers")
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="nodekit-trainer-"
-        )  # it wants one, and leaves it empty
+        # The Trainer requires a folder, and leaves it empty.
+        self._folder = tempfile.TemporaryDirectory(prefix="nodekit-trainer-")
         arguments = transformers.TrainingArguments(
             output_dir=self._folder.name,
             max_steps=1,
@@ -41,119 +42,74 @@ class Engine(single.Engine):
             disable_tqdm=True,
         )
         before = rng.capture(world.device)
-        self._trainer = _trainer(transformers)(
-            self,
-            model=module,
-            args=arguments,
-            optimizers=(self.optimizer, None),
-            callbacks=[_at_step_end(transformers, self)],
-        )
+        self._trainer = _trainer(transformers, self, module, arguments)
         rng.restore(before, world.device)  # it seeds all generators
         self._trainer.remove_callback(transformers.PrinterCallback)
-        self.scaler = getattr(self._trainer.accelerator, "scaler", None) or self.scaler
-        self._compute: Callable[[], None] = lambda: None
-        self._edge: Callable[[], bool] = lambda: False
-        self._is_stopped = False
+        self.accelerator = self._trainer.accelerator
+        self.scaler = getattr(self.accelerator, "scaler", None) or self.scaler
         return module
 
     def drive(self, num_steps: int, compute: Callable[[], None], edge: Callable[[], bool]) -> bool:
-        """So many steps of its own loop; False if it was stopped."""
+        """Train for so many steps in the Trainer's loop; False if it was stopped."""
         self._compute, self._edge, self._is_stopped = compute, edge, False
         self._trainer.args.max_steps = num_steps
         self._trainer.train()
         return not self._is_stopped
 
     def gradients(self, model: torch.nn.Module) -> None:
-        """What the Trainer calls in each step: the loop's own data, loss and weights."""
+        """Compute a step's gradients, with the loop's own samples, loss and weights; the Trainer calls this."""
         if model is not self.model:  # its DDP, since the first step
             compress(model, self.options.compress)
         self.model = model
         self._compute()
 
     def step_has_ended(self) -> bool:
-        """What it calls at the end of each; whether to stop."""
+        """Whether to stop; the Trainer calls this at the end of each step."""
         self._is_stopped = self._edge()
         return self._is_stopped
 
-    def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """DDP's, through its accelerator."""
-        return nullcontext() if is_last else self._trainer.accelerator.no_sync(self.model)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Its accelerator's."""
-        context: AbstractContextManager[Any] = self._trainer.accelerator.autocast()
-        return context
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Scaled, where there is a scaler."""
-        self._trainer.accelerator.backward(loss)
-
     def update(self, clip: float | None) -> None:  # noqa: ARG002
-        """The Trainer does that."""
         raise AssertionError("the Trainer steps by itself")
 
 
-def _trainer(transformers: Any) -> Any:
-    """The Trainer, with those of its methods replaced by which it would have its own data, loss and learning rate."""
+def _trainer(transformers: Any, engine: Engine, module: torch.nn.Module, arguments: Any) -> Any:
+    """A Trainer without data, loss and learning rate schedule of its own."""
 
-    class Driven(transformers.Trainer):  # type: ignore[misc]  # a class that is known when it runs
-        def __init__(self, engine: Engine, **given: Any) -> None:
-            self.engine = engine
-            super().__init__(**given)
-
-        def get_train_dataloader(self) -> "_Steps":
-            return _Steps(self.args.max_steps)
+    class Driven(transformers.Trainer):  # type: ignore[misc]  # the base class is known at run time only
+        def get_train_dataloader(self) -> list[dict[str, int]]:
+            return [{"step": step} for step in range(self.args.max_steps)]
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ARG002
-            self.lr_scheduler = _AsItIs(self.optimizer)
+            self.lr_scheduler = _FixedLr(self.optimizer)
             return self.lr_scheduler
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:  # noqa: ARG002
-            self.engine.gradients(model)
+            engine.gradients(model)
             return torch.zeros((), device=self.args.device)
 
-    return Driven
-
-
-def _at_step_end(transformers: Any, engine: Engine) -> Any:
     class AtStepEnd(transformers.TrainerCallback):  # type: ignore[misc]  # likewise
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
             if engine.step_has_ended():
                 control.should_training_stop = True
             return control
 
-    return AtStepEnd()
+    return Driven(model=module, args=arguments, optimizers=(engine.optimizer, None), callbacks=[AtStepEnd()])
 
 
-class _Steps:
-    """A stand-in for a data loader: the number of a step for each."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-
-    def __len__(self) -> int:
-        return self._num_steps
-
-    def __iter__(self) -> Iterator[dict[str, int]]:
-        return ({"step": step} for step in range(self._num_steps))
-
-
-class _AsItIs(torch.optim.lr_scheduler.LRScheduler):
+class _FixedLr(torch.optim.lr_scheduler.LRScheduler):
     """Leaves the learning rate to the loop."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def step(self, epoch: Any = None) -> None:
-        """Nothing."""
+        pass
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """As the loop has set it."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        pass

@@ -1,4 +1,4 @@
-"""What a run says of its training: metrics, curves, trackers, evaluation.
+"""What a run reports while it trains: metrics, TensorBoard's curves, W&B and MLflow, progress and events for kit.
 
-It may import the rest of `training` but the loop.
+It may import `training.world`.
 """

@@ -1,7 +1,7 @@
-"""TensorBoard's curves, drawn without holding up the training: importing it takes a second and more.
+"""TensorBoard's curves, written without delaying the training: importing TensorBoard takes a second or more.
 
-They go on over restarts in one curve, also where rank 0 is on another node than before: what that node's files lack
-is drawn from its metrics.jsonl, and what was drawn of steps that were done again is taken out of them.
+A curve continues over restarts, even if rank 0 moves to another node: what that node's files lack is drawn from its
+metrics.jsonl, and points of steps that are done again are removed.
 """
 
 import json
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 MOST_DRAWN = 10_000
-"""Lines of the history that are drawn again: each takes 50 µs and more, and TensorBoard shows 1,000 points."""
+"""Lines of the history that are drawn again: each takes 50 µs or more, and TensorBoard shows 1,000 points."""
 _FLUSH_EVERY_S = 5
 
 
 class Curves:
-    """Takes points at once, and draws them when TensorBoard has been imported; without it, a warning."""
+    """Queues points until TensorBoard is imported, then draws them; if it is not installed, logs a warning."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Curves:
         """Start the import.
 
         Args:
-            folder: for the event files; what it has of steps from ``first_step`` on is taken back.
-            first_step: that of the first point to come.
-            attempt: in which this is.
-            history: metrics.jsonl, with what was before.
-            history_bytes: how much of it that is.
+            folder: for the event files; their records from ``first_step`` on are removed.
+            first_step: of the first new point.
+            attempt: the current one, ``GENERATION.ROUND``.
+            history: metrics.jsonl, with earlier points.
+            history_bytes: how much of it is from before this attempt.
         """
         self._folder = folder
         self._first_step = first_step
@@ -54,17 +54,17 @@ class Curves:
         self._thread.start()
 
     def add(self, values: dict[str, Any]) -> None:
-        """A point of each curve, as a line of metrics.jsonl has them."""
+        """Draw the points of a line of metrics.jsonl."""
         self._waiting.append(values)
         if not self._thread.is_alive():
             self._draw()
 
     def settle(self) -> None:
-        """Wait for the import: a process that is forked meanwhile would find it half-way for ever."""
+        """Wait for the import: in a process forked meanwhile, it would never be completed."""
         self._thread.join()
 
     def close(self) -> None:
-        """Write everything."""
+        """Write everything and close the file."""
         self.settle()
         self._draw()
         if self._writer is not None:
@@ -83,9 +83,9 @@ class Curves:
             event_files.wait_for_a_later_name(self._folder)
             self._writer = SummaryWriter(
                 str(self._folder),
-                purge_step=start,  # for a TensorBoard that has already read what was taken back
+                purge_step=start,  # for a running TensorBoard, which has read the removed points
                 flush_secs=_FLUSH_EVERY_S,
-                filename_suffix=event_files.suffix(self._attempt),
+                filename_suffix=f".attempt{self._attempt}",
             )
             for line in metrics.thinned(metrics.from_step(lines, start), MOST_DRAWN):
                 self._draw_line(json.loads(line))
@@ -94,11 +94,11 @@ class Curves:
             self._writer = None
 
     def _start(self, lines: list[bytes]) -> int:
-        """The step from which on the folder's files do not hold the curve as it went on."""
+        """The first step from which the folder's files may differ from the history."""
         last = event_files.last_step(self._folder)
         if last is None:
             return 0
-        # Rank 0 was elsewhere since then, and what is here of the steps it did again was never taken back.
+        # Rank 0 has been on another node since: points of steps that it did again were not removed here.
         redone = metrics.first_after(lines, event_files.last_attempt(self._folder))
         return min(self._first_step, last, self._first_step if redone is None else redone)
 

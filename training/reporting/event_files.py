@@ -1,4 +1,4 @@
-"""TensorBoard's event files, as far as going on with them needs: which steps they have, and taking steps back."""
+"""TensorBoard's event files: which steps they hold, and removing steps that will be done again."""
 
 import mmap
 import os
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")
+_ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")  # GENERATION.ROUND
 _HEADER, _FOOTER = 12, 4  # a record: the length of its data and a checksum, the data, a checksum
 _DOUBLE, _VARINT = (
     0x09,
@@ -17,24 +17,19 @@ _DOUBLE, _VARINT = (
 _LATER_S = 2.0
 
 
-def suffix(attempt: str) -> str:
-    """What a file's name ends with that is written in this attempt, ``GENERATION.ROUND``."""
-    return f".attempt{attempt}"
-
-
 def of(folder: Path) -> list[Path]:
     """The event files of a folder, in the order in which TensorBoard reads them."""
     return sorted(folder.glob("events.out.tfevents.*"))
 
 
 def last_attempt(folder: Path) -> tuple[int, int]:
-    """In which the newest file was written; before any other where it does not say."""
+    """The attempt that wrote the newest file; (-1, -1) if its name does not say."""
     found = [_ATTEMPT.search(path.name) for path in of(folder)[-1:]]
     return (int(found[0][1]), int(found[0][2])) if found and found[0] else (-1, -1)
 
 
 def last_step(folder: Path) -> int | None:
-    """That of the last record there; None without one that has a step."""
+    """The step of the last record; None if no record has a step."""
     for path in reversed(of(folder)):
         steps = [step for _, step in records(path) if step]
         if steps:
@@ -43,9 +38,9 @@ def last_step(folder: Path) -> int | None:
 
 
 def take_back(folder: Path, step: int) -> None:
-    """Cut off what is of ``step`` or later, and what a kill has torn.
+    """Cut off records of ``step`` or later, and a record that a kill has truncated.
 
-    TensorBoard can be told to leave steps out, but one of its two readers does not listen.
+    TensorBoard has an event (``purge_step``) for that, but one of its two readers ignores it.
     """
     for path in of(folder):
         end = 0
@@ -58,7 +53,7 @@ def take_back(folder: Path, step: int) -> None:
 
 
 def records(path: Path) -> Iterator[tuple[int, int]]:
-    """Where each whole record of a file ends, and its step: 0 if it has none."""
+    """Yield where each complete record of a file ends, and its step: 0 if it has none."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -84,7 +79,7 @@ def _step(event: bytes) -> int:
 
 
 def wait_for_a_later_name(folder: Path) -> None:
-    """Files are read in the order of their names, which have the second: two of the same one could change places."""
+    """Wait until a new file sorts last: TensorBoard reads them by name, which contains the second of creation."""
     deadline = time.monotonic() + _LATER_S
     newest = [path.name.split(".")[3] for path in of(folder)[-1:]]
     while newest and newest[0] >= f"{int(time.time()):010d}" and time.monotonic() < deadline:

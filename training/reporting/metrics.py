@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each step and each evaluation; one history on all nodes, however they come and go."""
+"""metrics.jsonl: a line for each step and each evaluation, the same on all nodes, also on nodes that join later."""
 
 import re
 import zlib
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from nodekit.training.world import World
 
 MOST_SENT = 20_000
-"""Lines that a node without the history gets of it: of a longer one every so manieth step, and all evaluations."""
+"""Lines that a node without the history gets: of a longer history, every n-th step and all evaluations."""
 
 _HEAD = re.compile(rb'\{"step": (\d+), (?:"attempt": "(\d+)\.(\d+)", )?')
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Held:
-    """What a node has of the history; the greatest has the most of the right one."""
+    """What a node has of the history; the greatest has the most complete one."""
 
     attempt: tuple[int, int]
-    """In which its last line was written: who was away since then may have steps that were done again."""
+    """That of its last line: a node that was absent since then may have steps that were done again."""
     last_step: int
     num_lines: int
     crc: int
-    """Of all lines' steps and attempts: their times differ from node to node."""
+    """Of all lines' steps and attempts only, since times differ between nodes."""
 
 
 def attempt_of(world: "World") -> str:
@@ -35,17 +35,17 @@ def attempt_of(world: "World") -> str:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The points of a line, each with its curve's name."""
+    """Curve → value, for the points of a line."""
     if "test" in values:
         return {f"test/{name}": value for name, value in values["test"].items()}
     found = {"train/loss": values["loss"]}
-    if "samples_per_s" in values:  # of what changes slowly, not every step is a point
+    if "samples_per_s" in values:  # these change slowly: not every line has them
         found |= {"train/lr": values["lr"], "train/samples_per_s": values["samples_per_s"]}
     return found
 
 
 def take_back(path: Path, step: int, *, is_evaluated: bool) -> list[bytes]:
-    """Keep the lines of steps up to ``step``, the evaluation at it only if that is not done again; what is kept."""
+    """Keep and return the lines up to ``step``; the evaluation at it only if that will not be done again."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -57,17 +57,17 @@ def take_back(path: Path, step: int, *, is_evaluated: bool) -> list[bytes]:
 
 def _is_kept(line: bytes, step: int, *, is_evaluated: bool) -> bool:
     head = _HEAD.match(line)
-    if head is None or not line.endswith(b"}\n"):  # torn by a kill
+    if head is None or not line.endswith(b"}\n"):  # truncated by a kill
         return False
     return int(head[1]) < step or (int(head[1]) == step and (is_evaluated or b'"test": ' not in line))
 
 
 def agree(path: Path, lines: Sequence[bytes], world: "World") -> None:
-    """Have every node hold the same history; all ranks call it, the first of each node with its ``lines``.
+    """Give every node the same history; all ranks call it, the first of each node with its ``lines``.
 
-    A node that came late lacks lines, and one that was away has some of steps that others did again.
+    A node that joined late lacks lines, and one that was absent has lines of steps that were done again.
     """
-    import torch.distributed as dist  # not for who only reads
+    import torch.distributed as dist  # only for ranks
 
     own = held(lines) if world.is_first_on_node else None
     offers = world.gather(own)
@@ -85,7 +85,7 @@ def agree(path: Path, lines: Sequence[bytes], world: "World") -> None:
 
 
 def held(lines: Iterable[bytes]) -> Held:
-    """What there is, in short."""
+    """Summarize a history."""
     last, crc, num_lines = None, 0, 0
     for line in lines:
         if (head := _HEAD.match(line)) is not None:
@@ -96,7 +96,7 @@ def held(lines: Iterable[bytes]) -> Held:
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """About ``most`` of the lines: every so manieth step's, all evaluations, and the last."""
+    """About ``most`` of the lines: every n-th step's, all evaluations, and the last."""
     every = -(-len(lines) // most)
     if every <= 1:
         return list(lines)
@@ -109,7 +109,7 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def first_after(lines: Iterable[bytes], attempt: tuple[int, int]) -> int | None:
-    """The first step that was done in a later attempt than this one."""
+    """The first step of an attempt after this one."""
     for line in lines:
         if (head := _HEAD.match(line)) is not None and _attempt(head) > attempt:
             return int(head[1])
@@ -128,7 +128,7 @@ def from_step(lines: Iterable[bytes], step: int) -> list[bytes]:
 
 
 def _attempt(head: "re.Match[bytes]") -> tuple[int, int]:
-    """Of a line; before any other where it says none, as those of older versions of kit."""
+    """The attempt of a line; (-1, -1) for a line of an older kit, which has none."""
     return (int(head[2]), int(head[3])) if head[2] else (-1, -1)
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: progress, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
+"""What a run reports: progress, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
 
 import json
 import logging
@@ -24,13 +24,13 @@ _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
 _POINT_EVERY_S = 0.05
-"""Of quicker steps not each is drawn: a point costs 50 µs, TensorBoard shows 1,000, and metrics.jsonl has all."""
+"""Quicker steps are not all drawn: a point costs 50 µs, TensorBoard shows 1,000, and metrics.jsonl has all."""
 _SLOW_CURVES_EVERY_S = 0.5
-"""Of what changes slowly."""
+"""For values that change slowly: learning rate and throughput."""
 
 
 class Report:
-    """Rank 0 speaks and draws, each node's first rank keeps the numbers, every rank tells kit its step."""
+    """Rank 0 prints and draws, each node's first rank writes the metrics, every rank reports its step to kit."""
 
     def __init__(
         self,
@@ -43,19 +43,20 @@ class Report:
         track: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Go on from ``step``: what was told of later steps is taken back, since they are done again.
+        """Continue after ``step``: what was written about later steps is removed, since they are done again.
 
         Args:
-            world: who this rank is.
+            world: which rank this is.
             folder: of this node.
             step: the last that is done.
             total_steps: of the whole training.
             is_evaluated: whether the evaluation at ``step`` is done.
-            track: also tell this service (``trackers.TRACKERS``).
-            settings: of the run, for it.
+            track: also send to this service (``trackers.TRACKERS``).
+            settings: of the run, for that service.
         """
         self._world = world
         self._folder = folder
+        self._history = folder / "metrics.jsonl"
         self._step = step
         self._total_steps = total_steps
         self._started = self._last_line = time.monotonic()
@@ -64,37 +65,25 @@ class Report:
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step; None if unknown."""
         self._timed_from_s: float | None = (
-            None  # when the step under way began; None before the first one's end
+            None  # when the current step began; None before the first one's end
         )
         self._timed_s = 0.0
         self._timed_samples = 0
         self._is_warm = False  # whether there was an evaluation
+        self._is_trained = False
         self._peak_memory_bytes: int | None = None
         self._metrics: BinaryIO | None = None
         self._history_bytes = 0
         self._last_point = self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._attempt = ""
-        self._bar: Any = None
-        self._progress: BinaryIO | None = None
         self._progress_text = ""
         self._open_metrics(step, is_evaluated=is_evaluated)
-        self._is_trained = False
-        self._tracker: Tracker | None = None
-        if track is not None and world.is_main:
-            self._tracker = self._track(track, settings or {})
-        if world.progress_file:
-            try:
-                self._progress = open(  # closed with the block  # noqa: SIM115
-                    world.progress_file,
-                    "wb",
-                    buffering=0,
-                    opener=lambda path, _: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600),
-                )
-            except OSError as error:
-                log.warning("%s is not written: %s", world.progress_file, error)
+        self._tracker = self._start_tracker(track, settings or {}) if track and world.is_main else None
+        self._progress = self._open_progress()
+        self._bar: Any = None
         if world.is_main and sys.stderr.isatty():
-            from tqdm import tqdm  # only where there is someone to look at it
+            from tqdm import tqdm  # for a terminal only
 
             self._bar = tqdm(initial=step, total=total_steps, unit="step", dynamic_ncols=True)
 
@@ -104,19 +93,14 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self._curves is not None:
-            self._curves.close()
         if self._tracker is not None:
             self._tracker.close(is_trained=self._is_trained)
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._progress is not None:
-            self._progress.close()
+        for each in (self._bar, self._curves, self._metrics, self._progress):
+            if each is not None:
+                each.close()
 
     def say(self, text: str) -> None:
-        """A line for people, from rank 0."""
+        """Print a line, on rank 0."""
         if not self._world.is_main:
             return
         if self._bar is not None:
@@ -125,13 +109,13 @@ class Report:
             print(text, flush=True)
 
     def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int, ended: float) -> None:
-        """One step is done, of ``num_samples`` samples over all ranks, whose mean loss was ``loss``."""
+        """Report a step: ``num_samples`` over all ranks, their mean ``loss``, and when it ``ended`` (since 1970)."""
         now = time.monotonic()
         if self._timed_from_s is not None:
             self._timed_s += now - self._timed_from_s
             self._timed_samples += num_samples
             self._timed_from_s = now
-        if step == self._total_steps:  # here, before the state is put together for the last snapshot
+        if step == self._total_steps:  # before the last snapshot, which needs memory of its own
             self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
             self.first_step_s = _process_age_s()
@@ -139,8 +123,7 @@ class Report:
                 self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
-        text = f"epoch {epoch} loss {loss:.4f}"
-        self._progress_text = text
+        self._progress_text = text = f"epoch {epoch} loss {loss:.4f}"
         self.alive(at_once=step == self._total_steps)
         rate = self._num_samples / max(now - self._started, 1e-9)
         if self._bar is not None:
@@ -161,7 +144,7 @@ class Report:
             if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
                 self._last_slow_curves = now
                 values["samples_per_s"] = rate
-            # By when it ended: ranks that talk once a second are told many steps at once.
+            # By the time it ended: with local SGD, many steps are reported at once.
             is_point = abs(ended - self._last_point) >= _POINT_EVERY_S or "samples_per_s" in values
             if is_point:
                 self._last_point = ended
@@ -170,24 +153,24 @@ class Report:
             self._timed_from_s = time.monotonic()
 
     def leave_out(self) -> None:
-        """What has passed since the last step was an evaluation or a snapshot, and no step's time."""
+        """Do not count the time since the last step, which was an evaluation or a snapshot."""
         if self._timed_from_s is not None:
             self._timed_from_s = time.monotonic()
 
     def costs(self) -> dict[str, float | None]:
-        """What the training took, after the last step; all ranks call it.
+        """Throughput and memory of the training, after the last step; all ranks call it.
 
-        ``samples_per_s`` over all ranks, by rank 0's clock: without evaluations, the pauses for snapshots and what was
-        before the first evaluation, or before the end of the first step if there was one evaluation only.
-        ``peak_memory_bytes`` of the rank that needed most until the end of the last step: on a GPU what torch had in
-        use there, else all of the process's memory. None for what is not known.
+        ``samples_per_s`` is over all ranks, by rank 0's clock, without evaluations and pauses for snapshots, and
+        without the time before the first evaluation, or before the end of the first step if there was one evaluation
+        only. ``peak_memory_bytes`` is of the rank that needed most until the end of the last step: on a GPU what torch
+        had in use there, else all of the process's memory. None if unknown.
         """
         rate = self._timed_samples / self._timed_s if self._timed_s else None
         rates, peaks = zip(*self._world.gather((rate, self._peak_memory_bytes)), strict=True)
         return {"samples_per_s": rates[0], "peak_memory_bytes": max(filter(None, peaks), default=None)}
 
     def tell(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Tell kit, for the run's events (docs/events.md)."""
+        """Write an event for kit (docs/events.md)."""
         if self._world.events_file is None:
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), **fields}).encode() + b"\n"
@@ -197,16 +180,16 @@ class Report:
                 os.write(handle, line)
             finally:
                 os.close(handle)
-        except OSError as error:  # it is told for people, and nothing hangs on it
+        except OSError as error:  # events are for people, and nothing depends on them
             log.warning("%s is not written: %s", self._world.events_file, error)
 
     def alive(self, *, at_once: bool = False) -> None:
-        """Tell kit the step, and by that that this rank is at work; at most twice a second."""
+        """Report the step to kit, which shows that this rank is not hanging; at most twice a second."""
         now = time.monotonic()
         if self._progress is None or not (at_once or now - self._last_progress >= _PROGRESS_EVERY_S):
             return
         self._last_progress = now
-        # One write over the whole line: who reads meanwhile finds the old one or the new one.
+        # One write for the whole line: a concurrent reader finds the old one or the new one.
         line = f"{self._step}/{self._total_steps} {self._progress_text}".ljust(_PROGRESS_BYTES - 1) + "\n"
         try:
             self._progress.seek(0)
@@ -217,45 +200,38 @@ class Report:
             self._progress = None
 
     def settle(self) -> None:
-        """Wait for what is done behind the loop's back, before processes are forked."""
+        """Wait for imports in threads, before processes are forked."""
         if self._curves is not None:
             self._curves.settle()
 
     def evaluation(self, step: int, *, epoch: int, means: dict[str, float], when: str) -> None:
-        """The means over all test samples; ``when`` is said before the step's number."""
-        if (
-            not self._is_warm and step < self._total_steps
-        ):  # until here an import shared the cores with the steps
+        """Report the means over all test samples; ``when`` is printed before the step's number."""
+        if not self._is_warm and step < self._total_steps:
+            # Until now the import of TensorBoard has competed with the steps for the cores.
             self._timed_s, self._timed_samples = 0.0, 0
         self._is_warm = True
         if self._world.is_first_on_node:
-            told = {
-                "step": step,
-                "attempt": self._attempt,
-                "epoch": epoch,
-                "test": means,
-                "time": time.time(),
-            }
-            self._keep(told)
+            own = {"step": step, "attempt": self._attempt, "epoch": epoch, "test": means}
+            self._keep({**own, "time": time.time()})
         if self._world.is_main:
             self.tell("evaluation", step=step, epoch=epoch, metrics=means)
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
         self.say(f"{when} {step}/{self._total_steps}: test {shown}")
 
     def result(self, values: dict[str, Any]) -> None:
-        """The run is trained to its end."""
+        """Write the result of a run that is trained to its end."""
         self._is_trained = True
         if self._world.is_first_on_node:
             beside = self._folder / ".result.json.tmp"
             try:
                 beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
                 beside.replace(self._folder / "result.json")
-            except OSError as error:  # what was trained is in the last snapshot
+            except OSError as error:  # the weights are in the last snapshot
                 log.warning("%s is not written: %s", self._folder / "result.json", error)
 
     def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
-        """Go on in metrics.jsonl where ``step`` leaves it, with all nodes' the same; all ranks call it."""
-        path = self._folder / "metrics.jsonl"
+        """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
+        path = self._history
         kept: list[bytes] = []
         is_there = False
         if self._world.is_first_on_node:
@@ -276,7 +252,7 @@ class Report:
             log.warning("%s is not written: %s", path, error)
 
     def _keep(self, values: dict[str, Any], *, is_drawn: bool = True) -> None:
-        """A line of metrics.jsonl, and its points."""
+        """Write a line of metrics.jsonl, and draw its points."""
         if self._metrics is not None:
             try:  # not buffered: a kill may come at any time
                 self._metrics.write(json.dumps(values).encode() + b"\n")
@@ -285,35 +261,45 @@ class Report:
                 self._metrics = None
         if not self._world.is_main or not is_drawn:
             return
-        if self._curves is None:  # here, after the first step, since the import is slow
+        if self._curves is None:  # after the first step, since the import is slow
             self._curves = Curves(
                 self._folder / "tensorboard",
                 first_step=values["step"],
                 attempt=self._attempt,
-                history=self._folder / "metrics.jsonl",
+                history=self._history,
                 history_bytes=self._history_bytes,
             )
         self._curves.add(values)
         if self._tracker is not None and ("test" in values or "samples_per_s" in values):
             self._tracker.add(values)  # two points a second are enough for a service
 
-    def _track(self, service: str, settings: Mapping[str, Any]) -> Tracker | None:
+    def _start_tracker(self, service: str, settings: Mapping[str, Any]) -> Tracker | None:
         try:
             return Tracker(
                 service,
                 run_id=self._world.run_id or self._folder.resolve().name,
                 folder=self._folder,
                 settings=settings,
-                history=self._folder / "metrics.jsonl",
+                history=self._history,
                 history_bytes=self._history_bytes,
             )
-        except OSError as error:  # no process to be had must not end the training
+        except OSError as error:  # that no process can be started must not end the training
             log.warning("nothing is tracked: %s", error)
+            return None
+
+    def _open_progress(self) -> BinaryIO | None:
+        path = self._world.progress_file
+        if path is None:
+            return None
+        try:
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0)
+        except OSError as error:
+            log.warning("%s is not written: %s", path, error)
             return None
 
 
 def _process_age_s() -> float | None:
-    """Seconds since this process was started, where there is a /proc to tell."""
+    """Seconds since this process was started; None on a system without /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])
@@ -323,13 +309,13 @@ def _process_age_s() -> float | None:
 
 
 def _peak_memory_bytes(device: torch.device) -> int | None:
-    """The most that torch has had in use on one GPU, or this process altogether, where there is a /proc to tell."""
+    """The most that torch has used on one GPU, or this process altogether; None on a system without /proc."""
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    # Not getrusage's: that counts what the process was forked from, before it became this program.
+    # Not getrusage's, which includes the process that this one was forked from.
     (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kib) * 1024

@@ -1,7 +1,7 @@
 """Sends to W&B or MLflow what rank 0 writes to this program's stdin (`trackers.py`).
 
-One run over all restarts: the service is asked how far it is, gets what it lacks of metrics.jsonl, and of steps that
-are done again keeps the first values, since neither service can replace any. Whatever goes wrong is said once.
+All restarts are one run: the service is asked for its last step, gets the later lines of metrics.jsonl, and of steps
+that are done again keeps the first values, since neither service can replace any. An error is printed once.
 """
 
 import json
@@ -20,23 +20,23 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 INIT_S = 60.0
 MOST_SENT_LATER = 2_000
-"""Lines of the history that a service gets at once."""
+"""Lines of the history that a service gets at the start."""
 _EVERY_S = 1.0
 _MOST_KEPT = 50_000
 _NOTE = ".tracked.json"
 
 
 class Service(Protocol):
-    """What is needed of a service, once it is open."""
+    """A run that is open at a service."""
 
     def reached(self) -> int:
-        """The last step it has; -1 without one, or where it does not say."""
+        """The last step that the service has; -1 if it has none, or cannot tell."""
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Points, in the order of steps."""
+        """Send points, in the order of steps."""
 
     def close(self, *, is_trained: bool) -> None:
-        """The run is trained to its end, or is to go on later."""
+        """Close the run: it is finished, or will be resumed later."""
 
 
 class Wandb:
@@ -56,16 +56,15 @@ class Wandb:
         )
 
     def reached(self) -> int:
-        """Offline it does not know."""
+        # Offline it cannot tell.
         return int(getattr(self._run, "starting_step", 0) or 0) - 1
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
-        """To its own process, which goes on trying."""
-        for line in lines:
+        for line in lines:  # to a process of its own, which retries
             self._run.log(metrics.scalars(line), step=line["step"])
 
     def close(self, *, is_trained: bool) -> None:
-        """A run that is not trained to its end goes on when its id comes again."""
+        # A run that is not finished is resumed by its id.
         self._run.finish(exit_code=0 if is_trained else 1)
 
 
@@ -77,7 +76,7 @@ class Mlflow:
             raise ValueError(
                 "MLFLOW_TRACKING_URI is not set; name it in the inventory's job.secrets or job.env"
             )
-        # By itself it tries for minutes.
+        # By default it retries for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow import MlflowClient
@@ -99,17 +98,11 @@ class Mlflow:
             self._client.log_batch(self._id, params=settings)
 
     def reached(self) -> int:
-        """The last step of any metric."""
-        return max((each.step for each in self._newest()), default=-1)
-
-    def _newest(self) -> list[Any]:
         names = self._client.get_run(self._id).data.metrics
-        return [
-            max(self._client.get_metric_history(self._id, name), key=lambda each: each.step) for name in names
-        ]
+        histories = [self._client.get_metric_history(self._id, name) for name in names]
+        return max((point.step for history in histories for point in history), default=-1)
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
-        """All at once, or an exception."""
         from mlflow.entities import Metric
 
         points = [
@@ -117,12 +110,11 @@ class Mlflow:
             for line in lines
             for name, value in metrics.scalars(line).items()
         ]
-        for start in range(0, len(points), 1000):  # the most that it takes at once
+        for start in range(0, len(points), 1000):  # the most that it accepts at once
             self._client.log_batch(self._id, metrics=points[start : start + 1000])
 
     def close(self, *, is_trained: bool) -> None:
-        """A run that is not trained to its end stays open."""
-        if is_trained:
+        if is_trained:  # else it stays open
             self._client.set_terminated(self._id, "FINISHED")
 
 
@@ -130,8 +122,8 @@ _SERVICES: dict[str, Callable[[dict[str, Any]], Service]] = {"wandb": Wandb, "ml
 
 
 def main() -> int:
-    """Send until stdin ends; the exit status is 1 where the service could not be had."""
-    # No library is to read what is ours, nor to ask a question there.
+    """Send until stdin ends; the exit status is 1 if the service cannot be reached."""
+    # Libraries must not read our stdin, nor ask questions there.
     source = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -145,7 +137,7 @@ def main() -> int:
     try:
         service = _SERVICES[asked["service"]](asked)
         reached = service.reached()
-    except Exception as error:  # of whatever library, whatever it is
+    except Exception as error:  # the libraries raise classes of their own
         _say(f"{name}: nothing is tracked: {first_line(error)}")
         return 1
     late.cancel()
@@ -163,13 +155,13 @@ class _Sender:
         self._name = name
         self._note = note
         self._key = key
-        self._told = False
-        # W&B offline does not know what an earlier process of this node has written down for it.
+        self._has_warned = False
+        # W&B offline cannot tell its last step, but an earlier process of this node has noted it.
         self._step, self._evaluated = max((reached, reached), self._noted())
         self._kept: list[dict[str, Any]] = []
 
     def run(self, history: Sequence[dict[str, Any]], waiting: "queue.Queue[dict[str, Any] | None]") -> None:
-        """Until there is nothing more."""
+        """Send lines until ``None`` comes."""
         self._take(history)
         is_trained = is_over = False
         while not is_over:
@@ -193,7 +185,7 @@ class _Sender:
             self._say(error)
 
     def _take(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Keep what was not sent yet."""
+        """Queue the lines that were not sent yet."""
         for line in lines:
             is_test = "test" in line
             if line["step"] <= (self._evaluated if is_test else self._step):
@@ -210,7 +202,7 @@ class _Sender:
             return
         try:
             self._service.send(self._kept)
-        except Exception as error:  # it may come back: the points are sent with the next ones
+        except Exception as error:  # it may come back: these points are sent again with the next ones
             self._say(error)
             return
         self._kept = []
@@ -228,13 +220,13 @@ class _Sender:
             return -1, -1
 
     def _say(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             _say(f"{self._name} takes no points at the moment, and the training goes on: {first_line(error)}")
 
 
 def _history(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was before: of the steps, those that are points of all curves."""
+    """Earlier lines: of the steps, those that have all curves."""
     path = Path(asked["history"])
     lines = metrics.read(path, asked["history_bytes"]) if asked["history_bytes"] else []
     points = [line for line in lines if b'"samples_per_s": ' in line or b'"test": ' in line]
@@ -251,7 +243,7 @@ def _read(source: IO[bytes], waiting: "queue.Queue[dict[str, Any] | None]") -> N
 
 
 def first_line(error: Exception) -> str:
-    """What to say of an error, without a secret that a service's address may have in it, or a key."""
+    """An error in one line, without keys and without the password that a service's address may contain."""
     text = (str(error).strip().splitlines() or [""])[0]
     text = re.sub(r"//[^/@\s]*@", "//…@", text)
     for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, by ``--track``: rank 0 tells a process of its own, and never waits for it."""
+"""Weights & Biases and MLflow, by ``--track``: rank 0 writes to a process that sends, and never waits for it."""
 
 import json
 import logging
@@ -13,21 +13,21 @@ from typing import Any
 log = logging.getLogger("nodekit.training")
 
 TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
-"""The name of the service, of its library and of nodekit's extra → what people call it."""
+"""The name of the service, of its library and of nodekit's extra → its full name."""
 CLOSE_S = 10.0
-"""For the last points; within the grace that a stop has."""
+"""For the last points; less than the default ``--grace``."""
 _MOST_WAITING = 10_000
 
 
 def lacking(name: str | None, found: Collection[str]) -> str:
-    """What ``--track`` lacks where there are only these libraries, and how to get it; "" where there is all."""
+    """Return what ``--track`` lacks, given the libraries that were found, and how to install it; "" if nothing."""
     if name is None or name in found:
         return ""
     return f"--track {name} needs {name}: pip install 'nodekit[{name}]' on every node, since rank 0 may come to any"
 
 
 class Tracker:
-    """The process that sends what rank 0 tells; if it ends, or falls behind, the training does not notice."""
+    """The process that sends rank 0's points; the training goes on if it ends or falls behind."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Tracker:
         history: Path,
         history_bytes: int,
     ) -> None:
-        """Start it; the import and the service's answer are waited for over there.
+        """Start the process, which imports the library and connects to the service.
 
         Args:
             service: one of `TRACKERS`.
@@ -51,7 +51,7 @@ class Tracker:
         """
         self._service = service
         self._queue: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
-        self._told = False
+        self._has_warned = False
         first = {
             "service": service,
             "run_id": run_id,
@@ -66,16 +66,16 @@ class Tracker:
             stdout=subprocess.DEVNULL,
         )
         self._queue.put(json.dumps(first).encode() + b"\n")
-        # A thread, since a pipe whose reader is stuck takes nothing more.
+        # In a thread, since writing to a full pipe blocks.
         self._thread = threading.Thread(target=self._write, name="nodekit-tracker", daemon=True)
         self._thread.start()
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Send a line of metrics.jsonl."""
         self._put(json.dumps(values).encode() + b"\n")
 
     def close(self, *, is_trained: bool) -> None:
-        """Let it send the rest, for a while, and end it."""
+        """Give it `CLOSE_S` to send the rest, and end it."""
         if is_trained:
             self._put(b'{"end": true}\n')
         self._put(None)
@@ -90,8 +90,8 @@ class Tracker:
         try:
             self._queue.put_nowait(line)
         except queue.Full:
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning("%s is too slow: points are left out", TRACKERS[self._service])
 
     def _write(self) -> None:
@@ -101,6 +101,6 @@ class Tracker:
                 while (line := self._queue.get()) is not None:
                     pipe.write(line)
                     pipe.flush()
-        except OSError:  # it has ended, and said why
+        except OSError:  # it has ended, and printed why
             while self._queue.get() is not None:
                 pass

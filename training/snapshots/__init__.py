@@ -1,4 +1,4 @@
-"""Snapshots: what is in one, how it is written, when it counts, and how nodes agree on one.
+"""Snapshots: their format, when and how they are written, and how the nodes agree on one to resume from.
 
-It may import `training.world` and torch.
+It may import `training.world`, `training.options` and `training.reporting`.
 """

@@ -1,4 +1,4 @@
-"""A copy of a state in host memory, consistent with one moment, in buffers that are used again."""
+"""A copy of a state in host memory, in buffers that are reused."""
 
 import copy
 from collections.abc import Callable
@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-_Identity = tuple[object, ...]
-
 
 class HostCopy:
     """Copies nested dicts, lists and tuples of tensors and plain values; one copy is valid at a time.
 
-    Tensors that are one in the state (tied weights) stay one. On CUDA the buffers are pinned, so that the copy
-    goes at the bus's full rate.
+    Tied weights stay tied. For CUDA tensors the buffers are pinned, so that the copy runs at the bus's full rate.
     """
 
     def __init__(self) -> None:
@@ -21,9 +18,9 @@ class HostCopy:
         self._buffers: list[torch.Tensor] = []
 
     def take(self, state: Any) -> Any:
-        """The copy; its tensors are on the CPU, and are overwritten by the next ``take``."""
+        """Return the copy; its tensors are on the CPU, and the next ``take`` overwrites them."""
         old, self._buffers = self._buffers, []
-        copied: dict[_Identity, torch.Tensor] = {}
+        copied: dict[tuple[object, ...], torch.Tensor] = {}
         devices: set[torch.device] = set()
 
         def tensor(source: torch.Tensor) -> torch.Tensor:
@@ -42,7 +39,7 @@ class HostCopy:
                 devices.add(source.device)
             return buffer
 
-        result = _map(tensor, state)
+        result = map_tensors(tensor, state, other=copy.deepcopy)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return result
@@ -61,21 +58,27 @@ def _buffer(source: torch.Tensor) -> torch.Tensor:
     if source.device.type == "cuda":
         try:
             return torch.empty_like(source, device="cpu", pin_memory=True, requires_grad=False)
-        except RuntimeError:  # the system's limit of pinned memory: slower, but a snapshot
+        except RuntimeError:  # the system's limit of pinned memory: unpinned is slower
             pass
     return torch.empty_like(source, device="cpu", requires_grad=False)
 
 
-def _map(tensor: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(
+    function: Callable[[torch.Tensor], Any], value: Any, *, other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """Apply ``function`` to the tensors in nested dicts, lists and tuples, and ``other`` to other leaves."""
+
+    def mapped(item: Any) -> Any:
+        return map_tensors(function, item, other=other)
+
     if isinstance(value, torch.Tensor):
-        return tensor(value)
+        return function(value)
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # a state_dict carries versions in an attribute
-        for key, item in value.items():
-            mapped[key] = _map(tensor, item)
-        return mapped
+        result = copy.copy(value)  # a state_dict has its modules' versions in an attribute
+        result.update((key, mapped(item)) for key, item in value.items())
+        return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(tensor, item) for item in value))
+        return type(value)(*map(mapped, value))
     if isinstance(value, list | tuple):
-        return type(value)(_map(tensor, item) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(map(mapped, value))
+    return other(value)

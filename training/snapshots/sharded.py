@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # no stub
 from torch.distributed.tensor import DTensor
 
-from nodekit.training.engines import EngineError
-from nodekit.training.refusals import ONE_FOLDER
+from nodekit.training.engine_info import EngineError
+from nodekit.training.options import ONE_FOLDER
 from nodekit.training.snapshots.commit import HashingFile, place, sync_folder, written_beside
 from nodekit.training.snapshots.fence import Fenced
 from nodekit.training.snapshots.manifest import Manifest

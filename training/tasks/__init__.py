@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:  # `kit up` looks at rows of text (rows.py) on machines without torch
     import torch
 
+    from nodekit.training.options import Options
+
 BUILT_IN = {
     "digits": "nodekit.training.tasks.digits:Digits",
     "mnist": "nodekit.training.tasks.mnist:Mnist",
@@ -119,6 +121,28 @@ def load_task(name: str, **given: object) -> Task:
             f"{name} lacks {', '.join(f'{method}()' for method in lacking)} (see nodekit.training.Task)"
         )
     return task  # type: ignore[return-value]  # just checked
+
+
+def task_of(options: "Options") -> Task:
+    """The task that the command line names.
+
+    Raises:
+        TaskError: as ``load_task``.
+    """
+    # Without --model, the sizes that may differ are those of --init-from, which the loop loads.
+    ignore = options.ignore_mismatched_sizes and options.model is not None
+    return load_task(options.task, data=options.data, model=options.model, ignore_mismatched_sizes=ignore)
+
+
+def optimizer_of(task: Task, module: "torch.nn.Module", lr: float) -> "torch.optim.Optimizer":
+    """The task's own optimizer, or AdamW."""
+    import torch
+
+    make = getattr(task, "optimizer", None)
+    optimizer: torch.optim.Optimizer = (
+        make(module, lr) if make else torch.optim.AdamW(module.parameters(), lr=lr)
+    )
+    return optimizer
 
 
 def _options(keywords: Mapping[str, object]) -> str:

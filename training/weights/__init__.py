@@ -1,4 +1,4 @@
-"""Trained weights: exported, and the best of a run kept.
+"""Trained weights: writing and reading them, and keeping the best ones of a run.
 
-It may import the rest of `training` but the loop.
+It may import `training.snapshots` and what is below that.
 """

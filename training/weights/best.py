@@ -10,7 +10,6 @@ import torch
 
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
-from nodekit.training.tasks import Task
 from nodekit.training.weights.export import write_weights
 from nodekit.training.world import World
 
@@ -24,7 +23,7 @@ class Best:
     evaluation, and at the end.
     """
 
-    def __init__(self, name: str, folder: Path, world: World, task: Task, facts: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, folder: Path, world: World, task: object, facts: Mapping[str, Any]) -> None:
         """Begin with nothing.
 
         Args:

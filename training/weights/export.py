@@ -16,7 +16,6 @@ from torch import nn
 
 from nodekit.training.snapshots.commit import sync_folder
 from nodekit.training.snapshots.manifest import save_payload
-from nodekit.training.tasks import Task
 
 WEIGHTS = "pytorch_model.bin"
 """A plain state dict by ``torch.save``, under the name by which transformers looks for one."""
@@ -31,7 +30,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_weights(
-    folder: Path, weights: Mapping[str, torch.Tensor], task: Task, facts: Mapping[str, Any]
+    folder: Path, weights: Mapping[str, torch.Tensor], task: object, facts: Mapping[str, Any]
 ) -> None:
     """Write weights and what belongs to them as ``folder``, in place of what is there.
 
@@ -176,7 +175,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
 
 
-def _facts_of(task: Task) -> dict[str, Any]:
+def _facts_of(task: object) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     labels = getattr(task, "labels", None)
     if labels is not None:

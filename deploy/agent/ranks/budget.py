@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nodekit.deploy.agent.ranks.failures import never_starts
+from nodekit.deploy.host.node.schema import WorkerFailure
 
 # Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 10
@@ -30,7 +29,7 @@ class Budget:
             self._fruitless = self._charged = 0
             self.has_progressed = True
 
-    def crashed(self, failure: dict[str, Any]) -> str | None:
+    def crashed(self, failure: WorkerFailure) -> str | None:
         """Charge a crash of this node's own making; the reason to give up, or None to go on."""
         self._charged += 1
         error = failure["error"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.host.node.schema import WorkerFailure
 
 # What a rank prints when another one went away. A rank that says this did not start it.
+_OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
 _BYSTANDER = re.compile(
     r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
     r"|ncclRemoteError|remote process exited|Socket Timeout|Timed out waiting \d+ms for (?:recv|send)"
@@ -90,6 +95,47 @@ class Failure:
     kernel: tuple[str, ...] = ()
     """What the kernel of its node said of it."""
 
+    @classmethod
+    def of(
+        cls,
+        node: str,
+        told: Mapping[str, Any] | WorkerFailure,
+        *,
+        when: float = 0.0,
+        clock_offset: float = 0.0,
+    ) -> Failure:
+        """From what a node's agent wrote down, as far as that makes sense.
+
+        Args:
+            node: its name.
+            told: of a status or an event.
+            when: where it does not say.
+            clock_offset: its clock minus the control machine's.
+        """
+
+        def number(name: str, otherwise: float) -> float:
+            value = told.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                return value
+            return otherwise
+
+        def text(name: str) -> str:
+            value = told.get(name)
+            return value if isinstance(value, str) else ""
+
+        kernel = told.get("kernel")
+        return cls(
+            node=node,
+            rank=int(number("rank", 0)),
+            world_size=int(number("world_size", 1)),
+            attempt=text("attempt") or "0.0",
+            exitcode=int(number("exitcode", 1)),
+            when=float(number("when", when)) - clock_offset,
+            log=text("log"),
+            error=text("error"),
+            kernel=tuple(map(str, kernel)) if isinstance(kernel, list) else (),
+        )
+
 
 def last_words(text: str, exitcode: int) -> str:
     """What of a log tells why its process ended so.
@@ -141,7 +187,11 @@ def _fatal(lines: Sequence[str], begin: int) -> str:
     threads = [number for number in range(begin, len(lines)) if lines[number].startswith("Current thread ")]
     frames: list[str] = []
     for line in lines[threads[-1] + 1 :] if threads else ():
-        if not line.startswith("  File ") or "/deploy/forkserver.py" in line or len(frames) == _FATAL_FRAMES:
+        if (
+            not line.startswith("  File ")
+            or line.rpartition("/")[2].startswith("forkserver.py")
+            or len(frames) == _FATAL_FRAMES
+        ):
             break
         frames.append(line)
     return "\n".join([*before, lines[begin], *frames])

@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -34,6 +34,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     sha256_of,
 )
 from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.host.node.schema import Say
 from nodekit.training.snapshots import commit
 
 _MAX_CALLS = 16
@@ -47,7 +48,7 @@ class Here:
     token: str
     files: UserFiles
     copies: Copies
-    tell: Callable[..., None]
+    tell: Say
 
     def look(self) -> Look:
         """What is in the user's folder; what is not copied is told."""

@@ -36,8 +36,9 @@ from nodekit.deploy.agent.replicas.replica_files import (
 )
 from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
 from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
+from nodekit.deploy.host.node.schema import EventKind, Say
 from nodekit.training.snapshots import commit
 
 POLL_S = 0.5
@@ -76,7 +77,7 @@ class Replicas:
         copies: int,
         address: str,
         token: str,
-        say: Callable[..., object],
+        say: Say,
     ) -> None:
         """Listens from now on; nothing is copied before the first `gather`.
 
@@ -102,7 +103,7 @@ class Replicas:
         self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
-        listener = remote.listen(address)
+        listener = ports.listen(address)
         self.endpoint = replica_wire.endpoint_of(listener)
         """`address:port` for the other members."""
         self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
@@ -177,7 +178,7 @@ class Replicas:
             self._pusher.stop()
             self._pusher = None
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _tell(self, kind: EventKind, **fields: Any) -> None:
         """Pass on to the agent's record; what keeps failing is told once in a round."""
         if kind in ("replica-failed", "replica-refused"):
             if repr(fields) in self._told:

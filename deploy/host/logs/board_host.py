@@ -6,7 +6,6 @@ It runs on the host's own python, 3.8 or newer: standard library only.
 from __future__ import annotations
 
 import base64
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,3 @@ def part_of(folder: str, path: str, offset: int, size: int) -> str:
     with (Path(folder).expanduser() / path).open("rb") as file:
         file.seek(offset)
         return base64.b64encode(file.read(size)).decode("ascii")
-
-
-def free_port() -> int:
-    """A port of this host's loopback that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -15,7 +15,8 @@ import struct
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from nodekit.deploy.host import remote
+from nodekit.deploy.host.node import status
+from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 _POLL_S = 0.2
@@ -101,28 +102,26 @@ def follow(
     offsets: Optional[Mapping[str, int]] = None,
     tail_bytes: Optional[int] = None,
     events_at: Optional[Sequence[Any]] = None,
-) -> Dict[str, Any]:
+) -> NodeStatus:
     """Send status and new log lines as they come, a message every second or so at least, until the agent is gone.
 
     And new events since `events_at`, where it is given. While ranks train it looks about once a second: each look
     takes its share of a core from them.
     """
     node_dir = os.path.expanduser(node_dir)
-    now: Dict[str, Any] = {}
-    snapshots = ""
-    agent: Any = None
-    last_status: Optional[Dict[str, Any]] = None
+    now: NodeStatus = {}
+    last_status: Optional[NodeStatus] = None
+    snapshots, agent = "", None
     last_sent, last_looked, last_swept = 0.0, 0.0, 0.0
-    changes = _Changes(node_dir)
+    changes, alarm = _Changes(node_dir), _Alarm(node_dir)
     more: Set[str] = set()
-    alarm = _Alarm(node_dir)
     try:
         while True:
             changed = changes.look() | more
             if "folder" in changed:
-                agent = remote.load(os.path.join(node_dir, "agent.json"))
+                agent = status.agent_record(node_dir)
             # Asked before the logs are read: what was written last is not missed.
-            alive = remote.pid_if_alive(agent) is not None or remote.agent_alive(node_dir) is not None
+            alive = status.pid_if_alive(agent) is not None or status.agent_alive(node_dir) is not None
             begun = time.monotonic()
             if not alive or begun - last_swept >= _SWEEP_S:
                 changed = {"folder", "events", "logs"}
@@ -140,12 +139,11 @@ def follow(
                 found = events(node_dir, *events_at)
                 events_at = found[-1][:2] if found else events_at
             if "folder" in changed:
-                now, snapshots = remote.status(node_dir), remote.snapshot_folder(node_dir)
-                now["alive"] = alive = alive or now["alive"]  # by now there may be another agent
+                now, snapshots = status.status(node_dir), status.snapshot_folder(node_dir)
+                now["alive"] = alive = alive or bool(now["alive"])  # by now there may be another agent
                 last_looked = begun
             elif "status" in changed:
-                of_host = {name: now[name] for name in ("alive", "known", "fence", "granted", "agent")}
-                now = dict(remote.said(node_dir), snapshot=remote.newest_snapshot(snapshots), **of_host)
+                now = _said_now(node_dir, now, snapshots)
                 last_looked = begun
             if lines or found or now != last_status or begun - last_sent >= _BEAT_S:
                 part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
@@ -158,6 +156,15 @@ def follow(
             more = {"events", "logs"} if is_more else alarm.wait(agent, now)
     finally:
         alarm.close()
+
+
+def _said_now(node_dir: str, before: NodeStatus, snapshots: str) -> NodeStatus:
+    """What its agent says now, with what the host said before: no file of the folder was replaced since."""
+    found = status.said(node_dir)
+    found["snapshot"] = status.newest_snapshot(snapshots)
+    for name in ("alive", "known", "fence", "granted", "agent"):
+        found[name] = before[name]
+    return found
 
 
 class _Alarm:
@@ -185,14 +192,14 @@ class _Alarm:
         except (ImportError, OSError, AttributeError):  # no ctypes in this python, or no inotify
             pass
 
-    def wait(self, agent: Any, status: Mapping[str, Any]) -> Set[str]:
+    def wait(self, agent: Optional[AgentRecord], now: NodeStatus) -> Set[str]:
         """Rest; what has changed there, as of `_Changes`, since the rest before if there was one."""
         if not self._is_set:
             self._set()
             return {"folder"}  # what has changed before it was set
         self.hears = False
         try:
-            end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, unused-ignore]
+            end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, index, unused-ignore]
         except (AttributeError, TypeError, OSError):  # Python 3.8, no agent, a kernel older than 5.3
             time.sleep(_POLL_S)
             return set()
@@ -201,7 +208,7 @@ class _Alarm:
             for handle in (end, self._handle):
                 if handle is not None:
                     ends.register(handle, select.POLLIN)
-            is_calm = self._handle is not None and status.get("state") == "running"
+            is_calm = self._handle is not None and now.get("state") == "running"
             fired = dict(ends.poll((_CALM_S if is_calm else _POLL_S) * 1000))
         finally:
             os.close(end)

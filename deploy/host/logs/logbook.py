@@ -19,9 +19,10 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import files
+from nodekit.deploy.host.node.schema import Say
 
 LOOK_S = 2.0  # while ranks train, the agent asks four times as often
 CHECK_S = 5.0  # how often the room that the logs take is looked at
@@ -160,7 +161,7 @@ class _Log:
 class Logbook:
     """Looks at the logs of one node: dates what is written, and keeps it within bounds."""
 
-    def __init__(self, folder: str, keep_bytes: int, say: Callable[..., Any]) -> None:
+    def __init__(self, folder: str, keep_bytes: int, say: Say) -> None:
         """Nothing happens before `begin`.
 
         Args:
@@ -229,7 +230,7 @@ class Logbook:
             if log.num_marks > MAX_MARKS:
                 with open(marks_of(log.path), "rb") as file:
                     merged = Marks(file.read()).merged(MAX_MARKS * 3 // 4)
-                remote.write_private(marks_of(log.path), merged.to_bytes())
+                files.write_private(marks_of(log.path), merged.to_bytes())
                 log.num_marks = len(merged)
         self._looked = now
 

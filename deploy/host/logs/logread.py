@@ -7,6 +7,7 @@ Offered to the links (deploy/connect/link.py), and used here for copies that wer
 from __future__ import annotations
 
 import base64
+import contextlib
 import heapq
 import os
 import re
@@ -15,8 +16,8 @@ import time
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
-from nodekit.deploy.host import remote
 from nodekit.deploy.host.logs import hostfollow, logbook
+from nodekit.deploy.host.node import status
 
 PAGE_BYTES = 256 * 1024  # of text in one answer
 PAGE_S = 1.0  # or as much as is found in this time, so that an answer comes also where nothing matches
@@ -168,6 +169,7 @@ def page(
     ]
     ends = {each.name: each.size for each in files} if sizes is None else dict(sizes)
     wanted = re.compile(grep) if grep is not None else None
+    # Of each file, when the line that comes next was written, which file that is, and the line.
     queue: List[Tuple[float, int, Optional[_Entry], Iterator[_Entry]]] = []
     for order, each in enumerate(files):
         if new.get(each.name, 0) < ends.get(each.name, 0):
@@ -175,27 +177,45 @@ def page(
             lines = _entries(each, new.get(each.name, 0), ends[each.name], since, until, final)
             queue.append((each.changed if begun is None else begun, order, None, lines))
     heapq.heapify(queue)
+    with _limit(MATCH_S if limited and wanted is not None else 0):
+        found = _take(queue, files, new, wanted)
+    return {"lines": found, "offsets": new, "sizes": ends, "more": bool(queue)}
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """End this process by SIGALRM if it is at it for longer; 0: no limit."""
+    if seconds:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _take(
+    queue: List[Tuple[float, int, Optional[_Entry], Iterator[_Entry]]],
+    files: List[_File],
+    offsets: Dict[str, int],
+    wanted: Optional["re.Pattern[str]"],
+) -> List[Line]:
+    """Take lines from the queue until a page is full; `offsets` are brought up to them."""
     found: List[Line] = []
     num_bytes, deadline = 0, time.monotonic() + PAGE_S
-    if limited and wanted is not None:
-        signal.setitimer(signal.ITIMER_REAL, MATCH_S)
-    try:
-        while queue and num_bytes < PAGE_BYTES and time.monotonic() < deadline:
-            _, order, entry, lines = heapq.heappop(queue)
-            each = files[order]
-            if entry is not None:
-                when, new[each.name], data = entry
-                text = (data or b"").rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-                if data is not None and (wanted is None or wanted.search(text)):
-                    found.append((when, each.rank, "%d.%d" % each.attempt, text))
-                    num_bytes += len(data) + 40
-            following = next(lines, None)
-            if following is not None:
-                heapq.heappush(queue, (following[0], order, following, lines))
-    finally:
-        if limited and wanted is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    return {"lines": found, "offsets": new, "sizes": ends, "more": bool(queue)}
+    while queue and num_bytes < PAGE_BYTES and time.monotonic() < deadline:
+        _, order, entry, lines = heapq.heappop(queue)
+        each = files[order]
+        if entry is not None:
+            when, offsets[each.name], data = entry
+            text = (data or b"").rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+            if data is not None and (wanted is None or wanted.search(text)):
+                found.append((when, each.rank, "%d.%d" % each.attempt, text))
+                num_bytes += len(data) + 40
+        following = next(lines, None)
+        if following is not None:
+            heapq.heappush(queue, (following[0], order, following, lines))
+    return found
 
 
 def _entries(
@@ -254,7 +274,7 @@ def follow(
     sent = 0.0
     while True:
         # Asked before the logs are read: what was written last is not missed.
-        gone = node_dir is not None and remote.agent_alive(node_dir) is None
+        gone = node_dir is not None and status.agent_alive(node_dir) is None
         is_new = False
         for name, folder in folders.items():
             found = page(folder, at[name], final=gone, limited=True, **wanted[name])

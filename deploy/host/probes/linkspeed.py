@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from nodekit.deploy.host import accept
+from nodekit.deploy.host import accept, ports
 
 CONNECT_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0  # a connection that long without a byte is dead
@@ -30,9 +30,7 @@ _MAX_HEADER_BYTES = 256
 
 def listen(address: str, token: str, limit_s: float) -> int:
     """Be the other end for `limit_s` seconds, for whoever knows the token; gives the port."""
-    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    server.bind((address, 0))
-    server.listen(1024)
+    server = ports.listen(address)
     port: int = server.getsockname()[1]
 
     acceptor = accept.Acceptor(
@@ -42,14 +40,6 @@ def listen(address: str, token: str, limit_s: float) -> int:
     end.daemon = True
     end.start()
     return port
-
-
-def free_port(address: str) -> int:
-    """A port of this address that nobody had a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def measure(address: str, port: int, token: str, source: str, seconds: float, streams: int) -> Dict[str, Any]:

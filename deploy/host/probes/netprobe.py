@@ -8,47 +8,36 @@ link ends, they do. Standard library only, and Python 3.8 syntax, as in `deploy/
 from __future__ import annotations
 
 import collections
+import copy
 import errno
-import glob
 import hashlib
 import hmac
 import os
-import pwd
 import secrets
 import selectors
-import shutil
-import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from nodekit.deploy.host import ports
+from nodekit.deploy.host.probes import netjob, netstate
 from nodekit.deploy.host.probes.nics import nics
 
 SMALL_BYTES = 256  # a datagram that passes wherever any does
 _HELLO = b"nodekit "
 _MAX_LINE = 512
 OPEN_AT_ONCE = 256
-_BACKLOG = 1024
 _MOST_CALLERS = 256
 _TICK_S = 0.05
-_FIREWALL_S = 3.0
 # Of linux/in.h: do not fragment, and do not go by what earlier packets have found out about the path.
 _MTU_DISCOVER: Dict[int, Tuple[int, int]] = {socket.AF_INET: (0, 10), socket.AF_INET6: (41, 23)}
 _PMTUDISC_PROBE = 3
 _HEADERS_BYTES: Dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP's and UDP's
-_LISTEN = "0A"  # as /proc/net/tcp has it
-# Of linux/neighbour.h and netlink.h: ask for the tables of neighbours, and what an answer has in it.
-_GET_TABLES, _DUMP, _DONE, _ERROR = 66, 0x301, 3, 2
-_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS = 1, 4, 5, 7
 
 # session -> its listening end
 _sessions: Dict[str, "_Session"] = {}
-
-
-# --- what the host says of itself -----------------------------------------------------------------------------
 
 
 def begin(
@@ -71,11 +60,11 @@ def begin(
         num_sampled: how many ports of the range.
         lifetime_s: when to let go at the latest.
     """
-    low, high = port_range()
+    low, high = netstate.port_range()
     found: Dict[str, Any] = {
         "nics": nics(),
-        "neighbours": neighbours(),
-        "rdma": rdma_ports(),
+        "neighbours": netstate.neighbours(),
+        "rdma": netstate.rdma_ports(),
         "range": [low, high],
         "ports": [],
         "udp_port": None,
@@ -86,7 +75,7 @@ def begin(
     if address is None:
         return found
     if port is not None:
-        found["taken"] = taken(port)
+        found["taken"] = netstate.taken(port)
         if found["taken"] is None:
             opened.listen(address, port)
     for start in _sample(low, high, num_sampled):
@@ -102,221 +91,10 @@ def begin(
     return found
 
 
-def port_range() -> Tuple[int, int]:
-    """The ports that the kernel gives to who asks for any, which gloo and NCCL do."""
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-            low, high = map(int, file.read().split())
-        return low, high
-    except (OSError, ValueError):
-        return 32768, 60999
-
-
 def _sample(low: int, high: int, number: int) -> List[int]:
     """The middle of each of `number` equal parts of a range."""
     part = (high - low + 1) / number
     return sorted({int(low + part * (index + 0.5)) for index in range(number)})
-
-
-def taken(port: int) -> Optional[Dict[str, Any]]:
-    """None if a rendezvous could listen on a port, on all addresses as torch does; else who holds it."""
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            trial.bind(("::", port))
-        return None
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EPERM):  # a host without IPv6
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    trial.bind(("", port))
-                    return None
-                except OSError as other:
-                    error = other
-        return {"problem": error.strerror, **holder(port)}
-
-
-def holder(port: int) -> Dict[str, Any]:
-    """Who has a TCP port of this host: ``user``, ``pid`` and ``command``, as far as we may see them."""
-    inodes: Dict[str, int] = {}
-    listening = False
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-        except OSError:
-            continue
-        for row in rows:
-            if int(row[1].rpartition(":")[2], 16) == port and row[9] != "0":
-                if row[3] == _LISTEN and not listening:
-                    listening, inodes = True, {}
-                if listening == (row[3] == _LISTEN):
-                    inodes[row[9]] = int(row[7])
-    found: Dict[str, Any] = {"user": "", "pid": None, "command": "", "listens": listening}
-    for uid in inodes.values():
-        try:
-            found["user"] = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            found["user"] = str(uid)
-    wanted = {"socket:[%s]" % inode for inode in inodes}
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        try:
-            if os.readlink(link) not in wanted:
-                continue
-            pid = int(link.split("/")[2])
-            with open("/proc/%d/cmdline" % pid, "rb") as file:
-                words = file.read().split(b"\0")[:-1]
-        except OSError:  # ended meanwhile, or another user's
-            continue
-        found.update(pid=pid, command=" ".join(word.decode("utf-8", "replace") for word in words)[:200])
-        break
-    return found
-
-
-def rdma_ports(sys: str = "/sys") -> List[Dict[str, Any]]:
-    """The ports of this host's RDMA devices: ``device``, ``port``, ``state`` (as "ACTIVE"), ``link_layer``, ``rate``.
-
-    And ``interfaces``: those of the kernel's that lie on the device.
-    """
-    found = []
-    for folder in sorted(glob.glob(os.path.join(glob.escape(sys), "class/infiniband/*/ports/*"))):
-        device = os.path.dirname(os.path.dirname(folder))
-        found.append(
-            {
-                "device": os.path.basename(device),
-                "port": int(os.path.basename(folder)),
-                "state": _line(folder, "state").rpartition(":")[2].strip() or "unknown",
-                "physical": _line(folder, "phys_state").rpartition(":")[2].strip() or "unknown",
-                "link_layer": _line(folder, "link_layer") or "InfiniBand",
-                "rate": _line(folder, "rate"),
-                "interfaces": sorted(map(os.path.basename, glob.glob(glob.escape(device) + "/device/net/*"))),
-            }
-        )
-    return found
-
-
-def _line(folder: str, name: str) -> str:
-    try:
-        with open(os.path.join(folder, name)) as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
-
-
-def neighbours() -> Dict[str, Dict[str, Any]]:
-    """The kernel's tables of who has which address, ``arp_cache`` and ``ndisc_cache``; {} where it does not say.
-
-    Each with ``entries``, ``most`` (gc_thresh3), ``overflows`` (since the start of the machine) and ``is_ours``
-    (False: its limits are set elsewhere, on the machine that this host is a container of). The tables are one for
-    all of a machine's containers. The log of the kernel, which not everybody may read, has a line for an overflow;
-    the count is everybody's.
-    """
-    found: Dict[str, Dict[str, Any]] = {}
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
-            kernel.settimeout(1)
-            kernel.send(struct.pack("=IHHIIB3x", 20, _GET_TABLES, _DUMP, 1, 0, socket.AF_UNSPEC))
-            is_done = False
-            while not is_done:
-                data = kernel.recv(1 << 16)
-                at = 0
-                while at < len(data):
-                    length, kind = struct.unpack_from("=IH", data, at)
-                    is_done = is_done or kind in (_DONE, _ERROR)
-                    if not is_done:
-                        found.update(_table(data[at + 20 : at + length]))
-                    at += (length + 3) & ~3
-    except (OSError, struct.error):
-        return {}
-    return found
-
-
-def _table(data: bytes) -> Dict[str, Dict[str, Any]]:
-    """One table, from the attributes of a netlink message; {} for a message of a single interface's settings."""
-    parts: Dict[int, bytes] = {}
-    at = 0
-    while at + 4 <= len(data):
-        length, kind = struct.unpack_from("=HH", data, at)
-        parts[kind] = data[at + 4 : at + length]
-        at += max((length + 3) & ~3, 4)
-    if not {_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS} <= set(parts):
-        return {}
-    name = parts[_TABLE_NAME].rstrip(b"\0").decode("ascii", "replace")
-    version = "ipv6" if name == "ndisc_cache" else "ipv4"
-    return {
-        name: {
-            "entries": struct.unpack_from("=I", parts[_TABLE_CONFIG], 4)[0],
-            "most": struct.unpack("=I", parts[_TABLE_MOST])[0],
-            "overflows": struct.unpack_from("=Q", parts[_TABLE_STATS], 80)[0],
-            "is_ours": os.path.exists("/proc/sys/net/%s/neigh/default/gc_thresh3" % version),
-        }
-    }
-
-
-def own_name(limit_s: float) -> Dict[str, Any]:
-    """This host's name and the addresses that it has here; None: the resolver did not answer in time.
-
-    And ``neighbours``, as they are now.
-    """
-    name = socket.gethostname()
-    found: Dict[str, Any] = {"name": name, "addresses": None, "neighbours": neighbours()}
-
-    def resolve() -> None:
-        try:
-            answers = socket.getaddrinfo(name, None, 0, socket.SOCK_STREAM)
-            found["addresses"] = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
-        except OSError:
-            found["addresses"] = []
-
-    thread = threading.Thread(target=resolve, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return dict(found)
-
-
-def firewall() -> Dict[str, Any]:
-    """What filters packets here: ``tool`` ("firewalld", "ufw", "nftables", "iptables" or "") and ``rules``.
-
-    The rules are nft's, with handles, "" where we may not see them.
-    """
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-    def say(*argv: str) -> str:
-        program = shutil.which(argv[0], path=path)
-        if program is None:
-            return ""
-        try:
-            done = subprocess.run(
-                [program, *argv[1:]],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=_FIREWALL_S,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
-
-    rules = say("nft", "--handle", "list", "ruleset")
-    tool = "nftables" if " hook " in rules else ""
-    if not tool and ("DROP" in say("iptables", "-S") or "REJECT" in say("iptables", "-S")):
-        tool = "iptables"
-    if _line("/etc/ufw", "ufw.conf") and _is_ufw_on():
-        tool = "ufw"
-    for comm in glob.iglob("/proc/[0-9]*/comm"):
-        if _line(os.path.dirname(comm), "comm") == "firewalld":
-            tool = "firewalld"
-    return {"tool": tool, "rules": rules, "may_see": os.geteuid() == 0}
-
-
-def _is_ufw_on() -> bool:
-    try:
-        with open("/etc/ufw/ufw.conf") as file:
-            return any(line.strip().lower() == "enabled=yes" for line in file)
-    except OSError:
-        return False
 
 
 # --- the end that listens -------------------------------------------------------------------------------------
@@ -331,28 +109,19 @@ class _Session:
         self.ports: List[int] = []
         self.datagrams: Optional[socket.socket] = None
         self.sizes: Dict[str, Set[int]] = {}
-        self.held: Optional[socket.socket] = None
-        self.job: Optional[_Job] = None
         self._until = time.monotonic() + lifetime_s
         self._listeners: List[socket.socket] = []
         self._closed = threading.Event()
         self._thread: Optional[threading.Thread] = None
 
     def listen(self, address: str, port: int) -> None:
-        listener = socket.socket(_family(address), socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        listener = ports.listen(address, port)
         listener.setblocking(False)
         self._listeners.append(listener)
         self.ports.append(port)
 
     def receive(self, address: str) -> int:
-        family = _family(address)
+        family = ports.family_of(address)
         self.datagrams = socket.socket(family, socket.SOCK_DGRAM)
         self.datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         self.datagrams.setsockopt(*_MTU_DISCOVER[family], _PMTUDISC_PROBE)
@@ -371,10 +140,6 @@ class _Session:
             self._thread.join(2)
         else:
             self._close_sockets()
-        if self.held is not None:
-            self.held.close()
-        if self.job is not None:
-            self.job.end()
 
     def _close_sockets(self) -> None:
         for each in (*self._listeners, self.datagrams):
@@ -465,10 +230,6 @@ def _signed(name: str, token: str, nonce: bytes) -> bytes:
     )
 
 
-def _family(address: str) -> int:
-    return int(socket.AF_INET6 if ":" in address else socket.AF_INET)
-
-
 def arrived(session: str, wanted: Mapping[str, Sequence[int]], wait_s: float) -> Dict[str, List[int]]:
     """Whose datagrams have come, of which sizes; waits a moment for those that are wanted."""
     own = _sessions[session]
@@ -481,7 +242,8 @@ def arrived(session: str, wanted: Mapping[str, Sequence[int]], wait_s: float) ->
 
 
 def finish(session: str) -> None:
-    """Let go of everything."""
+    """Let go of everything, also of what `netjob` has under this session."""
+    netjob.end_job(session)
     opened = _sessions.pop(session, None)
     if opened is not None:
         opened.close()
@@ -520,8 +282,17 @@ def try_peers(
     """
     own = _sessions[session]
     end = time.monotonic() + limit_s
-    found: Dict[str, Dict[str, Any]] = {
-        peer["name"]: {
+    calls = _Calls(own.token, peers, answer_s)
+    for peer in peers:
+        calls.found[peer["name"]]["unsent"] = _send_datagrams(own, peer)
+    return calls.run(end)
+
+
+class _Calls:
+    """Connections to all ports of all peers, so many at once."""
+
+    def __init__(self, token: str, peers: Sequence[Mapping[str, Any]], answer_s: float) -> None:
+        nothing: Dict[str, Any] = {
             "connects": [],
             "failed": {},
             "words": {},
@@ -529,82 +300,97 @@ def try_peers(
             "unsent": {},
             "dropped_from": [],
         }
-        for peer in peers
-    }
-    for peer in peers:
-        found[peer["name"]]["unsent"] = _send_datagrams(own, peer)
-    longest = max((len(peer["ports"]) for peer in peers), default=0)
-    wanted: Deque[Tuple[Mapping[str, Any], int]] = collections.deque(
-        (peer, peer["ports"][index])
-        for index in range(longest)
-        for peer in peers
-        if index < len(peer["ports"])
-    )
-    most = OPEN_AT_ONCE
-    waiting: Dict[socket.socket, _Attempt] = {}
-    with selectors.DefaultSelector() as selector:
+        self.found: Dict[str, Dict[str, Any]] = {peer["name"]: copy.deepcopy(nothing) for peer in peers}
+        self._token = token
+        self._answer_s = answer_s
+        self._most = OPEN_AT_ONCE
+        longest = max((len(peer["ports"]) for peer in peers), default=0)
+        self._wanted: Deque[Tuple[Mapping[str, Any], int]] = collections.deque(
+            (peer, peer["ports"][index])
+            for index in range(longest)
+            for peer in peers
+            if index < len(peer["ports"])
+        )
+        self._waiting: Dict[socket.socket, _Attempt] = {}
+        self._selector = selectors.DefaultSelector()
 
-        def end_of(connection: socket.socket, outcome: str, words: str = "") -> None:
-            attempt = waiting.pop(connection)
-            if outcome == "dropped":
-                found[attempt.peer["name"]]["dropped_from"].append(connection.getsockname()[1])
-            selector.unregister(connection)
-            connection.close()
-            _note(found[attempt.peer["name"]], attempt.port, outcome, words)
-
-        while wanted or waiting:
-            now = time.monotonic()
-            while wanted and len(waiting) < most and now < end:
-                peer, port = wanted.popleft()
-                try:
-                    connection = socket.socket(_family(peer["address"]), socket.SOCK_STREAM)
-                except OSError:  # no more file handles
-                    if not waiting:
-                        raise
-                    wanted.appendleft((peer, port))
-                    most = len(waiting)
+    def run(self, end: float) -> Dict[str, Dict[str, Any]]:
+        """Make them all, until `end` at most; what was found of each peer."""
+        with self._selector:
+            while self._wanted or self._waiting:
+                while self._wanted and len(self._waiting) < self._most and time.monotonic() < end:
+                    self._call(*self._wanted.popleft())
+                for key, _ in self._selector.select(_TICK_S):
+                    ready: Any = key.fileobj
+                    try:
+                        self._go_on(ready, self._waiting[ready])
+                    except OSError as error:
+                        self._end(ready, "stranger", "it hangs up (%s)" % error.strerror)
+                now = time.monotonic()
+                for connection, attempt in list(self._waiting.items()):
+                    if now > attempt.until:
+                        self._end(connection, "silent" if attempt.is_connected else "dropped")
+                    elif now > end:
+                        self._end(connection, "untried")
+                if now > end:
+                    for peer, port in self._wanted:
+                        self._note(peer, port, "untried")
                     break
-                connection.setblocking(False)
-                _reset_at_close(connection)
-                code = connection.connect_ex((peer["address"], port))
-                if code not in (0, errno.EINPROGRESS):
-                    connection.close()
-                    _note(found[peer["name"]], port, *_outcome(code))
-                    continue
-                waiting[connection] = _Attempt(peer, port, now + answer_s)
-                selector.register(connection, selectors.EVENT_WRITE)
-            for key, _ in selector.select(_TICK_S):
-                ready: Any = key.fileobj
-                attempt = waiting[ready]
-                try:
-                    if not attempt.is_connected:
-                        code = ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                        if code:
-                            end_of(ready, *_outcome(code))
-                            continue
-                        attempt.is_connected = True
-                        attempt.until = time.monotonic() + answer_s
-                        found[attempt.peer["name"]]["source"] = ready.getsockname()[0]
-                        ready.send(_HELLO + attempt.nonce + b"\n")
-                        selector.modify(ready, selectors.EVENT_READ)
-                        continue
-                    data = ready.recv(_MAX_LINE)
-                except OSError as error:
-                    end_of(ready, "stranger", "it hangs up (%s)" % error.strerror)
-                    continue
-                attempt.said += data
-                if not data or b"\n" in data or len(attempt.said) > _MAX_LINE:
-                    end_of(ready, *_who(attempt, own.token))
-            now = time.monotonic()
-            for connection, attempt in list(waiting.items()):
-                if now > attempt.until or now > end:
-                    late = ("silent", "") if attempt.is_connected else ("dropped", "")
-                    end_of(connection, *(late if now > attempt.until else ("untried", "")))
-            if now > end:
-                for peer, port in wanted:
-                    _note(found[peer["name"]], port, "untried", "")
-                break
-    return found
+        return self.found
+
+    def _call(self, peer: Mapping[str, Any], port: int) -> None:
+        try:
+            connection = socket.socket(ports.family_of(peer["address"]), socket.SOCK_STREAM)
+        except OSError:  # no more file handles
+            if not self._waiting:
+                raise
+            self._wanted.appendleft((peer, port))
+            self._most = len(self._waiting)
+            return
+        connection.setblocking(False)
+        _reset_at_close(connection)
+        code = connection.connect_ex((peer["address"], port))
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            self._note(peer, port, *_outcome(code))
+            return
+        self._waiting[connection] = _Attempt(peer, port, time.monotonic() + self._answer_s)
+        self._selector.register(connection, selectors.EVENT_WRITE)
+
+    def _go_on(self, connection: socket.socket, attempt: _Attempt) -> None:
+        """Say hello once it is connected, and then read the answer."""
+        if attempt.is_connected:
+            data = connection.recv(_MAX_LINE)
+            attempt.said += data
+            if not data or b"\n" in data or len(attempt.said) > _MAX_LINE:
+                self._end(connection, *_who(attempt, self._token))
+            return
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._end(connection, *_outcome(code))
+            return
+        attempt.is_connected = True
+        attempt.until = time.monotonic() + self._answer_s
+        self.found[attempt.peer["name"]]["source"] = connection.getsockname()[0]
+        connection.send(_HELLO + attempt.nonce + b"\n")
+        self._selector.modify(connection, selectors.EVENT_READ)
+
+    def _end(self, connection: socket.socket, outcome: str, words: str = "") -> None:
+        attempt = self._waiting.pop(connection)
+        if outcome == "dropped":
+            self.found[attempt.peer["name"]]["dropped_from"].append(connection.getsockname()[1])
+        self._selector.unregister(connection)
+        connection.close()
+        self._note(attempt.peer, attempt.port, outcome, words)
+
+    def _note(self, peer: Mapping[str, Any], port: int, outcome: str, words: str = "") -> None:
+        found = self.found[peer["name"]]
+        if outcome == "connects":
+            found["connects"].append(port)
+            return
+        found["failed"].setdefault(outcome, []).append(port)
+        if words:
+            found["words"][outcome] = words
 
 
 def _who(attempt: _Attempt, token: str) -> Tuple[str, str]:
@@ -614,15 +400,6 @@ def _who(attempt: _Attempt, token: str) -> Tuple[str, str]:
     if hmac.compare_digest(answer, _signed(name, token, attempt.nonce)):
         return ("connects", "") if name == attempt.peer["name"] else ("stranger", "%s answers there" % name)
     return "stranger", "it answers %r" % answer[:40].decode("utf-8", "replace") if answer else "it hangs up"
-
-
-def _note(found: Dict[str, Any], port: int, outcome: str, words: str) -> None:
-    if outcome == "connects":
-        found["connects"].append(port)
-        return
-    found["failed"].setdefault(outcome, []).append(port)
-    if words:
-        found["words"][outcome] = words
 
 
 def _outcome(code: int) -> Tuple[str, str]:
@@ -638,7 +415,7 @@ def _send_datagrams(own: _Session, peer: Mapping[str, Any]) -> Dict[int, str]:
     unsent: Dict[int, str] = {}
     if own.datagrams is None or peer["udp_port"] is None:
         return unsent
-    headers = _HEADERS_BYTES[_family(peer["address"])]
+    headers = _HEADERS_BYTES[ports.family_of(peer["address"])]
     for size in peer["sizes"]:
         text = ("%s %d %s" % (own.token, size, own.name)).encode()
         for _ in range(2):  # the first may be told of what became of an earlier one
@@ -649,110 +426,3 @@ def _send_datagrams(own: _Session, peer: Mapping[str, Any]) -> Dict[int, str]:
             except OSError as error:
                 unsent[size] = errno.errorcode.get(error.errno or 0, "")
     return unsent
-
-
-# --- a program of all hosts together -------------------------------------------------------------------------
-
-
-class _Job:
-    """A program that says lines of JSON, and lives no longer than its stdin, which is ours."""
-
-    def __init__(
-        self, argv: Sequence[str], program: str, env: Mapping[str, str], held: Optional[socket.socket]
-    ) -> None:
-        self.lines: List[str] = []
-        self.errors: Deque[str] = collections.deque(maxlen=40)
-        self.changed = threading.Condition()
-        self.ended = False
-        self.process = subprocess.Popen(
-            [os.path.expanduser(argv[0]), *argv[1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **env},
-            start_new_session=True,
-            pass_fds=[held.fileno()] if held is not None else [],
-        )
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        threading.Thread(target=self._read, daemon=True).start()
-        data = program.encode()
-        try:
-            assert self.process.stdin is not None
-            self.process.stdin.write(b"%d\n" % len(data) + data)
-            self.process.stdin.flush()
-        except OSError:  # it ended at once: its last words tell
-            pass
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self.changed:
-                self.lines.append(line.decode("utf-8", "replace").rstrip("\n"))
-                self.changed.notify_all()
-        self.process.wait()
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors.append(line.decode("utf-8", "replace").rstrip("\n"))
-
-    def end(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-        except OSError:
-            pass
-
-
-def hold(session: str, address: str, port: int) -> int:
-    """Listen on a port of an address, 0 for a free one, for the job of this host."""
-    own = _sessions[session]
-    own.held = socket.socket(_family(address), socket.SOCK_STREAM)
-    own.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    own.held.bind((address, port))
-    own.held.listen(_BACKLOG)
-    held: int = own.held.getsockname()[1]
-    return held
-
-
-def start_job(
-    session: str, argv: Sequence[str], program: str, settings: Dict[str, Any], env: Mapping[str, str]
-) -> int:
-    """Start a python program, which comes with its settings on its stdin (`deploy/connect/link.py`'s BOOT reads it)."""
-    own = _sessions[session]
-    if own.held is not None:
-        settings = dict(settings, listen_fd=own.held.fileno())
-    own.job = _Job(argv, "SETTINGS = %r\n%s" % (settings, program), env, own.held)
-    if own.held is not None:
-        own.held.close()  # with the job's end the others are refused
-    return own.job.process.pid
-
-
-def job_said(session: str, seen: int, wait_s: float) -> Dict[str, Any]:
-    """The lines after the first `seen`, once there are any or it has ended: ``lines``, ``status``, ``errors``."""
-    job = _sessions[session].job
-    assert job is not None
-    with job.changed:
-        job.changed.wait_for(lambda: len(job.lines) > seen or job.ended, wait_s)
-        status = job.process.returncode if job.ended else None
-        return {
-            "lines": job.lines[seen:],
-            "status": status,
-            "errors": "\n".join(job.errors) if job.ended else "",
-        }
-
-
-def end_job(session: str) -> None:
-    """End what `start_job` started."""
-    own = _sessions.get(session)
-    if own is not None and own.job is not None:
-        own.job.end()
-        own.job = None

@@ -56,9 +56,9 @@ def nics() -> List[Dict[str, Any]]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
         kernel.settimeout(_ANSWER_TIMEOUT_S)
         # The rest of either header is zeros: no filter.
-        links = [_link(body) for body in _dump(kernel, _RTM_GETLINK, struct.calcsize("=BxHiII"))]
+        links = [_link(body) for body in dump(kernel, _RTM_GETLINK, struct.calcsize("=BxHiII"))]
         addresses: Dict[int, List[str]] = {}
-        for body in _dump(kernel, _RTM_GETADDR, struct.calcsize("=BBBBI")):
+        for body in dump(kernel, _RTM_GETADDR, struct.calcsize("=BBBBI")):
             index, address = _address(body)
             if address is not None:
                 addresses.setdefault(index, []).append(address)
@@ -76,7 +76,7 @@ def nics() -> List[Dict[str, Any]]:
     return links
 
 
-def _dump(kernel: socket.socket, what: int, header_bytes: int) -> Iterator[bytes]:
+def dump(kernel: socket.socket, what: int, header_bytes: int) -> Iterator[bytes]:
     """The body of each message that the kernel answers a dump request with."""
     length = struct.calcsize("=IHHII") + header_bytes
     kernel.send(struct.pack("=IHHII", length, what, _NLM_REQUEST_DUMP, 1, 0) + bytes(header_bytes))
@@ -97,7 +97,8 @@ def _aligned(size: int) -> int:
     return (size + 3) & ~3
 
 
-def _attributes(data: bytes) -> Dict[int, bytes]:
+def attributes_in(data: bytes) -> Dict[int, bytes]:
+    """The attributes of a netlink message, by their kind."""
     found = {}
     while len(data) >= 4:
         size, kind = struct.unpack_from("=HH", data)
@@ -110,8 +111,8 @@ def _attributes(data: bytes) -> Dict[int, bytes]:
 
 def _link(body: bytes) -> Dict[str, Any]:
     _, hardware, index, flags, _ = struct.unpack_from("=BxHiII", body)
-    attributes = _attributes(body[16:])
-    info = _attributes(attributes.get(_IFLA_LINKINFO, b""))
+    attributes = attributes_in(body[16:])
+    info = attributes_in(attributes.get(_IFLA_LINKINFO, b""))
     driver = info.get(_IFLA_INFO_KIND, b"").split(b"\0")[0].decode("ascii", "replace")
     if hardware == _ARPHRD_LOOPBACK:
         kind = "loopback"
@@ -138,7 +139,7 @@ def _number(data: Optional[bytes]) -> int:
 def _address(body: bytes) -> Tuple[int, Optional[str]]:
     """The interface's index, and the address, or None for one that only counts on its own cable."""
     family, prefix, _, scope, index = struct.unpack_from("=BBBBI", body)
-    attributes = _attributes(body[8:])
+    attributes = attributes_in(body[8:])
     packed = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))  # a tunnel's ADDRESS is its other end's
     if family not in (socket.AF_INET, socket.AF_INET6) or packed is None:
         return index, None

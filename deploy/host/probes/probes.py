@@ -1,4 +1,4 @@
-"""What `kit check` looks at on a host, and what `kit clean` ends there. Sent to the host with `deploy/host/remote.py`.
+"""What `kit check` looks at on a host. Sent to the host with `deploy/host/remote.py`.
 
 Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its version. Each part answers
 for itself: what cannot be looked at is told as its ``error``, and hides nothing else.
@@ -9,26 +9,24 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import glob
-import json
 import locale
 import os
 import pwd
 import re
 import resource
 import shutil
-import signal
 import socket
 import sys
 import time
 from importlib import metadata
 from importlib.machinery import PathFinder
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import present
+from nodekit.deploy.host import files
+from nodekit.deploy.host.node import leftovers
 from nodekit.deploy.host.probes import hostfacts
 
 _OTHERS_TIMEOUT_S = 2.0
-_PAGE_BYTES = 4096
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
 _KERNEL_LOG_BYTES = 1 << 20
 _XID = "NVRM: Xid"
@@ -78,6 +76,10 @@ def _guarded(look: Callable[..., Dict[str, Any]], *args: Any) -> Dict[str, Any]:
         return look(*args)
     except Exception as error:  # told, and the rest goes on
         return {"error": "%s: %s" % (type(error).__name__, error)}
+
+
+def _runs(workdir: str) -> Dict[str, Any]:
+    return {"runs": leftovers.runs(workdir)}
 
 
 # --- the working folder -------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ def _num_cards() -> int:
     """NVIDIA's GPUs on the PCI bus, with a driver or without."""
     found = 0
     for device in glob.glob("/sys/bus/pci/devices/*"):
-        kind = (_read(device + "/vendor") or "").strip(), (_read(device + "/class") or "")[:4]
+        kind = files.read_text(device + "/vendor").strip(), files.read_text(device + "/class")[:4]
         found += kind == ("0x10de", "0x03")
     return found
 
@@ -271,250 +273,3 @@ def _xid_lines() -> List[str]:
     finally:
         os.close(log)
     return lines[-50:]
-
-
-# --- earlier runs -------------------------------------------------------------------------------------------
-
-
-def _runs(workdir: str) -> Dict[str, Any]:
-    return {"runs": runs(workdir)}
-
-
-def runs(workdir: str) -> List[Dict[str, Any]]:
-    """Each run of ours that has something alive on this host: ``run``, ``node``, ``node_dir``, and what it is.
-
-    ``agent`` is the agent's pid if exactly the recorded one runs. ``processes`` are the recorded workers and what
-    belongs to their process groups, ``shm`` the shared memory that a recorded worker made and nobody has open.
-    """
-    found = []
-    processes: Optional[Dict[int, Dict[str, Any]]] = None
-    pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", "*", "*", "agent.json")
-    for path in sorted(glob.glob(pattern)):
-        node_dir = os.path.dirname(path)
-        record = _load(path) or {}
-        if record.get("boot_id") != hostfacts.boot_id():
-            continue  # another host's, where the folder is shared; or of before the last boot, which ended it
-        if processes is None:
-            processes = _processes()
-        run = _run(node_dir, record, processes)
-        if run["agent"] or run["processes"] or run["shm"]:
-            found.append(run)
-    return found
-
-
-def _run(node_dir: str, record: Dict[str, Any], processes: Dict[int, Dict[str, Any]]) -> Dict[str, Any]:
-    status = present.statuses(node_dir).get(os.path.basename(node_dir), {})
-    run_id = os.path.basename(os.path.dirname(node_dir))
-    agent = _same(record, processes)
-    workers = {each["pid"]: each for each in status.get("workers", [])}
-    own = [
-        dict(each, rank=workers[each["pgrp"]].get("rank"))
-        for each in processes.values()
-        if each["pgrp"] in workers and _belongs(each, workers[each["pgrp"]], processes, run_id)
-    ]
-    sockets = {} if agent else _listening([each["pid"] for each in own])
-    return {
-        "run": run_id,
-        "node": os.path.basename(node_dir),
-        "node_dir": node_dir,
-        "state": status.get("state", ""),
-        "agent": record["pid"] if agent else None,
-        "processes": [
-            {
-                "pid": each["pid"],
-                "start_time": each["start_time"],
-                "rank": each["rank"],
-                "rss_bytes": each["rss_bytes"],
-                "ports": sockets.get(each["pid"], []),
-            }
-            for each in own
-        ],
-        "shm": [] if agent else _shared_memory(node_dir, processes),
-        "quiet_s": time.time() - _last_sign(node_dir),
-    }
-
-
-def _same(record: Dict[str, Any], processes: Dict[int, Dict[str, Any]]) -> bool:
-    """Whether exactly the recorded process runs: a pid alone may be another one's by now."""
-    process = processes.get(record.get("pid", 0))
-    return process is not None and process["start_time"] == record.get("start_time")
-
-
-def _belongs(
-    process: Dict[str, Any],
-    worker: Dict[str, Any],
-    processes: Dict[int, Dict[str, Any]],
-    run_id: str,
-) -> bool:
-    """Whether a process in the group that has a recorded worker's pid is of that worker.
-
-    The group keeps its number while anything is in it. Where the worker itself has ended, the number could since have
-    been used anew, and then the environment that the run's processes have from their start tells.
-    """
-    if worker["pid"] in processes:
-        return _same(worker, processes)
-    try:
-        with open("/proc/%d/environ" % process["pid"], "rb") as file:
-            return b"NODEKIT_RUN_ID=" + run_id.encode() in file.read().split(b"\0")
-    except OSError:
-        return False
-
-
-def _processes() -> Dict[int, Dict[str, Any]]:
-    """All processes that have not ended: pid → what is needed of it."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open("/proc/%s/stat" % name, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if fields[0] in (b"Z", b"X"):
-            continue
-        found[int(name)] = {
-            "pid": int(name),
-            "pgrp": int(fields[2]),
-            "start_time": int(fields[19]),
-            "rss_bytes": int(fields[21]) * _PAGE_BYTES,
-        }
-    return found
-
-
-def _listening(pids: List[int]) -> Dict[int, List[int]]:
-    """The TCP ports that processes listen at."""
-    ports: Dict[str, int] = {}
-    for name in ("tcp", "tcp6") if pids else ():
-        try:
-            with open("/proc/net/" + name) as file:
-                for line in file.read().splitlines()[1:]:
-                    fields = line.split()
-                    if fields[3] == "0A":
-                        ports["socket:[%s]" % fields[9]] = int(fields[1].rpartition(":")[2], 16)
-        except OSError:
-            pass
-    found: Dict[int, Set[int]] = {}
-    for pid in pids:
-        for link in glob.glob("/proc/%d/fd/*" % pid):
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            if target in ports:
-                found.setdefault(pid, set()).add(ports[target])
-    return {pid: sorted(own) for pid, own in found.items()}
-
-
-def _shared_memory(node_dir: str, processes: Dict[int, Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Segments of recorded workers that have ended: torch names one by the pid that made it."""
-    segments = glob.glob("/dev/shm/torch_*_*")  # noqa: S108  # where shared memory is, not a temporary file
-    if not segments:
-        return []
-    booted = time.time() - float((_read("/proc/uptime") or "0").split()[0])
-    started: Dict[int, float] = {}
-    for line in (_read(os.path.join(node_dir, "events.jsonl")) or "").splitlines():
-        if '"workers-started"' in line:
-            try:
-                event = json.loads(line)
-                if event["time"] > booted:  # before that a pid was another process's
-                    for each in event["workers"]:
-                        started.setdefault(each["pid"], event["time"])
-            except (ValueError, KeyError):
-                pass  # a line that was being written when the disk was full
-    ended = _last_sign(node_dir)
-    found = []
-    for path in segments:
-        match = re.match(r"torch_(\d+)_", os.path.basename(path))
-        pid = int(match.group(1)) if match else 0
-        if pid not in started or pid in processes:
-            continue
-        try:
-            about = os.stat(path)
-        except OSError:
-            continue
-        # Made while the run was at work, and so by its worker and by none that had the pid before or after it.
-        in_time = started[pid] - 5 <= about.st_mtime <= ended + 5
-        if about.st_uid == os.getuid() and in_time and not _is_open(path):
-            found.append({"path": path, "inode": about.st_ino, "size_bytes": about.st_size})
-    return found
-
-
-def _is_open(path: str) -> bool:
-    """Whether a process of ours has a file open or mapped; another user's cannot, for it is 0600."""
-    for maps in glob.glob("/proc/[0-9]*/maps"):
-        if path in (_read(maps) or ""):
-            return True
-    for link in glob.glob("/proc/[0-9]*/fd/*"):
-        try:
-            if os.readlink(link) == path:
-                return True
-        except OSError:
-            pass
-    return False
-
-
-def _last_sign(node_dir: str) -> float:
-    """When the run's ranks here have last said anything; 0 if they never did."""
-    last = 0.0
-    for name in ("progress", "logs"):
-        for path in glob.glob(os.path.join(glob.escape(node_dir), name, "*")):
-            try:
-                last = max(last, os.stat(path).st_mtime)
-            except OSError:
-                pass
-    return last
-
-
-def _read(path: str) -> Optional[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return None
-
-
-def _load(path: str) -> Any:
-    try:
-        return json.loads(_read(path) or "null")
-    except ValueError:
-        return None
-
-
-def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[Dict[str, Any]]:
-    """End what is left of runs whose agent is gone, each named by run and node; what was ended, as of `runs`.
-
-    Everything is looked up anew by its record, so that nothing is ended that took a pid meanwhile: asked first, and
-    killed after `grace_s`.
-    """
-    asked = {tuple(each) for each in names}
-    ended = [run for run in runs(workdir) if (run["run"], run["node"]) in asked and run["agent"] is None]
-    left = {each["pid"]: each for run in ended for each in run["processes"]}
-    deadline = time.monotonic() + grace_s
-    number = int(signal.SIGTERM)
-    while left:
-        for pid in left:
-            _signal(pid, number)
-        number = 0 if time.monotonic() < deadline else int(signal.SIGKILL)
-        time.sleep(0.05)
-        there = _processes()
-        left = {pid: each for pid, each in left.items() if _same(each, there)}
-        if number == signal.SIGKILL and time.monotonic() > deadline + 5:
-            raise RuntimeError("SIGKILL did not end %s (in the kernel?)" % ", ".join(map(str, left)))
-    for run in ended:
-        for segment in run["shm"]:
-            try:
-                if os.stat(segment["path"]).st_ino == segment["inode"]:
-                    os.unlink(segment["path"])
-            except FileNotFoundError:
-                pass
-    return ended
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-        if number == signal.SIGTERM:
-            os.kill(pid, signal.SIGCONT)  # a stopped one hears only this
-    except ProcessLookupError:
-        pass

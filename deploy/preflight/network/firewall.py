@@ -22,6 +22,15 @@ _NOISE = re.compile(
     r'|\bcomment "[^"]*"'
 )
 
+# What lets an address in, by what filters packets on a host.
+_BY_TOOL = {
+    "firewalld": "sudo firewall-cmd --permanent --zone=trusted --add-source={address} && sudo firewall-cmd --reload",
+    "ufw": "sudo ufw allow from {address}",
+    "iptables": "sudo iptables -I INPUT -s {address} -j ACCEPT",
+    "nftables": "find what drops it, sudo nft --handle list ruleset, and let {address} in",
+}
+_UNSEEN = "sudo nft list ruleset; sudo iptables -S: find what drops it, let {address} in"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -129,7 +138,7 @@ def cure(
     """What lets `source` connect to a port of `target`, and what was seen that keeps it out ("" for nothing).
 
     Args:
-        found: host → `netprobe.firewall` there, as far as it was asked.
+        found: host → `netstate.firewall` there, as far as it was asked.
         source: the host that connects.
         target: the host that is connected to.
         addresses: host → its address.
@@ -155,33 +164,22 @@ def cure(
             port=number,
             interface=interfaces[host],
         )
-        if rule is None:
-            continue
-        if rule.handle is not None:
-            command = f"sudo nft delete rule {rule.chain} handle {rule.handle}"
-        else:
-            family = "ip6" if ":" in addresses[source] else "ip"
+        if rule is not None:
             way = f"saddr {addresses[sender]}" if hook == "input" else f"daddr {addresses[receiver]}"
-            command = f"sudo nft insert rule {rule.chain} {family} {way} accept"
-        return f"on {host}: {command}", f"{host}'s nftables, chain {rule.chain}: {rule.text}"
+            return f"on {host}: {_nft(rule, way)}", f"{host}'s nftables, chain {rule.chain}: {rule.text}"
     here = found.get(target, {})
     tool, address = here.get("tool", ""), addresses[source]
-    said = f"{target} has {tool}" if tool else ""
-    if tool == "firewalld":
-        command = f"sudo firewall-cmd --permanent --zone=trusted --add-source={address}"
-        return f"on {target}: {command} && sudo firewall-cmd --reload", said
-    if tool == "ufw":
-        return f"on {target}: sudo ufw allow from {address}", said
-    if tool == "iptables":
-        return f"on {target}: sudo iptables -I INPUT -s {address} -j ACCEPT", said
-    if tool == "nftables":
-        return f"on {target}: find what drops it, sudo nft --handle list ruleset, and let {address} in", said
-    if not here.get("may_see", True):
-        return (
-            f"on {target}: sudo nft list ruleset; sudo iptables -S: find what drops it, let {address} in",
-            said,
-        )
-    between = (
-        f"between them (a cloud's security group, a switch): let TCP {address} → {addresses[target]} through"
-    )
-    return f"no rule on either host is seen to do it; look {between}", said
+    command = _BY_TOOL.get(tool, "" if here.get("may_see", True) else _UNSEEN)
+    if not command:
+        between = f"(a cloud's security group, a switch): let TCP {address} → {addresses[target]} through"
+        way = f"no rule on either host is seen to do it; look between them {between}"
+        return way, f"{target} has {tool}" if tool else ""
+    return f"on {target}: {command.format(address=address)}", f"{target} has {tool}" if tool else ""
+
+
+def _nft(rule: Rule, way: str) -> str:
+    """The command that takes a rule away, or lets packets by before a chain's policy drops them."""
+    if rule.handle is not None:
+        return f"sudo nft delete rule {rule.chain} handle {rule.handle}"
+    family = "ip6" if ":" in way else "ip"
+    return f"sudo nft insert rule {rule.chain} {family} {way} accept"

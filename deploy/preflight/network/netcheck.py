@@ -12,8 +12,8 @@ from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.preflight.network import nethost, netpairs
-from nodekit.deploy.preflight.network.netpairs import End
+from nodekit.deploy.preflight.network import nethost, netpairs, outcomes
+from nodekit.deploy.preflight.network.outcomes import End, Pairs
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -49,9 +49,9 @@ def network_findings(
     hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
     if left_s() < _LEAST_S:
         return [nethost.not_tried(host.name, deadline_s) for host in hosts]
-    wanted_port = RENDEZVOUS_PORT if port is None else port
-    chosen, problems = choose(inventory, hosts, facts)
-    found: list[Finding] = []
+    wanted_port = port or RENDEZVOUS_PORT
+    peers = cluster.peer_addresses(inventory.hosts)
+    chosen, problems = check.choose_interfaces(inventory, hosts, facts, peers)
     with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
         here, silent = told_apart(answers)
         nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
@@ -59,42 +59,45 @@ def network_findings(
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
         names, _ = told_apart(_own_names(links, [name for name in here if name in chosen], left_s=left_s))
-        # The one whose call was dropped knows nothing of why; the hosts at both ends may.
-        before = {name: answer["neighbours"] for name, answer in here.items()}
-        after = {name: answer["neighbours"] for name, answer in names.items()}
-        closed = [key for key, pair in pairs.items() if pair.failed]
-        neighbours = nethost.neighbour_findings(before, after, lost=closed, num_hosts=len(hosts))
+        neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # Where the kernel says why, no firewall is to blame.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
         pairs = {key: pair for key, pair in pairs.items() if not (pair.failed and full & set(key))}
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
         firewalls = netpairs.ask_firewalls(links, ill, left_s=left_s)
+    silent = {**silent_later, **silent}
+    found: list[Finding] = []
     for host in hosts:
         name = host.name
-        if (silence := silent.get(name) or silent_later.get(name)) is not None:
-            found.append(nethost.no_answer(name, silence))
+        if name in silent:
+            found.append(nethost.no_answer(name, silent[name]))
         elif name in problems:
             found.append(nethost.unchosen(host, problems[name], here[name]["nics"], inventory))
         elif name in unlinked:
             found.append(nethost.no_carrier(name, nics[name]))
-    found += neighbours
-    found += nethost.port_findings(here, wanted_port, matters=port is not None)
-    found += netpairs.judge(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
+    found += neighbours + nethost.port_findings(here, wanted_port, matters=port is not None)
+    found += outcomes.findings(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
     linked = {name: nic for name, nic in nics.items() if nic is not None and name not in unlinked}
     found += nethost.mtu_findings(linked) + nethost.speed_findings(linked)
     if len(hosts) > 1:  # a single host talks to itself alone
         for name, answer in names.items():
             found += nethost.name_findings(name, chosen[name][1], answer)
-    found += nethost.rdma_findings(
-        {name: answer["rdma"] for name, answer in here.items()},
-        linked,
-        env={host.name: {**host.env, **inventory.job.env} for host in hosts},
-        with_gpus={host.name for host in hosts if facts[host.name].num_gpus},
-    )
+    env = {host.name: {**host.env, **inventory.job.env} for host in hosts if facts[host.name].num_gpus}
+    found += nethost.rdma_findings({name: answer["rdma"] for name, answer in here.items()}, linked, env=env)
     ill = {name for finding in found if finding.level == "failure" for name in finding.hosts}
     found += [nethost.fine(end, nics[name]) for name, end in ends.items() if name not in ill]
     place = {host.name: index for index, host in enumerate(hosts)}
     return sorted(found, key=lambda finding: place[finding.hosts[0]])
+
+
+def _neighbours(
+    here: Mapping[str, Any], names: Mapping[str, Any], pairs: Pairs, *, num_hosts: int
+) -> list[Finding]:
+    """Hosts whose table of neighbours is full, which who got no answer cannot know, but the hosts at both ends may."""
+    before = {name: answer["neighbours"] for name, answer in here.items()}
+    after = {name: answer["neighbours"] for name, answer in names.items()}
+    closed = [key for key, pair in pairs.items() if pair.failed]
+    return nethost.neighbour_findings(before, after, lost=closed, num_hosts=num_hosts)
 
 
 def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
@@ -114,25 +117,8 @@ def _own_names(
         return {}
     return on_all(
         {name: links[name] for name in names},
-        lambda link: link.call("netprobe.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
+        lambda link: link.call("netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
     )
-
-
-def choose(
-    inventory: Inventory, hosts: Sequence[Host], facts: Mapping[str, Facts]
-) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
-    """Host → interface and address, as a run would choose them, and host → why there is none."""
-    peers = cluster.peer_addresses(inventory.hosts)
-    chosen: dict[str, tuple[str, str]] = {}
-    problems: dict[str, HostError] = {}
-    for host in hosts:
-        try:
-            chosen[host.name] = check.choose_interface(
-                host, facts[host.name], inventory.network, peers[host.name]
-            )
-        except HostError as error:
-            problems[host.name] = error
-    return chosen, problems
 
 
 @contextlib.contextmanager

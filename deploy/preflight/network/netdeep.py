@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import BOOT, Link, on_all, source
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.preflight.network import firewall, netpairs
-from nodekit.deploy.preflight.network.netcheck import FINISH_S, choose, end_of, listening, told_apart
+from nodekit.deploy.preflight.network import firewall, netpairs, outcomes
+from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening, told_apart
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -115,81 +116,78 @@ def deep_findings(
     hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
     if not hosts:
         return []
-    chosen, problems = choose(inventory, hosts, facts)
+    peers = cluster.peer_addresses(inventory.hosts)
+    chosen, problems = check.choose_interfaces(inventory, hosts, facts, peers)
     if problems:
-        return [
-            _failure(name, error.problem, "an interface to meet the others on", f"see {inventory.path}")
-            for name, error in problems.items()
-        ]
+        return _failures(problems, "an interface to meet the others on", lambda _: f"see {inventory.path}")
     limit_s = deadline_s - min(_MAX_DIAGNOSIS_S, deadline_s * _DIAGNOSIS_SHARE) - FINISH_S
     gpus = plan.share_gpus(hosts, facts)
     backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
         here, silent = told_apart(answers)
         if silent:
-            return [
-                _failure(
-                    name,
-                    error.problem,
-                    "an answer from its python",
-                    f"log in to {name} and see: uptime; dmesg",
-                )
-                for name, error in silent.items()
-            ]
-        first = hosts[0]
+            return _failures(
+                silent, "an answer from its python", lambda host: f"log in to {host} and see: uptime; dmesg"
+            )
+        first = hosts[0].name
+        address = chosen[first][1]
         try:
-            port = links[first.name].call(
-                "netprobe.hold",
-                timeout_s=CALL_S,
-                session=session,
-                address=chosen[first.name][1],
-                port=port,
+            port = links[first].call(
+                "netjob.hold", timeout_s=CALL_S, session=session, address=address, port=port
             )
         except HostError as error:
-            return [
-                _failure(
-                    first.name,
-                    f"port {port} cannot be listened at: {error.problem}",
-                    f"port {port} free for the rendezvous",
-                    f"on {first.name}: sudo ss -ltnp 'sport = :{port}' names who has it",
-                )
-            ]
-        settings = {
-            "world_size": len(hosts),
-            "backend": backend,
-            "master_addr": chosen[first.name][1],
-            "master_port": port,
-            "limit_s": limit_s,
-            "group_s": min(GROUP_S[backend], limit_s),
-            "numel": NUMEL,
-        }
+            what = f"port {port} cannot be listened at: {error.problem}"
+            cure = f"on {first}: sudo ss -ltnp 'sport = :{port}' names who has it"
+            return [_failure(first, what, f"port {port} free for the rendezvous", cure)]
+        settings = _settings(len(hosts), backend, address, port, limit_s)
         environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
         progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
             return _fine(progress, backend)
         on_all(  # what still hangs, so that the hosts are free to find out why
             {host.name: links[host.name] for host in hosts},
-            lambda link: link.call("netprobe.end_job", timeout_s=FINISH_S, session=session),
+            lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
         )
-        ends = {
-            name: end_of(name, chosen[name], answer)
-            for name, answer in here.items()
-            if not progress[name].lost
-        }
-        broken, calls = _told(progress, chosen, port, {name: here[name]["range"] for name in here})
-        pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
-        ill = {name for key, pair in pairs.items() if pair.failed for name in key}
-        ill |= {name for call in calls for name in (call.source, call.target)}
-        firewalls = netpairs.ask_firewalls(links, ill & set(ends), left_s=left_s)
+        why = _diagnosis(links, session, progress, chosen, here, port=port, left_s=left_s)
+    return [_summary(progress, backend), *why]
+
+
+def _diagnosis(
+    links: Mapping[str, Link],
+    session: str,
+    progress: Mapping[str, Progress],
+    chosen: Mapping[str, tuple[str, str]],
+    answers: Mapping[str, Any],
+    *,
+    port: int,
+    left_s: Callable[[], float],
+) -> list[Finding]:
+    """Why it failed: by what the hosts say of it, and by trying every pair of them."""
+    ends = {name: end_of(name, chosen[name], answer) for name, answer in answers.items()}
+    broken, calls = _told(progress, chosen, port, {name: end.port_range for name, end in ends.items()})
+    ends = {name: end for name, end in ends.items() if not progress[name].lost}
+    pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
+    ill = {name for key, pair in pairs.items() if pair.failed for name in key}
+    ill |= {name for call in calls for name in (call.source, call.target)}
+    firewalls = netpairs.ask_firewalls(links, ill & set(ends), left_s=left_s)
     called = [_called(call, chosen, firewalls) for call in calls]
     known = {finding.host for finding in called}
-    judged = netpairs.judge(pairs, ends, firewalls, port=port, port_matters=True)
-    return [
-        _summary(progress, backend),
-        *broken,
-        *called,
-        *(dataclasses.replace(finding, check="deep") for finding in judged if finding.host not in known),
-    ]
+    found = outcomes.findings(pairs, ends, firewalls, port=port, port_matters=True)
+    others = [dataclasses.replace(finding, check="deep") for finding in found if finding.host not in known]
+    return [*broken, *called, *others]
+
+
+def _settings(world_size: int, backend: str, address: str, port: int, limit_s: float) -> dict[str, Any]:
+    """What all processes are told."""
+    return {
+        "world_size": world_size,
+        "backend": backend,
+        "master_addr": address,
+        "master_port": port,
+        "limit_s": limit_s,
+        "group_s": min(GROUP_S[backend], limit_s),
+        "numel": NUMEL,
+    }
 
 
 def _environment(
@@ -236,7 +234,7 @@ def _run(
         patience_s: Callable[[], float] | None = None
         try:
             link.call(
-                "netprobe.start_job",
+                "netjob.start_job",
                 timeout_s=CALL_S,
                 session=session,
                 argv=[facts[link.host].executable, "-c", BOOT],
@@ -247,7 +245,7 @@ def _run(
             while own.status is None and left_s() and not (grace_s and not grace_s()):
                 wait_s = min(_POLL_S, left_s())
                 said = link.call(
-                    "netprobe.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
+                    "netjob.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
                 )
                 seen += len(said["lines"])
                 for line in said["lines"]:
@@ -273,16 +271,16 @@ def _run(
 
 
 def _failure(host: str, found: str, wanted: str, cure: str, hosts: tuple[str, ...] = ()) -> Finding:
-    return Finding(
-        check="deep", host=host, level="failure", found=found, wanted=wanted, cure=cure, hosts=hosts
-    )
+    return Finding("deep", host, "failure", found, wanted, cure, hosts)
+
+
+def _failures(errors: Mapping[str, HostError], wanted: str, cure: Callable[[str], str]) -> list[Finding]:
+    return [_failure(host, error.problem, wanted, cure(host)) for host, error in errors.items()]
 
 
 def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:
     return [
-        Finding(
-            check="deep", host=name, level="ok", found=f"{backend}, {each.reduced['seconds'] * 1000:.0f} ms"
-        )
+        Finding("deep", name, "ok", f"{backend}, {each.reduced['seconds'] * 1000:.0f} ms")
         for name, each in progress.items()
     ]
 

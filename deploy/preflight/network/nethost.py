@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.preflight.network.netpairs import End
+from nodekit.deploy.preflight.network.outcomes import End
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
@@ -107,7 +107,7 @@ def neighbour_findings(
     """Hosts whose kernel has no room for the addresses of all its neighbours: it drops packets to the others; pure.
 
     Args:
-        before: host → `netprobe.neighbours` when the check began.
+        before: host → `netstate.neighbours` when the check began.
         after: the same at its end.
         lost: ordered pairs that do not connect.
         num_hosts: how many the check is of.
@@ -274,21 +274,19 @@ def rdma_findings(
     nics: Mapping[str, Mapping[str, Any]],
     *,
     env: Mapping[str, Mapping[str, str]],
-    with_gpus: set[str],
 ) -> list[Finding]:
     """RDMA ports that NCCL, or an IPoIB interface, would need and that are not active; pure.
 
     Args:
-        ports: host → `netprobe.rdma_ports` there.
+        ports: host → `netstate.rdma_ports` there.
         nics: host → its chosen interface.
-        env: host → the job's environment there.
-        with_gpus: hosts that train on GPUs, and so with NCCL.
+        env: host → the job's environment there; of those that train on GPUs, and so with NCCL.
     """
     found: list[Finding] = []
     used = {
         name: [port for port in own if is_chosen_hca(env[name].get("NCCL_IB_HCA", ""), port)]
         for name, own in ports.items()
-        if name in with_gpus and env[name].get("NCCL_IB_DISABLE", "0") == "0"
+        if name in env and env[name].get("NCCL_IB_DISABLE", "0") == "0"
     }
     for name, nic in nics.items():
         below = [port for port in ports.get(name, ()) if nic["name"] in port["interfaces"]]

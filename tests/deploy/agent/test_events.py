@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from agents import Agents, until
@@ -20,8 +20,9 @@ from nodekit.deploy.agent.record import Record
 from nodekit.deploy.agent.usage import Usage
 from nodekit.deploy.host import present
 from nodekit.deploy.host.logs import hostfollow
+from nodekit.deploy.host.node import schema
 from nodekit.deploy.records import events
-from nodekit.deploy.screen.view import status_line
+from nodekit.deploy.story.status import status_line
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -270,7 +271,7 @@ def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch:
 def test_every_field_of_a_status_is_documented():
     root = ROOT
     writers, said = ("self", "record", "self._record", "self._status"), set()
-    for name in ("agent", "record"):
+    for name in ("agent", "main", "record", "ranks/attempt"):
         for node in ast.walk(ast.parse((root / f"deploy/agent/{name}.py").read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(value=of, attr="update" | "end"), keywords=given) if (
@@ -283,6 +284,23 @@ def test_every_field_of_a_status_is_documented():
     text = (root / "docs/events.md").read_text()
     table = text.partition("## Node status")[2].partition("## Events from")[0]
     assert said <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_every_kind_of_event_is_documented_and_no_other():
+    text = (ROOT / "docs/events.md").read_text()
+    of_node = text.partition("## Events of a node")[2].partition("## Node status")[0]
+    rows = re.findall(
+        r"^\| ((?:`[a-z-]+`(?:, )?)+) +\|", of_node + text.partition("## Events of the supervisor")[2], re.M
+    )
+    assert set(re.findall(r"`([a-z-]+)`", " ".join(rows))) == set(get_args(schema.EventKind))
+
+
+def test_events_and_statuses_of_before_there_was_a_version_are_read(home: Path):
+    line = {"run": "r", "node": "n0", "time": 1.0, "kind": "agent-started"}
+    (home / "run" / events.FILE).write_text(json.dumps(line) + "\n")
+    present.Present(str(home / "run" / events.FILE)).write({**line, "state": "running"})
+    assert kinds(home) == ["agent-started"]
+    assert events.now(home / "run")["n0"]["state"] == "running"
 
 
 def test_a_week_has_few_samples_however_many_nodes():

@@ -25,7 +25,7 @@ from nodekit.deploy.agent.replicas import replica_wire, replicas
 from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
 from nodekit.deploy.agent.replicas.replicas import Replicas, keepers
-from nodekit.deploy.host import remote
+from nodekit.deploy.host import ports
 from nodekit.training.snapshots import commit
 
 TOKEN = "the run's token"
@@ -843,7 +843,7 @@ def test_the_token_does_not_travel_and_a_changed_frame_is_refused() -> None:
     heard = bytearray()
 
     def pair() -> tuple[socket.socket, socket.socket]:
-        with remote.listen("127.0.0.1") as listener:
+        with ports.listen("127.0.0.1") as listener:
             return socket.create_connection(listener.getsockname()), listener.accept()[0]
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:

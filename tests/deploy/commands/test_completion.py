@@ -59,7 +59,7 @@ def asked(line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "COMP_POINT": str(len(line.encode())),
     }.items():
         monkeypatch.setenv(name, value)
-    parser, told = cli._parser(), io.StringIO()
+    parser, told = cli.parser(), io.StringIO()
     completion.attach(parser)
 
     class Asked(Exception):

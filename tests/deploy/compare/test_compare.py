@@ -18,7 +18,7 @@ from nodekit.deploy.compare import compare_plan, compare_report
 from nodekit.deploy.compare.compare import conclude, last_error
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run, Way
 from nodekit.deploy.compare.compare_report import Row
-from nodekit.training.engines import ENGINES
+from nodekit.training.engine_info import ENGINES
 
 CPU = Machine(torch="2.13.0+cpu", gpus=(), cpu="Some CPU", num_cores=6)
 GPUS = Machine(torch="2.13.0+cu129", gpus=("H200", "H200"), cpu="Some CPU", num_cores=16)

@@ -36,7 +36,8 @@ from nodekit.deploy.drill.drill_report import (
     world_sizes,
 )
 from nodekit.deploy.drill.faults import FAULTS
-from nodekit.deploy.host import present, remote
+from nodekit.deploy.host import present, processes
+from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -290,7 +291,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: bool) -> str:
-    started = remote.start_time(worker.pid)
+    started = processes.start_time(worker.pid)
     assert started is not None
     recorded = {"rank": 3, "pid": worker.pid, "start_time": started if is_it else started - 1}
     (tmp_path / "events.jsonl").write_text('{"time": 1.5}\n')
@@ -305,13 +306,13 @@ def test_a_signal_goes_to_the_recorded_process_and_to_nobody_who_has_its_pid_now
 ) -> None:
     other = node_dir_with(tmp_path, sleeper, is_it=False)
     for target in ("worker", "workers", "agent", "node"):
-        assert remote.inject(other, target, signal.SIGKILL)["pids"] == []
+        assert agents.inject(other, target, signal.SIGKILL)["pids"] == []
     assert sleeper.poll() is None
     own = node_dir_with(tmp_path, sleeper, is_it=True)
-    assert remote.inject(own, "agent", signal.SIGKILL)["pids"] == []
-    assert remote.inject(own, "worker", signal.SIGKILL, rank=0)["pids"] == []
+    assert agents.inject(own, "agent", signal.SIGKILL)["pids"] == []
+    assert agents.inject(own, "worker", signal.SIGKILL, rank=0)["pids"] == []
     assert sleeper.poll() is None
-    assert remote.inject(own, "worker", signal.SIGKILL, rank=3)["pids"] == [sleeper.pid]
+    assert agents.inject(own, "worker", signal.SIGKILL, rank=3)["pids"] == [sleeper.pid]
     assert sleeper.wait(5) == -signal.SIGKILL
 
 
@@ -321,10 +322,10 @@ def test_mid_save_waits_for_a_file_that_grows_and_sends_nothing_if_none_does(
     node_dir = node_dir_with(tmp_path, sleeper, is_it=True)
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots/old.pt").write_bytes(b"old")
-    assert remote.inject(node_dir, "workers", signal.SIGKILL, saving_s=0.2)["pids"] == []
+    assert agents.inject(node_dir, "workers", signal.SIGKILL, saving_s=0.2)["pids"] == []
     assert sleeper.poll() is None
     writer = subprocess.Popen(["sh", "-c", f"sleep 0.3; echo more >>'{tmp_path}/snapshots/old.pt'"])
-    assert remote.inject(node_dir, "workers", signal.SIGKILL, saving_s=10)["pids"] == [sleeper.pid]
+    assert agents.inject(node_dir, "workers", signal.SIGKILL, saving_s=10)["pids"] == [sleeper.pid]
     writer.wait()
 
 

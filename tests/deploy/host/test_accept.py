@@ -19,7 +19,7 @@ from nodekit.deploy.agent.lifeline import Hub, Lifeline
 from nodekit.deploy.agent.replicas import replica_wire
 from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.agent.replicas.replicas import Replicas
-from nodekit.deploy.host import accept, remote
+from nodekit.deploy.host import accept, ports
 from nodekit.deploy.host.accept import Acceptor
 from nodekit.deploy.host.probes import linkspeed
 from nodekit.slurm.allocation import meeting
@@ -156,7 +156,7 @@ def test_all_nodes_of_a_large_job_may_call_at_once(monkeypatch: pytest.MonkeyPat
         echo(connection, address, proven)
 
     with contextlib.ExitStack() as stack:
-        listener = remote.listen("127.0.0.1")
+        listener = ports.listen("127.0.0.1")
         acceptor = Acceptor(listener, far, name="far")
         callers = [stack.enter_context(call(listener)) for _ in range(4 * accept.MOST_UNPROVEN)]
         for each in callers:
@@ -201,7 +201,7 @@ def test_what_is_proven_is_not_ended(listener: Listener, monkeypatch: pytest.Mon
 
 def test_a_handshake_has_one_deadline_for_all_its_bytes() -> None:
     over = threading.Event()
-    with remote.listen("127.0.0.1") as listener, call(listener) as ours, listener.accept()[0] as theirs:
+    with ports.listen("127.0.0.1") as listener, call(listener) as ours, listener.accept()[0] as theirs:
 
         def drip() -> None:
             while not over.wait(0.05):
@@ -217,16 +217,16 @@ def test_a_handshake_has_one_deadline_for_all_its_bytes() -> None:
 
 
 def test_it_listens_at_one_address_alone() -> None:
-    with remote.listen("127.0.0.2") as listener:
+    with ports.listen("127.0.0.2") as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5)
-    with remote.listen("::1") as listener:
+    with ports.listen("::1") as listener:
         assert listener.getsockname()[0] == "::1"
     with pytest.raises(
         OSError, match=r"no interface of \S+ has the address 203\.0\.113\.1 to listen on; see `ip addr`"
     ):
-        remote.listen("203.0.113.1")
+        ports.listen("203.0.113.1")
 
 
 def test_who_finds_no_descriptor_waits_for_one() -> None:

@@ -20,8 +20,10 @@ import pytest
 
 from nodekit.deploy import host
 from nodekit.deploy.connect.link import Link, LinkLost, RemoteError, on_all, open_local
-from nodekit.deploy.host import present, remote
+from nodekit.deploy.host import files, present, processes
 from nodekit.deploy.host.logs import hostfollow
+from nodekit.deploy.host.node import status
+from nodekit.deploy.host.node.fence import fence as set_fence
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.errors import HostError
 
@@ -109,15 +111,15 @@ def test_a_snapshot_folder_that_cannot_be_listed_is_not_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "g0001-s000000020.json").touch()
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.ESTALE, 2))
-    assert remote.newest_snapshot(str(tmp_path)) == [1, 20], "it was tried again"
+    assert status.newest_snapshot(str(tmp_path)) == [1, 20], "it was tried again"
     monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.EIO, 99))
-    assert remote.newest_snapshot(str(tmp_path)) == [1, 20], "for a while the last answer is good enough"
-    monkeypatch.setattr(remote, "HELD_S", 0.0)
+    assert status.newest_snapshot(str(tmp_path)) == [1, 20], "for a while the last answer is good enough"
+    monkeypatch.setattr(status, "HELD_S", 0.0)
     with pytest.raises(OSError, match=rf"which snapshot is the newest there is not known: '{tmp_path}'"):
-        remote.newest_snapshot(str(tmp_path))
+        status.newest_snapshot(str(tmp_path))
 
 
 @pytest.mark.parametrize("file", ["fence", "spec.json", "agent.json"])
@@ -126,20 +128,20 @@ def test_what_cannot_be_read_of_a_node_is_not_missing(
 ) -> None:
     (tmp_path / "fence").write_text("4\n")
     (tmp_path / "spec.json").write_text('{"generation": 4}')
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     real = os.open
     monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EMFILE, 2))
-    found = remote.status(str(tmp_path))
+    found = status.status(str(tmp_path))
     assert (found["fence"], found["generation"]) == (4, 4)
     monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EIO, 99))
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / file}'"):
-        remote.status(str(tmp_path))
+        status.status(str(tmp_path))
 
 
 def test_a_fence_that_holds_no_number_is_not_no_fence(tmp_path: Path) -> None:
     (tmp_path / "fence").write_text("")
     with pytest.raises(OSError, match="it holds b'', and a whole number was wanted"):
-        remote.fence_of(str(tmp_path))
+        status.fence_in(str(tmp_path))
 
 
 def test_what_takes_too_long_is_not_waited_for(link: Link, tmp_path: Path) -> None:
@@ -211,7 +213,11 @@ def followed(
     node_dir: Path, monkeypatch: pytest.MonkeyPatch, *meanwhile: Callable[[], object]
 ) -> list[list[dict[str, Any]]]:
     """What `hostfollow.follow` sends before each rest, of a node whose agent is this process; changes alone wake it."""
-    own = {"pid": os.getpid(), "start_time": remote.start_time(os.getpid()), "boot_id": hostfacts.boot_id()}
+    own = {
+        "pid": os.getpid(),
+        "start_time": processes.start_time(os.getpid()),
+        "boot_id": hostfacts.boot_id(),
+    }
     (node_dir / "logs").mkdir(parents=True)
     (node_dir / "agent.json").write_text(json.dumps(own))
     (node_dir / "events.jsonl").write_text('{"time": 1.5}\n')
@@ -260,8 +266,8 @@ def test_what_has_come_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_of_a_new_status_no_more_is_read_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look takes its share of a core from the ranks."""
-    folder, reader = tmp_path / "n0", mock.Mock(wraps=remote.status)
-    monkeypatch.setattr(remote, "status", reader)
+    folder, reader = tmp_path / "n0", mock.Mock(wraps=status.status)
+    monkeypatch.setattr(status, "status", reader)
     counts: list[int] = []
 
     def then(change: Callable[[], object]) -> Callable[[], None]:
@@ -275,7 +281,7 @@ def test_of_a_new_status_no_more_is_read_than_that(tmp_path: Path, monkeypatch: 
         folder,
         monkeypatch,
         then(lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7})),
-        then(lambda: remote.write_private(str(folder / "fence"), b"3")),
+        then(lambda: files.write_private(str(folder / "fence"), b"3")),
         then(lambda: None),
     )
     (_, *seen) = [(part["status"].get("step"), part["status"]["fence"]) for parts in sent for part in parts]
@@ -300,7 +306,7 @@ def test_each_change_is_seen_and_nothing_else_is_sent(
         lambda: add("logs/rank1-attempt0.0.log", "another\n"),
         lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7}),
         lambda: add("events.jsonl", '{"time": 2.5}\n'),
-        lambda: remote.write_private(str(folder / "fence"), b"3"),
+        lambda: files.write_private(str(folder / "fence"), b"3"),
         lambda: add("events.jsonl", '{"time": 3.5'),
         lambda: add("events.jsonl", "}\n"),
     )
@@ -349,7 +355,7 @@ def test_a_rest_ends_when_the_folder_has_changed_or_the_agent_has_ended(
         assert rest(0.1) == set(), "once"
         threading.Timer(0.1, present.of(str(tmp_path)).write, [{**STATUS, "time": 3.5}]).start()
         assert rest(forever_s) == {"status"}, "rewritten where it stands"
-        threading.Timer(0.1, remote.write_private, [str(tmp_path / "fence"), b"3"]).start()
+        threading.Timer(0.1, files.write_private, [str(tmp_path / "fence"), b"3"]).start()
         assert rest(forever_s) == {"folder"}, "replaced"
         threading.Timer(0.1, agent.kill).start()
         assert rest(forever_s) == set()
@@ -446,7 +452,7 @@ def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    remote.fence(str(tmp_path), 1)
+    set_fence(str(tmp_path), 1)
     one = ["sync file", "rename to fence", "sync folder"]
     assert calls == one * 2, "in the folder of the snapshots, and in the node's"
     assert (tmp_path / "fence").stat().st_mode & 0o777 == 0o600

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.host import present, remote
+from nodekit.deploy.host import files, present, processes
+from nodekit.deploy.host.node import agents, fence, status
 from nodekit.deploy.host.probes import hostfacts
 
 
@@ -27,7 +28,7 @@ def node_of(folder: Path, worker: subprocess.Popen[bytes], *, boot_id: str) -> s
     node = {"run": "lab-1", "node": "n0"}
     line = {**node, "time": 1.0, "kind": "agent-started"}
     (folder / "events.jsonl").write_text(json.dumps(line) + "\n")
-    process = {"pid": worker.pid, "start_time": remote.start_time(worker.pid)}
+    process = {"pid": worker.pid, "start_time": processes.start_time(worker.pid)}
     workers = [{**process, "rank": 0, "local_rank": 0}]
     present.Present(str(folder / "events.jsonl")).write(
         {**node, "time": 1.0, "state": "running", "workers": workers}
@@ -39,7 +40,7 @@ def node_of(folder: Path, worker: subprocess.Popen[bytes], *, boot_id: str) -> s
 
 def test_a_worker_that_outlived_its_agent_is_killed(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     node_dir = node_of(tmp_path, worker, boot_id=hostfacts.boot_id())
-    assert remote.stop(node_dir, grace_s=1.0) == {"was": "not running", "killed": False}
+    assert agents.stop(node_dir, grace_s=1.0) == {"was": "not running", "killed": False}
     assert worker.wait(10) == -signal.SIGKILL
 
 
@@ -47,18 +48,18 @@ def test_a_process_of_this_boot_is_not_a_worker_of_an_earlier_one(
     tmp_path: Path, worker: subprocess.Popen[bytes]
 ) -> None:
     node_dir = node_of(tmp_path, worker, boot_id="an earlier one")
-    assert remote.inject(node_dir, "worker", signal.SIGKILL)["pids"] == []
-    assert remote.inject(node_dir, "node", signal.SIGKILL)["pids"] == []
-    assert remote.stop(node_dir, grace_s=1.0, force=True) == {"was": "not running", "killed": False}
+    assert agents.inject(node_dir, "worker", signal.SIGKILL)["pids"] == []
+    assert agents.inject(node_dir, "node", signal.SIGKILL)["pids"] == []
+    assert agents.stop(node_dir, grace_s=1.0, force=True) == {"was": "not running", "killed": False}
     assert worker.poll() is None
-    assert remote.said(node_dir)["state"] == "stopped"
+    assert status.said(node_dir)["state"] == "stopped"
 
 
 def test_of_requests_that_come_at_once_the_older_never_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node_dir = str(tmp_path / "n0")
-    write = remote.write_private
+    write = files.write_private
 
     def writes(path: str, data: bytes, durable: bool = False) -> None:
         if path.endswith(("fence", "electorate.json")):  # an older one takes its time
@@ -66,15 +67,15 @@ def test_of_requests_that_come_at_once_the_older_never_comes_last(
             time.sleep(0.05 / (1 + number))
         write(path, data, durable=durable)
 
-    remote.fence(node_dir, 0)
+    fence.fence(node_dir, 0)
     write(f"{node_dir}/spec.json", json.dumps({"generation": 0}).encode())
-    monkeypatch.setattr(remote, "write_private", writes)
+    monkeypatch.setattr(files, "write_private", writes)
     electorate = {"generation": 0, "nodes": ["n0"]}
     calls: list[Callable[[], object]] = [
-        lambda number=number: remote.fence(node_dir, number) for number in range(1, 6)
+        lambda number=number: fence.fence(node_dir, number) for number in range(1, 6)
     ]
     calls += [
-        lambda number=number: remote.grant(node_dir, {**electorate, "version": number})
+        lambda number=number: fence.grant(node_dir, {**electorate, "version": number})
         for number in range(1, 6)
     ]
     threads = [threading.Thread(target=call) for call in calls]
@@ -83,5 +84,5 @@ def test_of_requests_that_come_at_once_the_older_never_comes_last(
     for thread in threads:
         thread.join()
 
-    assert remote.fence_of(node_dir) == 5
-    assert remote.load(f"{node_dir}/electorate.json")["version"] == 5
+    assert status.fence_in(node_dir) == 5
+    assert files.load(f"{node_dir}/electorate.json")["version"] == 5

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.host import tree
+from nodekit.deploy.host import tree, treefiles
 from nodekit.deploy.sync.listing import take
 
 NAMES = [
@@ -95,7 +95,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def test_it_is_standard_library_and_old_syntax() -> None:
-    source = Path(tree.__file__).read_text(encoding="utf-8")
+    source = Path(treefiles.__file__).read_text(encoding="utf-8")
     module = ast.parse(source, feature_version=(3, 8))
     for node in ast.walk(module):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -107,7 +107,7 @@ def test_it_is_standard_library_and_old_syntax() -> None:
 def test_every_file_is_hashed_once(tmp_path: Path) -> None:
     for number in range(500):  # several batches for several threads
         write(tmp_path / str(number), str(number).encode())
-    stats, problems = tree.hash_files(str(tmp_path), [str(number) for number in range(500)])
+    stats, problems = treefiles.hash_files(str(tmp_path), [str(number) for number in range(500)])
     assert problems == {}
     assert sorted(stats, key=int) == [str(number) for number in range(500)]
 

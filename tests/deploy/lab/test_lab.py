@@ -12,8 +12,8 @@ import pytest
 import yaml
 from lab_hosts import connect_s, no_answer, on, processes, wait_until
 
-from nodekit.deploy.commands.lab import Lab
 from nodekit.deploy.lab import lab_disk, lab_network
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.errors import HostError
 
 in_a_lab = pytest.mark.lab

@@ -1,4 +1,3 @@
-import argparse
 import contextlib
 import os
 import re
@@ -14,8 +13,9 @@ import pytest
 import yaml
 from lab_hosts import connect_s, on, processes
 
-from nodekit.deploy.commands.lab import Lab, add_commands
+from nodekit.deploy.commands import cli
 from nodekit.deploy.lab import lab_cluster, lab_disk, lab_network, lab_process
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.inventory.errors import KitError
 
@@ -313,9 +313,7 @@ def test_missing_programs_are_named_with_their_packages(
 
 def kit(*argv: str) -> int:
     """Run a command as kit's own command line would."""
-    parser = argparse.ArgumentParser(prog="kit")
-    add_commands(parser.add_subparsers())
-    args = parser.parse_args(argv)
+    args = cli.parser("lab").parse_args(argv)
     result = args.run(args)
     assert isinstance(result, int)
     return result

@@ -1,4 +1,3 @@
-import argparse
 import contextlib
 import os
 import re
@@ -13,8 +12,9 @@ import pytest
 import submitit
 from lab_hosts import make_whole, on, wait_until
 
-from nodekit.deploy.commands.lab import Lab, add_commands, run_status
+from nodekit.deploy.commands import cli
 from nodekit.deploy.lab import lab_cluster
+from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.lab.lab_network import LabHost
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.lab.lab_slurm import STATE_FOLDERS, LabSlurm, slurm_conf
@@ -95,10 +95,7 @@ def test_no_daemon_sees_what_a_slurm_of_this_machine_has_left(cluster: Lab) -> N
 @in_a_lab
 def test_up_tells_how_to_use_it(cluster: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--slurm", "3", "--folder", str(cluster.folder)]
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers())
-    args = parser.parse_args(["lab", "up", *argv])
-    assert args.run(args) == 0
+    assert cli.main(["lab", "up", *argv]) == 0
     output = capsys.readouterr().out
     assert output.startswith("already up: 3 hosts")
     usage = re.search("slurm: +(export SLURM_CONF=.*)", output)
@@ -154,7 +151,7 @@ def test_a_crashed_host_goes_down_and_serves_again_when_revived(
     wait_until(
         lambda: "down" in cluster.slurm.node_states()["node3"], timeout_s=30, what="a node that is down"
     )
-    run_status(argparse.Namespace(folder=cluster.folder))
+    cli.main(["lab", "status", "--folder", str(cluster.folder)])
     assert re.search(
         r"node1 .*up   slurm: idle\n(?s:.*)node3 .*crashed   slurm: down", capsys.readouterr().out
     )
@@ -188,7 +185,7 @@ def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> 
 @needs_root
 def test_down_removes_what_an_up_that_was_killed_had_made(labs: Path) -> None:
     folder = labs / "lab"
-    up = "import sys; from pathlib import Path; from nodekit.deploy.commands.lab import Lab; "
+    up = "import sys; from pathlib import Path; from nodekit.deploy.lab.lab_cluster import Lab; "
     command = [sys.executable, "-c", f"{up}Lab.up(2, folder=Path(sys.argv[1]), slurm=True)", str(folder)]
     with subprocess.Popen(command) as process:
         wait_until(lambda: list(folder.glob("hosts/node*/init.json")), what="a host")

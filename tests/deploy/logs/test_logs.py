@@ -20,9 +20,10 @@ from kit_runs import Kit, run_id
 from nodekit.deploy.connect.link import Link, open_local
 from nodekit.deploy.host.logs import hostfollow, logbook, logread
 from nodekit.deploy.host.logs.logbook import Logbook, Marks
-from nodekit.deploy.logs import fetchlogs, loglines, showlogs
-from nodekit.deploy.logs.loglines import Line, Source, Style, Wanted, Window
+from nodekit.deploy.logs import showlogs
 from nodekit.deploy.logs.showlogs import Reader
+from nodekit.deploy.records import fetchlogs, loglines
+from nodekit.deploy.records.loglines import Line, Source, Style, Wanted, Window
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes

@@ -21,13 +21,14 @@ from disks import full, small_disk
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.drill.drill_job import copied
-from nodekit.deploy.host.remote import append_private
+from nodekit.deploy.host.files import append_private
 from nodekit.deploy.notify import deliver, notify
 from nodekit.deploy.notify.deliver import NotDelivered
 from nodekit.deploy.notify.message import Message, Story
 from nodekit.deploy.notify.notify import Notifier
 from nodekit.deploy.records.events import Event, Follower, read
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.secret_files import notify_secrets
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Notify
@@ -428,10 +429,10 @@ def test_a_secret_that_is_not_set_is_found_before_the_run(
     with pytest.raises(
         KitError, match=r"notify\.webhook names NO_SUCH_HOOK, not set in this environment; export"
     ):
-        notify.secrets_of(inventory)
+        notify_secrets(inventory)
 
     monkeypatch.setenv("NO_SUCH_HOOK", SECRET)
-    assert notify.secrets_of(inventory) == {"NO_SUCH_HOOK": SECRET}
+    assert notify_secrets(inventory) == {"NO_SUCH_HOOK": SECRET}
     assert SECRET not in json.dumps(dump(inventory))
 
 

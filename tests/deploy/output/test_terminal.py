@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import sys
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodekit.deploy.commands import cli
+from nodekit.deploy.commands import cli, status
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.terminal import harmless
 from nodekit.inventory.errors import KitError
@@ -82,7 +83,7 @@ def test_what_a_host_said_is_harmless_in_an_error_and_a_file_gets_it_as_it_is(
     def fails(_: object) -> int:
         raise KitError("gpu1: its login says \x1b]0;mine\x07hello")
 
-    monkeypatch.setattr(cli, "_status", fails)
+    monkeypatch.setattr(status, "COMMAND", dataclasses.replace(status.COMMAND, run=fails))
     monkeypatch.setattr(sys, "stderr", said)
     assert cli.main(["status"]) == 1
     assert said.getvalue() == (

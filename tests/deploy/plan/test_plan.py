@@ -18,7 +18,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
-from nodekit.training.engines import LIBRARIES
+from nodekit.training.engine_info import LIBRARIES
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 

@@ -21,6 +21,8 @@ from places import RECORDED
 from test_plan import facts, inventory
 
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.launch import start
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import script
 from nodekit.deploy.plan.check import clocks
 from nodekit.deploy.plan.findings import Finding
@@ -29,10 +31,9 @@ from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_sm
 from nodekit.deploy.preflight.checkup import Report, Seen
 from nodekit.deploy.preflight.nvidia_smi import SmiError
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.ssh_backend import start, up
-from nodekit.deploy.ssh_backend.start import Options
+from nodekit.deploy.ssh_backend.backend import SshBackend
 from nodekit.inventory.errors import KitError
-from nodekit.slurm import show
+from nodekit.slurm.backend import SlurmBackend
 
 A100 = "nvidia-smi-535.54.03-a100-mig.xml"
 ADA = "nvidia-smi-595.84-rtx4000ada.xml"
@@ -465,14 +466,14 @@ def test_what_the_command_runs_is_what_is_read(
         ("../tools/x.py", "../tools/x.py lies outside of "),
     ],
 )
-@pytest.mark.parametrize("how", [start.start, up.dry_run, show.dry_run])
+@pytest.mark.parametrize("how", [start.start, SshBackend().up, SlurmBackend().up])
 def test_what_cannot_run_is_refused_before_any_host_is_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str, how: Callable[..., Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Which does not exist: that would be told, had it been looked for.
-    found = inventory(tmp_path, "slurm: {nodes: 1}\n" if how is show.dry_run else ONE)
-    options = Options(inventory=found.path, command=tuple(command.split()))
+    found = inventory(tmp_path, "slurm: {nodes: 1}\n" if "Slurm" in str(how) else ONE)
+    options = Options(inventory=found.path, command=tuple(command.split()), dry_run=how is not start.start)
     with contextlib.ExitStack() as stack, pytest.raises(KitError, match=f"^{said}"):
         how(stack, found, None, options) if how is start.start else how(found, options)
 

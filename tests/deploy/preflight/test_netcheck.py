@@ -20,11 +20,11 @@ from lab_hosts import BUSY_S, on
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host.probes import netprobe
+from nodekit.deploy.host.probes import netprobe, netstate
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.preflight.network import firewall, netcheck, nethost, netpairs
+from nodekit.deploy.preflight.network import firewall, netcheck, nethost, netpairs, outcomes
 from nodekit.inventory.load import load_inventory
 
 DEADLINE_S = 20.0  # also where this machine is busy; no healthy host takes a part of it
@@ -455,8 +455,8 @@ INIT = {**ACTIVE, "state": "2: INIT"}
 
 
 def test_rdma_ports_are_read_from_sysfs(tmp_path: Path) -> None:
-    assert netprobe.rdma_ports(str(tmp_path)) == []
-    found = netprobe.rdma_ports(sysfs(tmp_path / "a [b]", {"mlx5_0": ACTIVE, "mlx5_1": {}}))
+    assert netstate.rdma_ports(str(tmp_path)) == []
+    found = netstate.rdma_ports(sysfs(tmp_path / "a [b]", {"mlx5_0": ACTIVE, "mlx5_1": {}}))
     assert found == [
         {"device": "mlx5_0", "port": 1, "state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand",
          "rate": "200 Gb/sec (4X HDR)", "interfaces": ["ib0"]},
@@ -483,8 +483,8 @@ def test_rdma_that_is_not_active_is_named(
     tmp_path: Path, a: Any, b: Any, env: dict[str, str], kind: str, level: str | None, words: str
 ) -> None:
     nic = {"name": "ib0", "kind": kind}
-    ports = {name: netprobe.rdma_ports(sysfs(tmp_path / name, each)) for name, each in (("a", a), ("b", b))}
-    found = nethost.rdma_findings(ports, {"a": nic, "b": nic}, env={"a": env, "b": env}, with_gpus={"a", "b"})
+    ports = {name: netstate.rdma_ports(sysfs(tmp_path / name, each)) for name, each in (("a", a), ("b", b))}
+    found = nethost.rdma_findings(ports, {"a": nic, "b": nic}, env={"a": env, "b": env})
     assert [(finding.host, finding.level) for finding in found] == ([("b", level)] if level else [])
     for finding in found:
         assert words in finding.found
@@ -504,13 +504,13 @@ def test_rdma_that_is_not_active_is_named(
     ],
 )
 def test_pairs_that_fare_alike_are_told_of_once(faults: str, wanted: list[str]) -> None:
-    groups = netpairs.grouped({(pair[0], pair[1]): "dropped" for pair in faults.split()}, "abc")
+    groups = outcomes.grouped({(pair[0], pair[1]): "dropped" for pair in faults.split()}, "abc")
     assert [f"{group.host}: {group.words}" if group.words else group.host for group in groups] == wanted
 
 
 def test_two_hosts_are_a_pair_and_hosts_that_fare_differently_are_not_alike() -> None:
-    assert [group.host for group in netpairs.grouped({("a", "b"): 1}, "ab")] == ["a → b"]
-    assert [group.host for group in netpairs.grouped({("a", "b"): 1, ("c", "b"): 2}, "abc")] == [
+    assert [group.host for group in outcomes.grouped({("a", "b"): 1}, "ab")] == ["a → b"]
+    assert [group.host for group in outcomes.grouped({("a", "b"): 1, ("c", "b"): 2}, "abc")] == [
         "a → b",
         "c → b",
     ]
@@ -596,7 +596,7 @@ def test_no_pair_is_called_blocked_before_it_was_tried_alone(two_ends: Any, deaf
         netprobe.finish(f"netprobe {name}")
         said[name] = netprobe.begin(f"netprobe {name}", name, "t0ken", "127.0.0.1", None, 2, 30.0)
     ends = {
-        name: netpairs.End(
+        name: outcomes.End(
             host=name, address="127.0.0.1", interface="lo", mtu=1500, ports=tuple(said[name]["ports"]),
             udp_port=said[name]["udp_port"], port_range=(32768, 60999),
         )
@@ -609,14 +609,14 @@ def test_no_pair_is_called_blocked_before_it_was_tried_alone(two_ends: Any, deaf
     assert pairs["b", "a"].is_open
     assert pairs["a", "b"].is_alone
     assert pairs["a", "b"].is_open == (deaf == 1)
-    found = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    found = outcomes.findings(pairs, ends, {}, port=29500, port_matters=True)
     assert [each.level for each in found] == ([] if deaf == 1 else ["failure"])
     assert all("tried twice, the second time this pair alone" in each.found for each in found)
 
 
 def test_a_pair_that_could_not_be_tried_alone_is_no_failure(two_ends: Any) -> None:
     ends = {
-        name: netpairs.End(
+        name: outcomes.End(
             host=name,
             address="127.0.0.1",
             interface="lo",
@@ -630,13 +630,13 @@ def test_a_pair_that_could_not_be_tried_alone_is_no_failure(two_ends: Any) -> No
     links: Any = {"a": Here("a", {"b": 99}), "b": Here("b", {"a": 99})}
     two_ends("127.0.0.1")
     pairs, _ = netpairs.measure(links, "netprobe", ends, left_s=lambda: 3.0)
-    found = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    found = outcomes.findings(pairs, ends, {}, port=29500, port_matters=True)
     assert {each.level for each in found} == {"warning"}
     assert all("there was no time to try it alone" in each.found for each in found)
 
 
 def test_the_kernel_tells_how_full_its_neighbour_tables_are() -> None:
-    tables = netprobe.neighbours()
+    tables = netstate.neighbours()
     assert set(tables) >= {"arp_cache"}
     table = tables["arp_cache"]
     limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
@@ -730,20 +730,20 @@ def test_of_two_mtus_that_are_as_common_the_smaller_one_is_advised() -> None:
 
 def test_packets_that_leave_by_another_way_than_the_chosen_interface_are_a_warning() -> None:
     ends = {
-        name: netpairs.End(
+        name: outcomes.End(
             host=name, address=f"10.0.0.{number}", interface=f"eth{number}", mtu=1500, ports=(29500, 40000),
             udp_port=5000, port_range=(32768, 60999),
         )
         for number, name in enumerate("ab", start=1)
     }  # fmt: skip
     pairs = {
-        (a, b): netpairs.Pair(
+        (a, b): outcomes.Pair(
             source=a, target=b, connects=(29500, 40000), failed={}, words={}, unsent={},
             source_address=source_address, arrived=frozenset({256, 1500}),
         )
         for a, b, source_address in (("a", "b", "192.168.0.1"), ("b", "a", "10.0.0.2"))
     }  # fmt: skip
-    (found,) = netpairs.judge(pairs, ends, {}, port=29500, port_matters=True)
+    (found,) = outcomes.findings(pairs, ends, {}, port=29500, port_matters=True)
     assert (found.host, found.level) == ("a", "warning")
     assert found.found == "its packets to b leave from 192.168.0.1, not from 10.0.0.1 (eth1)"
     assert found.cure == "on a: sudo ip route replace 10.0.0.2 dev eth1 src 10.0.0.1"

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.connect.link import Link, open_local
-from nodekit.deploy.host import remote
+from nodekit.deploy.host.node import agents
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm import submit
+from nodekit.slurm.leader import forget_secrets
 from nodekit.slurm.prepare import Ready
-from nodekit.slurm.show import forget_secrets
 
 
 @pytest.fixture
@@ -105,4 +105,4 @@ def test_secrets_that_cannot_be_removed_are_told(
 
 def test_no_agent_starts_without_the_secrets_it_was_to_have(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="were removed when it ended; kit up brings them again"):
-        remote.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
+        agents.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))

@@ -449,7 +449,9 @@ def test_a_secret_in_any_text_of_any_event_is_nowhere_in_what_is_written(
     assert PRINTED in run.verdict
     assert PRINTED in run.inventory["hosts"][0]["workdir"]
     spoilt_events = [spoilt(event) for event in events]
-    monkeypatch.setattr("nodekit.deploy.records.past.past", lambda *_: (run, spoilt_events))
+    monkeypatch.setattr(
+        "nodekit.deploy.ssh_backend.backend.SshBackend.history", lambda *_: (run, spoilt_events)
+    )
     answers = {"gpu1": spoilt({"hostname": "x", "python": "3.11", "torch": "2.13"})}
     monkeypatch.setattr(report, "_ask", lambda *_: ([], answers, spoilt("asked")))
     options = SshOptions(notice=lambda _: None)

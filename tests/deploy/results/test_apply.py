@@ -23,6 +23,7 @@ from sklearn.metrics import classification_report, confusion_matrix
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.link import LinkLost, open_local
+from nodekit.deploy.plan import plan
 from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
 from nodekit.training import apply
@@ -222,7 +223,7 @@ def test_a_file_is_a_text_on_each_line(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_where_weights_may_lie(argv: list[str], expected: list[str]) -> None:
     node = {"argv": argv, "env": {"NODEKIT_OUTPUT_DIR": "/n/output"}, "code_dir": "/c", "max_nodes": 2}
-    assert kit_apply.folders(node, "best") == expected
+    assert plan.weights_folders(node, "best") == expected
 
 
 def test_columns_are_aligned_whatever_the_script_of_the_labels() -> None:

@@ -16,7 +16,7 @@ from agents import until
 from kit_runs import Kit
 
 from nodekit.deploy.commands.cli import main
-from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.cluster import SshOptions, login_argv
 from nodekit.deploy.connect.link import Link, open_local
 from nodekit.deploy.shell import shell
 from nodekit.deploy.shell.shell import Ended, Lines
@@ -323,8 +323,8 @@ def test_logging_in_is_ssh_as_the_inventory_says(host: str, argv: list[str], tmp
     (tmp_path / "lab.yaml").write_text(f"hosts: {{gpu1: {host}}}")
     (found,) = load_inventory(tmp_path / "lab.yaml").hosts
     wanted = [each.replace("{folder}", str(tmp_path)) for each in argv]
-    assert shell.login_argv(found, accept_new_host_keys=False) == wanted
-    assert "StrictHostKeyChecking=accept-new" in shell.login_argv(found, accept_new_host_keys=True)
+    assert login_argv(found, accept_new_host_keys=False) == wanted
+    assert "StrictHostKeyChecking=accept-new" in login_argv(found, accept_new_host_keys=True)
 
 
 @pytest.mark.parametrize(

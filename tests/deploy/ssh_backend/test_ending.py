@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.host import made, tree
-from nodekit.deploy.ssh_backend.ending import rows
+from nodekit.deploy.host import treefiles as tree
+from nodekit.deploy.host.node import made
+from nodekit.deploy.launch.ending import rows
 from nodekit.inventory.errors import HostError
 
 
@@ -22,7 +23,7 @@ def placed(folder: Path, **files: str) -> Path:
     (code / "data").symlink_to("/nowhere")
     stats, _ = tree.hash_files(str(code), files)
     listed: list[Any] = [[name, "f", False, len(text), stats[name][4]] for name, text in files.items()]
-    tree._write_list(str(code), "digest", [*listed, ["data", "l", False, 0, "/nowhere"]], stats)
+    tree.write_list(str(code), "digest", [*listed, ["data", "l", False, 0, "/nowhere"]], stats)
     return code
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.ssh_backend.drain import ask, refusal
+from nodekit.deploy.supervise.drain import ask, refusal
 from nodekit.deploy.supervise.judge import Rules
 
 RULES = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)

@@ -8,8 +8,8 @@ from fake_nodes import NAMES, FakeLink, Nodes
 
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
-from nodekit.deploy.ssh_backend.start import rules_of
 from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 

@@ -21,11 +21,10 @@ from nodekit.deploy.agent.ranks.failures import Failure
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.screen.view import View
-from nodekit.deploy.ssh_backend.start import rules_of
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import judge, supervise
 from nodekit.deploy.supervise.judge import Action, Fence, Finish, Join, Rules, Seen, Start, State, Stop
-from nodekit.deploy.supervise.supervise import Supervisor, seen_of
+from nodekit.deploy.supervise.supervise import Supervisor, rules_of, seen_of
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")

@@ -6,86 +6,36 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.notify import notify
+from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.host.node.schema import VERSION
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import checkup
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import judge
 from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
-from nodekit.deploy.supervise.judge import FINAL, Rules
+from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
 
-if TYPE_CHECKING:
-    from nodekit.deploy.metrics.metrics_port import Place
-
 STARTED_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line of `kit up` says."""
-
-    inventory: Path
-    command: tuple[str, ...] | None = None
-    dry_run: bool = False
-    json: bool = False
-    detach: bool = False
-    new: bool = False
-    quiet: bool = False
-    plain: bool = False
-    """Lines in a terminal too, in place of the live view."""
-    sweep: tuple[str, ...] = ()
-    """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
-    skip_check: bool = False
-    """Look only for what no job can do without."""
-    metrics: Place | None = None
-    """Where metrics for Prometheus are served."""
-    ssh: SshOptions = field(default_factory=SshOptions)
-
-
-class Phases:
-    """Says how long each phase took, and records it."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self.began = time.time()
-        self.done: list[tuple[str, float, float]] = []
-        """Name, seconds, and when it was done."""
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[list[str]]:
-        """Time one phase; what the caller puts into the list is said at its end."""
-        said: list[str] = []
-        start = time.monotonic()
-        yield said
-        seconds = time.monotonic() - start
-        self.done.append((name, seconds, time.time()))
-        self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
-
-    def say(self, text: str) -> None:
-        """One line, unless silent."""
-        if not self._silent:
-            print(text, flush=True)
 
 
 def gather_facts(
@@ -204,7 +154,7 @@ def start(
     phases = Phases(silent=options.quiet)
     secrets = secrets_of(inventory)
     if not placed:  # else they were looked at where the job was submitted
-        notify.secrets_of(inventory)
+        secret_files.notify_secrets(inventory)
         script.find(inventory, options.command)
     run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
     phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
@@ -254,6 +204,7 @@ def start(
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     run.event(
         "run-started",
+        version=VERSION,
         time=phases.began,
         generation=run.generation,
         nodes=[node.name for node in planned.active],
@@ -272,7 +223,7 @@ def start(
         port=planned.nodes[0].master_port,
         nodes=active,
     )
-    groups = cluster.one_per_folder(facts)
+    groups = check.one_per_folder(facts)
     firsts = {name: links[name] for name in groups}
     code_digest, named_left_out = run.code_digest, run.left_out
     try:
@@ -322,16 +273,6 @@ def start(
     return hands
 
 
-def rules_of(inventory: Inventory) -> Rules:
-    """What the supervisor goes by."""
-    return Rules(
-        nodes=tuple(host.name for host in inventory.hosts),
-        min_nodes=inventory.nodes.min,
-        max_nodes=inventory.nodes.max,
-        wait_s=inventory.timings.wait,
-    )
-
-
 def _connect(
     stack: contextlib.ExitStack, inventory: Inventory, options: Options, phases: Phases
 ) -> dict[str, Link]:
@@ -350,7 +291,7 @@ def _connect(
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
-    check.all_or_raise(on_all({name: name for name in names}, function))
+    all_or_raise(on_all({name: name for name in names}, function))
 
 
 class _Reading:
@@ -375,7 +316,7 @@ class _Reading:
             KitError: it could not be.
         """
         self._thread.join()
-        found: tuple[sync.Tree, LeftOut] = check.all_or_raise(self._found)["code"]
+        found: tuple[sync.Tree, LeftOut] = all_or_raise(self._found)["code"]
         return found
 
 
@@ -432,13 +373,8 @@ def _send(
         for name, link in firsts.items()
     }
     with sync.progress_bars(silent=options.quiet) as progress:
-        check.all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
+        all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
     return targets
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
@@ -459,7 +395,7 @@ def _wait_started(hands: Hands, names: Sequence[str]) -> None:
     def wait(name: str) -> None:
         while True:
             status = hands.status(name)
-            if status.get("state") in ("running", "waiting", *FINAL):
+            if status.get("state") in ("running", "waiting", *runs.ENDED):
                 return
             if not status["alive"]:
                 raise HostError(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection
 
-from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.narrate import names
 from nodekit.deploy.supervise.judge import Rules
-from nodekit.inventory.errors import KitError
 
 
 def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:
@@ -54,29 +51,3 @@ def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str
             return why
         run.drain(drained | {node})
     return f"{node} leaves the job when its ranks have saved, and stays out until it is taken back"
-
-
-def run_drain(args: argparse.Namespace) -> int:
-    """Drain a node, or take it back; the exit status."""
-    from nodekit.deploy.ssh_backend.start import rules_of
-    from nodekit.inventory.load import restore
-
-    run = runs.find(args.run_id)
-    if run.slurm:
-        raise KitError(
-            f"{run.run_id} is Slurm's: scontrol update nodename={args.node} state=drain takes the node away after "
-            "the job; slurm.nodes says how many the job takes"
-        )
-    if run.state not in runs.LIVE:
-        raise KitError(f"{run.run_id} is over ({run.state}): there is nothing to drain")
-    rules = rules_of(restore(run.inventory))
-    if args.node not in rules.nodes:
-        raise KitError(f"{run.run_id}: {refusal(rules, (), args.node)}")
-    if not args.undo and (why := refusal(rules, run.drained, args.node)):
-        raise KitError(why)
-    print(ask(run, rules, args.node, undo=args.undo))
-    lock = runs.SupervisorLock(run)
-    if lock.take():
-        lock.release()
-        print(f"nobody supervises {run.run_id} at the moment: kit up does, and then it is done")
-    return 0

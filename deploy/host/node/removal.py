@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.host.probes import probes
+from nodekit.deploy.host.node import leftovers
 
 _OWN = ("code", "code.tree.json", "slurm", "state")  # beside the nodes' folders
 _BEAT_S = 1.0
@@ -80,7 +80,7 @@ def remove(
         place = Path(folder)
         shm = [(each["run"], each["node"]) for each in _runs(place, run_id)]
         if shm:  # nobody could tell later whose it was
-            probes.clean(str(place.parent.parent), shm, _GRACE_S)
+            leftovers.clean(str(place.parent.parent), shm, _GRACE_S)
         if keep_snapshots:
             _strip(place)
             return
@@ -161,7 +161,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _runs(place: Path, run_id: str) -> list[dict[str, Any]]:
-    return [each for each in probes.runs(str(place.parent.parent)) if each["run"] == run_id]
+    return [each for each in leftovers.runs(str(place.parent.parent)) if each["run"] == run_id]
 
 
 def _alive(place: Path, run_id: str) -> list[str]:

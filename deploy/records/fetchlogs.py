@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.connect.link import on_all
-from nodekit.deploy.host.remote import write_private
-from nodekit.deploy.logs.loglines import Source
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.records.loglines import Source
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -78,22 +78,36 @@ def copies(run: Run) -> dict[str, Copy]:
     return found
 
 
-def fetch_run(
-    run: Run, links: Mapping[str, Link], output: str | None = None, *, nodes: Sequence[str] = ()
-) -> Fetched:
-    """Copy the logs of `nodes`, by default all, as far as they have a link; other copies stay as they are."""
-    sources = [
+def sources_of(record: Run, links: Mapping[str, Link]) -> list[Source]:
+    """The logs of those nodes of a run that there is a link for."""
+    return [
         Source(
             node=name,
-            folder=f"{run.nodes[name]['node_dir']}/logs",
-            clock_offset=run.clock_offsets.get(name, 0.0),
+            folder=f"{record.nodes[name]['node_dir']}/logs",
+            clock_offset=record.clock_offsets.get(name, 0.0),
             link=link,
         )
         for name, link in links.items()
-        if name in (nodes or run.nodes)
+        if name in record.nodes
     ]
-    fetched = fetch(sources, Path(output) if output else folder_of(run), run)
-    for name in nodes or run.nodes:
+
+
+def fetch_run(
+    run: Run,
+    links: Mapping[str, Link],
+    output: str | None = None,
+    *,
+    nodes: Sequence[str] = (),
+    record: Run | None = None,
+) -> Fetched:
+    """Copy the logs of `nodes`, by default all, as far as they have a link; other copies stay as they are.
+
+    `record` is its supervisor's, where that is another one.
+    """
+    record = record or run
+    wanted = {name: link for name, link in links.items() if name in (nodes or record.nodes)}
+    fetched = fetch(sources_of(record, wanted), Path(output) if output else folder_of(run), run)
+    for name in nodes or record.nodes:
         if name not in links:
             fetched.failed[name] = f"{name} cannot be reached"
     return fetched

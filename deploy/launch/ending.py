@@ -8,7 +8,6 @@ from typing import Any
 from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.results import apply
 
 LOOK_TIMEOUT_S = 10.0
 _MOST_ENTRIES = 4
@@ -35,7 +34,7 @@ def _look(node: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
         node_dir=node["node_dir"],
         code_dir=node["code_dir"],
         snapshots=node["env"]["NODEKIT_SNAPSHOT_DIR"],
-        weights=apply.folders(node, "best") if is_ours else [],
+        weights=plan.weights_folders(node, "best") if is_ours else [],
     )
     return told
 

@@ -10,7 +10,7 @@ import stat
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import tree
+from nodekit.deploy.host import treefiles
 
 MOST_FILES = 50_000
 MOST_S = 2.0
@@ -47,7 +47,7 @@ def written(code_dir: str) -> Optional[Dict[str, Any]]:
         ``entries``: [name, number of files, bytes] of each file or folder at the top, the largest first; ``is_all``:
         whether there was time to look at all of it.
     """
-    came = tree.read_list(code_dir)
+    came = treefiles.read_list(code_dir)
     if not came:
         return None
     links = {row[0] for row in came["rows"] if row[1] == "l"}
@@ -68,7 +68,7 @@ def written(code_dir: str) -> Optional[Dict[str, Any]]:
                 continue
             if path in links and stat.S_ISLNK(here.st_mode):
                 continue
-            if path in stats and stats[path][:4] == tree.signature(here):
+            if path in stats and stats[path][:4] == treefiles.signature(here):
                 continue
             first, slash, _ = path.partition("/")
             of = found.setdefault(first + slash, [0, 0])

@@ -1,0 +1,106 @@
+"""The agent's process: imports torch, waits for its go, runs its spec to the end, and says how that was."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from nodekit.deploy.agent.agent import Agent, Unfit
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.record import Record
+from nodekit.deploy.agent.spec import AgentSpec
+
+PRELOAD = (
+    "torch._dynamo",
+    "torch.optim",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "numpy",
+    "nodekit.training.loop",
+    "nodekit.training.engines.ddp",
+    "nodekit.training.tasks.digits",
+)
+EXIT_UNFIT, EXIT_STOPPED = 4, 143
+
+
+class Stop:
+    """SIGTERM and SIGINT: an exception in the main thread, and a flag, for upstream swallows exceptions in places."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        if not self.requested:
+            self.requested = True
+            self.check()
+
+    def check(self) -> None:
+        """Raise if a stop was asked for."""
+        if self.requested:
+            raise SignalException("asked to stop", signal.SIGTERM)
+
+
+def main() -> int:
+    """Wait for the go, then run."""
+    node_dir = Path(sys.argv[1])
+    forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
+    server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread
+    _format_plainly()
+    try:
+        return run(node_dir, server) if sys.stdin.readline() == "go\n" else 0
+    finally:
+        if server is not None:
+            server.close()
+
+
+def run(node_dir: Path, server: ForkServer | None) -> int:
+    """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
+    spec = AgentSpec.load(node_dir)
+    os.environ.update(spec.env)
+    record = Record(spec)
+    try:
+        agent = Agent(spec, record, Stop().check, server)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return _end_unfit(record, spec, error)
+    try:
+        return agent.run()
+    except SignalException:
+        agent.shut_down()
+        # Who asks by way of kit says so; anything else that ends us is a loss to be made good.
+        record.end("stopped" if (node_dir / "stop").exists() else "ended")
+        return EXIT_STOPPED
+    except Unfit as error:
+        agent.shut_down()
+        return _end_unfit(record, spec, error)
+    except Exception as error:
+        agent.shut_down()
+        record.end("failed", message=f"the agent failed: {type(error).__name__}: {error}")
+        raise  # its traceback belongs in agent.log
+
+
+def _end_unfit(record: Record, spec: AgentSpec, error: Exception) -> int:
+    record.update(notice=f"{spec.name}: {error}")
+    print(error, file=sys.stderr)
+    record.end("ended", message=str(error))
+    return EXIT_UNFIT
+
+
+def _format_plainly() -> None:
+    """Take torch's log formatter away: it imports torch._dynamo, 1.6 s, to format the first traceback."""
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            for handler in logger.handlers:
+                handler.setFormatter(plain)

@@ -1,0 +1,240 @@
+"""This node's ranks, attempt after attempt: started, asked for their end, and what each said when it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from nodekit.deploy.agent.ranks.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
+from nodekit.deploy.agent.record import Record
+from nodekit.deploy.agent.rendezvous import Formed
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.host import processes, programs
+from nodekit.deploy.host.logs.logbook import Logbook
+from nodekit.deploy.host.node.schema import EventKind, WorkerFailure
+from nodekit.deploy.host.probes import kernel
+
+LOG_TAIL_BYTES = 64 * 1024
+EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation
+_POLL_S = 0.05
+
+
+class Attempts:
+    """Starts the ranks of one attempt at a time, and writes down how each has ended."""
+
+    def __init__(self, spec: AgentSpec, record: Record, server: ForkServer | None) -> None:
+        """No rank is started yet; ranks are forks of `server`, fresh processes without one."""
+        self._record = record
+        self._name = spec.name
+        self._folder = Path(spec.node_dir)
+        self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
+        self.workers = Workers(server)
+        self._attempt = ""
+        self._is_on = False  # whether an attempt has begun whose end is not told
+        self._world_size = 0
+        self.ranks: dict[int, int] = {}
+        """Local rank → rank."""
+
+    def prepare(self, spec: AgentSpec, formed: Formed) -> None:
+        """Have the folders of an attempt ready, and tell who has met for it.
+
+        Raises:
+            OSError: the snapshot folder cannot be made, or what is expected in it cannot be read.
+        """
+        self._record.make_snapshot_dir()
+        self._expected_snapshot = self._record.expected_snapshot
+        self._attempt = f"{spec.generation}.{formed.round}"
+        self._record.begin(self._attempt, group_rank=formed.group_rank, log_of_rank_0=self._log_of(0))
+        first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
+        self._world_size = formed.world_size
+        self.ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
+        self._record.event(
+            "rendezvous",
+            attempt=self._attempt,
+            group_rank=formed.group_rank,
+            num_nodes=len(formed.members),
+            members=formed.names,
+            master=f"{formed.master_addr}:{formed.master_port}",
+        )
+        self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
+        _name_threads()
+
+    def start(self, spec: AgentSpec, formed: Formed) -> None:
+        """Start the ranks."""
+        self._kills = kernel.oom_kills()
+        pids = self.workers.start(
+            [
+                WorkerStart(
+                    local_rank=local_rank,
+                    argv=spec.argv,
+                    env=self._environment(spec, formed, local_rank, rank),
+                    cwd=spec.code_dir,
+                    log=self._log_of(rank),
+                )
+                for local_rank, rank in self.ranks.items()
+            ]
+        )
+        self._started = time.monotonic()
+        self._ended: dict[int, float] = {}
+        workers = [
+            {"local_rank": key, "rank": self.ranks[key], "pid": pid, "start_time": processes.start_time(pid)}
+            for key, pid in pids.items()
+        ]
+        told: dict[str, Any] = {
+            "attempt": self._attempt,
+            "world_size": self._world_size,
+            "workers": workers,
+        }
+        self._record.update(
+            state="running",
+            rank=self.ranks[0],
+            members=formed.names,
+            blocked="",
+            ended=[],
+            waits_for=[],
+            **told,
+        )
+        self._record.event("workers-started", **told)
+        self._is_on = True
+
+    def _environment(self, spec: AgentSpec, formed: Formed, local_rank: int, rank: int) -> dict[str, str]:
+        """A worker's whole environment: torchrun's variables, and ours."""
+        return {
+            **os.environ,
+            "PATH": programs.rank_path(),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
+            "GROUP_RANK": str(formed.group_rank),
+            "NODE_RANK": str(formed.group_rank),
+            "GROUP_WORLD_SIZE": str(len(formed.members)),
+            "ROLE_NAME": "worker",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self._world_size),
+            "MASTER_ADDR": formed.master_addr,
+            "MASTER_PORT": str(formed.master_port),
+            # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes
+            # that do not agree would wait for each other for ever. The round is the same on all of them.
+            "TORCHELASTIC_RESTART_COUNT": str(formed.round),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": f"{spec.run_id}.{spec.generation}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "NODEKIT_GENERATION": str(spec.generation),
+            "NODEKIT_SNAPSHOT_DIR": str(self._record.snapshot_dir),
+            "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,
+            "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
+            "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
+        }
+
+    def _say_of_logs(self, kind: EventKind, **fields: Any) -> None:
+        self._record.event(kind, **fields)
+        if kind == "logs-not-bounded":
+            self._record.update(notice=f"{self._name}: its logs cannot be kept small: {fields['why']}")
+
+    def _log_of(self, rank: int) -> str:
+        return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank → pid, of all that were started and not ended by us."""
+        return {self.ranks[local_rank]: pid for local_rank, pid in self.workers.pids.items()}
+
+    @property
+    def logs(self) -> dict[int, Path]:
+        """Rank → its log."""
+        return {rank: Path(self._log_of(rank)) for rank in self.ranks.values()}
+
+    @property
+    def seconds(self) -> float:
+        """Since the ranks were started."""
+        return time.monotonic() - self._started
+
+    def poll(self) -> dict[int, int]:
+        """Rank → exit code of those that have ended; when they were found to have is remembered."""
+        exits = {self.ranks[local_rank]: code for local_rank, code in self.workers.poll().items()}
+        for rank in exits:
+            self._ended.setdefault(rank, time.time())
+        return exits
+
+    def look(self) -> None:
+        """Look at the logs and at what the ranks tell, if it is time to."""
+        self._logbook.look()
+        self._record.look_soon()
+
+    def failures(self, wait_s: float) -> list[WorkerFailure]:
+        """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so."""
+        deadline = time.monotonic() + wait_s
+        while len(exits := self.poll()) < len(self.ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._logbook.look()
+        return [self._failure(rank, code) for rank, code in exits.items() if code]
+
+    def end(self, grace_s: float, why: str) -> None:
+        """End the ranks, and tell how far they came."""
+        self.workers.stop(grace_s)
+        self.tell_end(why)
+
+    def tell_end(self, why: str) -> None:
+        """The ranks have ended: what they told last is what counts."""
+        self._logbook.look()
+        if self._is_on:
+            self._is_on = False
+            self._record.look(is_last=True)
+            self._record.event(
+                "attempt-ended",
+                attempt=self._attempt,
+                step=self._record.step,
+                seconds=round(self.seconds, 3),
+                why=why,
+            )
+
+    def _failure(self, rank: int, exitcode: int) -> WorkerFailure:
+        log = self._log_of(rank)
+        local_rank = next(key for key, each in self.ranks.items() if each == rank)
+        text, written = "", 0.0
+        with contextlib.suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
+            stat = os.fstat(file.fileno())
+            if stat.st_size:
+                written = stat.st_mtime
+                file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        error = last_words(text, exitcode)
+        # The last words come before the sockets close, so their order is that of cause and effect. What has died
+        # without any wrote its last line at some other time.
+        has_said = written > 0 and (is_echo(error, exitcode) or tells_its_end(error))
+        return {
+            "attempt": self._attempt,
+            "rank": rank,
+            "local_rank": local_rank,
+            "world_size": self._world_size,
+            "exitcode": exitcode,
+            "when": written if has_said else self._ended.get(rank, time.time()),
+            "log": log,
+            "error": error,
+            "kernel": self._kernel(local_rank, error, exitcode),
+        }
+
+    def _kernel(self, local_rank: int, error: str, exitcode: int) -> list[str]:
+        """What the kernel says of a rank that it may have ended, or whose GPU or DataLoader worker it may have."""
+        if is_echo(error, exitcode) or not may_be_the_kernels(error, exitcode):
+            return []
+        pids = [self.workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
+        return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
+
+
+def _name_threads() -> None:
+    """Give our threads their names in `top -H` too (Python does from 3.14 on), and bench/overhead what each takes."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            with contextlib.suppress(OSError):  # it has just ended, or this is no Linux
+                path = Path(f"/proc/self/task/{thread.native_id}/comm")
+                path.write_text(thread.name[:15], encoding="utf-8")

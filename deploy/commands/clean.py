@@ -1,0 +1,74 @@
+"""`kit clean`: end what earlier runs have left on the hosts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nodekit.deploy.commands import arguments
+
+if TYPE_CHECKING:
+    from nodekit.deploy.preflight.leftovers import Left
+
+DESCRIPTION = """\
+End what earlier runs have left on the hosts: processes whose agent is gone, their shared memory, and agents
+of runs that are over. Each is known by what the run has recorded of it (pid, start time and boot), and by
+nothing else: what only looks like it is left alone, and so is a run that is running.
+
+What has said something in the last two minutes may still train: that is ended only if you say so.
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `kit clean` takes."""
+    arguments.add_inventory(command)
+    command.add_argument("--yes", action="store_true", help="end also what may still train")
+    command.add_argument("--dry-run", action="store_true", help="say what would be ended, and end nothing")
+    arguments.add_ssh(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what is left, and end it; 1 where something stays, or a host could not be asked."""
+    from nodekit.deploy.connect import cluster
+    from nodekit.deploy.preflight import leftovers
+    from nodekit.inventory.load import load_inventory
+
+    inventory = load_inventory(arguments.inventory(args))
+    with cluster.links(inventory.hosts, arguments.ssh_options(args), some=True) as links:
+        found = leftovers.look(links, inventory)
+        failed = [str(each) for each in found.values() if isinstance(each, Exception)]
+        here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
+        for left in here:
+            print(f"{left.host}: {left.run}: {left.text}" + " – it is running" * (left.standing == "running"))
+        over = [left for left in here if left.standing != "running"]
+        refused = [left for left in over if left.still_trains and not args.yes]
+        if refused and not args.dry_run and sys.stdin.isatty() and _is_confirmed(refused):
+            refused = []
+        chosen = [left for left in over if left not in refused]
+        if not args.dry_run:
+            failed += [str(error) for error in leftovers.end(links, inventory, chosen).values()]
+    for problem in failed:
+        print(f"kit: {problem}", file=sys.stderr)
+    for left in refused:
+        why = "may still train; kit clean --yes ends it all the same"
+        print(f"kit: {left.host}: {left.run} {why}", file=sys.stderr)
+    if args.dry_run:
+        print(f"{len(over)} would be ended" if here else "nothing is left")
+    else:
+        print(f"{len(chosen)} ended" if here else "nothing is left")
+    return 1 if failed or refused or len(links) < len(inventory.hosts) else 0
+
+
+def _is_confirmed(refused: Sequence[Left]) -> bool:
+    print("it may still train: " + ", ".join(f"{left.run} on {left.host}" for left in refused))
+    return input("end it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+COMMAND = arguments.Command(
+    run=run,
+    summary="end what earlier runs have left on the hosts",
+    add_arguments=add_arguments,
+    description=DESCRIPTION,
+)

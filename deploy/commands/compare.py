@@ -1,0 +1,73 @@
+"""`kit compare`: train by every engine on this machine, and measure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nodekit.deploy.commands import arguments
+
+DESCRIPTION = """\
+Train the same task with the same data, seed and batch by every engine on this
+machine, one after the other, and measure: how long the whole run took, samples
+per second in training, the greatest memory of any rank, the accuracy, and how
+many times the throughput of one process it was (single).
+
+A table, the same as CSV, a bar chart, and each run's log, result and metrics.
+An engine that cannot run here is a row with the reason. single and dp are one
+process, and run once. A batch is shared by all ranks, whatever their number.
+"""
+EXAMPLES = """\
+examples:
+  kit compare                                     the digits by all engines
+  kit compare --task text -- --epochs 2           the sentences; after the --, options of the shared module
+  kit compare --engines single,ddp,deepspeed:3 --nproc 1,2,4
+  kit compare --engines single,ddp,ddp:bf16,ddp:spawn:bf16
+
+after an engine, if wanted: :0 to :3 (deepspeed's stage), :bf16, :fp16, :spawn (its ranks without torchrun)
+
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `kit compare` takes."""
+    command.usage = "kit compare [options] [-- OPTIONS OF python -m nodekit.training…]"
+    command.add_argument("--engines", metavar="NAME,NAME…", help="which (all)")
+    command.add_argument(
+        "--nproc",
+        metavar="N,N…",
+        help="on how many ranks (1, and as many as there are GPUs, or 2 without one)",
+    )
+    command.add_argument("--task", metavar="NAME", help="what to train (digits)")
+    command.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, help="a new folder for all of it (compare-DATE-TIME)"
+    )
+    command.add_argument(
+        "--timeout", metavar="S", type=float, default=3600.0, help="most seconds for a run (%(default)g)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train by every engine, and show the table."""
+    from nodekit.deploy.compare.compare import Options, compare
+
+    task = ("--task", args.task) if args.task else ()
+    return compare(
+        Options(
+            engines=args.engines,
+            nproc=args.nproc,
+            arguments=(*task, *args.command),
+            output=args.output,
+            timeout_s=args.timeout,
+        )
+    )
+
+
+COMMAND = arguments.Command(
+    run=run,
+    summary="train by every engine on this machine, and measure",
+    add_arguments=add_arguments,
+    description=DESCRIPTION,
+    epilog=EXAMPLES + arguments.EXIT_CODES,
+    takes_command=True,
+)

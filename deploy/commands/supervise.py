@@ -1,0 +1,38 @@
+"""`kit supervise`, which `kit up -d` leaves running: act for a run, unwatched. Not for people."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nodekit.deploy.commands import arguments
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `kit supervise` takes."""
+    command.add_argument("run_id")
+    arguments.add_metrics(command)
+    arguments.add_ssh(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Supervise a run to its end."""
+    from nodekit.deploy.launch.options import Options
+    from nodekit.deploy.records import runs
+    from nodekit.deploy.ssh_backend.backend import SshBackend
+
+    run = runs.find(args.run_id)
+    options = Options(
+        inventory=Path(run.inventory_path),
+        quiet=True,
+        metrics=arguments.metrics(args),
+        ssh=arguments.ssh_options(args),
+    )
+    return SshBackend().supervise(run, options)
+
+
+COMMAND = arguments.Command(
+    run=run,
+    summary="what `kit up -d` leaves running: act for a run, unwatched",
+    add_arguments=add_arguments,
+)

@@ -1,0 +1,261 @@
+"""Starts and stops the agent of a node, and what it runs.
+
+Runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from typing import Any, Dict, List, Mapping, Optional
+
+from nodekit.deploy.host import files, ports, present, processes
+from nodekit.deploy.host.node import fence, status
+from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus, Stopped
+from nodekit.deploy.host.probes import hostfacts
+
+NO_WORKERS_GRACE_S = 3.0
+COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
+_started: Dict[str, "subprocess.Popen[bytes]"] = {}  # node_dir → the agent that this server started
+
+
+def warm(
+    node_dir: str, python: str, kit_dir: str, env: Mapping[str, str], env_file: str = ""
+) -> Dict[str, int]:
+    """Start this node's agent; it imports torch and then waits for `go`, or ends when we do.
+
+    `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere, or
+    they are in `env_file` (JSON).
+
+    Raises:
+        RuntimeError: an agent is alive already, or the secrets are no more where they were.
+    """
+    node_dir = os.path.expanduser(node_dir)
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    alive = status.agent_alive(node_dir)
+    if alive:
+        raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
+    full = environment(kit_dir, env)
+    if env_file:
+        found = files.load(env_file)
+        if found is None:  # never start a rank without what the user has it count on
+            raise RuntimeError(
+                "the job's secrets (%s) were removed when it ended; kit up brings them again" % env_file
+            )
+        full.update(found)
+    full["PYTHONUNBUFFERED"] = "1"
+    log = os.open(
+        os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
+    try:
+        agent = subprocess.Popen(
+            [os.path.expanduser(python), "-m", "nodekit.deploy.agent", node_dir],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=node_dir,
+            env=full,
+            start_new_session=True,  # it must survive this connection
+            pass_fds=[each.fileno() for each in ports.held.values()],
+        )
+    finally:
+        os.close(log)
+    _started[node_dir] = agent
+    return {"pid": agent.pid}
+
+
+def environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
+    """Return this host's environment and `env`, with kit to be found first."""
+    full = {**os.environ, **env}
+    full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
+    return full
+
+
+def leave() -> None:
+    """End the agents that were started and never got their go."""
+    for agent in list(_started.values()):
+        if agent.stdin and not agent.stdin.closed:
+            agent.stdin.close()
+
+
+def _take_spec(node_dir: str, spec: Mapping[str, Any]) -> None:
+    path = os.path.join(node_dir, "spec.json")
+    files.write_private(path, json.dumps(spec, indent=1).encode(), durable=True)
+
+
+def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_off: int = -1) -> AgentRecord:
+    """Give the agent that waits its spec (written 0600) and, on the rendezvous host, the socket that holds the port.
+
+    Fences up to `called_off` hold no longer: the generation they were for was never begun.
+    """
+    node_dir = os.path.expanduser(node_dir)
+    agent = _started[node_dir]
+    with fence.locked(node_dir):
+        own = status.load_spec(node_dir) or {"generation": -1}
+        if spec.get("is_host") and own["generation"] == spec["generation"]:
+            raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
+        fence.enter(node_dir, own, spec, called_off)
+        if port is not None:
+            spec = dict(spec, listen_fd=ports.held[port].fileno())
+        _take_spec(node_dir, spec)
+    if os.path.exists(os.path.join(node_dir, "stop")):
+        os.unlink(os.path.join(node_dir, "stop"))
+    before = status.said(node_dir)
+    if before:  # by another agent
+        present.of(node_dir).write({"run": before["run"], "node": before["node"], "time": time.time()})
+    record: AgentRecord = {
+        "pid": agent.pid,
+        "start_time": processes.start_time(agent.pid),
+        "boot_id": hostfacts.boot_id(),
+    }
+    files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
+    assert agent.stdin is not None
+    try:
+        agent.stdin.write(b"go\n")
+        agent.stdin.close()
+    except BrokenPipeError:
+        last_words = files.tail(os.path.join(node_dir, "agent.log"))
+        raise RuntimeError("the agent ended before it could start: " + last_words) from None
+    return record
+
+
+def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatus:
+    """Call a live agent into the generation of another spec, which it finds in place of its own."""
+    node_dir = os.path.expanduser(node_dir)
+    if status.agent_alive(node_dir) is None:
+        raise RuntimeError("no agent is alive here")
+    with fence.locked(node_dir):
+        own = status.load_spec(node_dir) or {"generation": -1}
+        fence.enter(node_dir, own, spec, called_off)
+        if own["generation"] == spec["generation"]:
+            state = status.said(node_dir).get("state")
+            has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
+            if state != "fenced" and not (state == "orphaned" and has_moved):
+                return status.status(node_dir)  # it knows all that, and tries again by itself
+            spec = dict(spec, call=own.get("call", 0) + 1)
+        _take_spec(node_dir, spec)
+    return status.status(node_dir)
+
+
+def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = True) -> Stopped:
+    """End this node's agent and all it started: asked first, killed after `grace_s`, at once with `force`.
+
+    With `for_good` a file ``stop`` says that the job is to end; without it the node leaves, and may rejoin.
+    """
+    node_dir = os.path.expanduser(node_dir)
+    agent = _started.get(node_dir)
+    record = status.agent_record(node_dir)
+    if agent is not None and agent.poll() is None and (not record or record["pid"] != agent.pid):
+        assert agent.stdin is not None
+        agent.stdin.close()  # it never got its go: that ends it
+        agent.wait(grace_s)
+        return {"was": "not running", "killed": False}
+    if record is None or status.pid_if_alive(record) is None:
+        _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
+        _settle_status(node_dir)
+        return {"was": "not running", "killed": False}
+    if for_good:
+        _say_stop(node_dir)
+    if not force:
+        processes.send(record["pid"], signal.SIGTERM)
+    killed = _wait_for_end(node_dir, record["pid"], grace_s, force)
+    _kill_workers(node_dir)
+    if for_good:
+        _settle_status(node_dir)
+    return {"was": "running", "killed": killed}
+
+
+def _wait_for_end(node_dir: str, pid: int, grace_s: float, force: bool) -> bool:
+    """Wait until the agent has ended, and kill it when its time is over; returns whether that was needed."""
+    killed = had_workers = False
+    since = time.monotonic()
+    while status.agent_alive(node_dir) is not None:
+        found = status.said(node_dir)
+        has_workers = bool(found.get("workers"))
+        if had_workers and not has_workers:
+            since = time.monotonic()  # what they saved is still to be copied
+        had_workers = has_workers
+        # Without workers and copies nothing can be lost, and an agent that waits for its peers inside torch hears no
+        # signal.
+        end_s = COPYING_GRACE_S if found.get("copying") else min(grace_s, NO_WORKERS_GRACE_S)
+        wait_s = 0.0 if force else grace_s if has_workers else end_s
+        if not killed and time.monotonic() - since >= wait_s:
+            killed = True
+            processes.send(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return killed
+
+
+def _say_stop(node_dir: str) -> None:
+    """Leave word that it is meant: an agent that ends without is started again."""
+    try:
+        files.write_private(os.path.join(node_dir, "stop"), b"")
+    except OSError:
+        pass  # the disk is full: `_settle_status` tells, when there is room
+
+
+def _settle_status(node_dir: str) -> None:
+    """Write down that an agent was stopped that could not do so itself, being killed."""
+    found = status.said(node_dir)
+    if found and found.get("state") not in ("succeeded", "failed", "stopped"):
+        try:
+            present.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
+        except OSError:
+            pass
+
+
+def _kill_workers(node_dir: str) -> None:
+    for worker in status.running_workers(node_dir):
+        processes.send(-worker["pid"], signal.SIGKILL)
+
+
+def inject(
+    node_dir: str, target: str, number: int, rank: Optional[int] = None, saving_s: float = 0.0
+) -> Dict[str, Any]:
+    """Send signal `number` to recorded processes of this node, and to no others, for `kit drill`.
+
+    `target` is "worker" (that of `rank`, else the first), "workers" (each with all it started), "agent", or "node"
+    (agent and workers). With `saving_s`: not before something is being written to the snapshot folder, and not at
+    all if that long nothing is. Returns who got it, at what time by this host's clock.
+    """
+    node_dir = os.path.expanduser(node_dir)
+    if saving_s and not _wait_for_save(node_dir, saving_s):
+        return {"pids": [], "time": time.time()}
+    now = time.time()
+    pids: List[int] = []
+    agent = status.agent_alive(node_dir)
+    if target in ("agent", "node") and agent is not None:
+        processes.send(agent, number)
+        pids.append(agent)
+    workers = status.running_workers(node_dir)
+    if target == "worker":
+        workers = [each for each in workers if rank in (None, each["rank"])][:1]
+    for worker in workers if target != "agent" else []:
+        processes.send(worker["pid"] if target == "worker" else -worker["pid"], number)
+        pids.append(worker["pid"])
+    return {"pids": pids, "time": now}
+
+
+def _wait_for_save(node_dir: str, timeout_s: float) -> bool:
+    """Wait until a file of the snapshot folder is new or grows."""
+    folder = status.snapshot_folder(node_dir)
+    deadline = time.monotonic() + timeout_s
+    before = _sizes_in(folder)
+    while time.monotonic() < deadline:
+        now = _sizes_in(folder)
+        if any(size > before.get(name, -1) for name, size in now.items()):
+            return True
+        before = now
+        time.sleep(0.0005)
+    return False
+
+
+def _sizes_in(folder: str) -> Dict[str, int]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except OSError:  # not there yet, or a file of it was just removed
+        return {}

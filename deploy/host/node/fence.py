@@ -1,0 +1,115 @@
+"""What a node has promised: to refuse old generations (its fence), and by which voters its group may train.
+
+Runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from typing import Any, Dict, Iterator, Mapping
+
+from nodekit.deploy.host import files
+from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.node.status import fence_in, load_spec, snapshot_folder, status
+
+
+def fence(node_dir: str, generation: int) -> NodeStatus:
+    """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
+    node_dir = os.path.expanduser(node_dir)
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    with locked(node_dir):
+        if fence_in(node_dir) < generation:
+            _set_fence(node_dir, load_spec(node_dir), generation)
+    return status(node_dir)
+
+
+@contextlib.contextmanager
+def locked(node_dir: str) -> Iterator[None]:
+    """Hold the node's lock while its promises are read and then written: an older request must not come last.
+
+    Each request has a thread of its own, and a link that was lost may have left one under way.
+    """
+    handle = os.open(node_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file server that locks no folders
+        yield
+    finally:
+        os.close(handle)
+
+
+def enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called_off: int) -> None:
+    """Let the generation of `spec` in, and fence off those before it.
+
+    Args:
+        node_dir: the node's folder, which is locked.
+        own: the spec that is here.
+        spec: the one to come.
+        called_off: fences up to this one hold no longer: the generation they were for was never begun.
+
+    Raises:
+        RuntimeError: a later generation has been here.
+    """
+    there, generation = fence_in(node_dir), spec["generation"]
+    if own["generation"] > generation or (there > generation and there > called_off):
+        raise RuntimeError(
+            "generation %d is over: this node is in %d" % (generation, max(there, own["generation"]))
+        )
+    # The node may have been fenced before it had a spec, which says where snapshots are.
+    if there != generation or fence_in(snapshot_folder(node_dir, spec)) != generation:
+        _set_fence(node_dir, spec, generation)
+
+
+def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
+    saved = snapshot_folder(node_dir, spec)
+    is_shared = spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
+    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    make_snapshot_folder(saved, is_shared=is_shared)
+    for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
+        files.write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
+
+
+def make_snapshot_folder(folder: str, is_shared: bool) -> None:
+    """Make the folder that ranks save to, 0700; of a shared one not what it lies in, which may be a mount point.
+
+    Raises:
+        OSError: it cannot be made; says what to do.
+    """
+    try:
+        if is_shared and not os.path.isdir(folder):
+            os.mkdir(folder, 0o700)
+        elif not is_shared:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise OSError(
+                errno.EEXIST, "the snapshot folder cannot be made: a file is in its place", folder
+            ) from None
+    except OSError as error:
+        why = "the snapshot folder cannot be made on %s: %s" % (socket.gethostname(), error.strerror)
+        if is_shared and isinstance(error, FileNotFoundError):
+            cure = "mount it, or make it (mkdir -p), on every host"
+            why += "; %s (snapshots.shared) is not there: %s" % (os.path.dirname(folder), cure)
+        raise OSError(error.errno, why, folder) from error
+
+
+def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
+    """Write down which nodes are voters (deploy/agent/quorum.py), unless a newer list is there."""
+    node_dir = os.path.expanduser(node_dir)
+    path = os.path.join(node_dir, "electorate.json")
+    if not os.path.isdir(node_dir):
+        return
+    with locked(node_dir):
+        old = files.load(path)
+        if load_spec(node_dir).get("generation") != electorate["generation"]:
+            return
+        order = ("generation", "version")
+        if not old or [old[key] for key in order] < [electorate[key] for key in order]:
+            files.write_private(path, json.dumps(electorate).encode(), durable=True)

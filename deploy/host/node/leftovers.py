@@ -1,0 +1,209 @@
+"""What runs of ours have left alive on this host, and its end, for `kit clean`, `kit check` and `kit rm`.
+
+Sent to the host with `deploy/host/remote.py`. Standard library only, and Python 3.8 syntax.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import signal
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
+
+from nodekit.deploy.host import files, present, processes
+from nodekit.deploy.host.node.schema import Worker
+from nodekit.deploy.host.probes import hostfacts, netstate
+from nodekit.deploy.host.processes import Process
+
+
+def runs(workdir: str) -> List[Dict[str, Any]]:
+    """Each run of ours that has something alive on this host: ``run``, ``node``, ``node_dir``, and what it is.
+
+    ``agent`` is the agent's pid if exactly the recorded one runs. ``processes`` are the recorded workers and what
+    belongs to their process groups, ``shm`` the shared memory that a recorded worker made and nobody has open.
+    """
+    found = []
+    there: Optional[Dict[int, Process]] = None
+    pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", "*", "*", "agent.json")
+    for path in sorted(glob.glob(pattern)):
+        node_dir = os.path.dirname(path)
+        record = _record_of(path)
+        if record.get("boot_id") != hostfacts.boot_id():
+            continue  # another host's, where the folder is shared; or of before the last boot, which ended it
+        if there is None:
+            there = _running()
+        run = _run(node_dir, record, there)
+        if run["agent"] or run["processes"] or run["shm"]:
+            found.append(run)
+    return found
+
+
+def _record_of(path: str) -> Dict[str, Any]:
+    try:
+        return json.loads(files.read_text(path)) or {}
+    except ValueError:
+        return {}
+
+
+def _running() -> Dict[int, Process]:
+    """All processes that have not ended."""
+    return {pid: each for pid, each in processes.all_of_them().items() if not each.has_ended}
+
+
+def _run(node_dir: str, record: Mapping[str, Any], there: Mapping[int, Process]) -> Dict[str, Any]:
+    node, run_id = os.path.basename(node_dir), os.path.basename(os.path.dirname(node_dir))
+    status = present.statuses(node_dir).get(node, {})
+    agent = _same(record, there)
+    workers = {each["pid"]: each for each in status.get("workers", [])}
+    own = [
+        each
+        for each in there.values()
+        if each.group in workers and _belongs(each, workers[each.group], there, run_id)
+    ]
+    ports = {} if agent else _listening([each.pid for each in own])
+    return {
+        "run": run_id,
+        "node": node,
+        "node_dir": node_dir,
+        "state": status.get("state", ""),
+        "agent": record["pid"] if agent else None,
+        "processes": [
+            {
+                "pid": each.pid,
+                "start_time": each.start_time,
+                "rank": workers[each.group].get("rank"),
+                "rss_bytes": each.rss_bytes,
+                "ports": ports.get(each.pid, []),
+            }
+            for each in own
+        ],
+        "shm": [] if agent else _shared_memory(node_dir, there),
+        "quiet_s": time.time() - _last_sign(node_dir),
+    }
+
+
+def _same(record: Mapping[str, Any], there: Mapping[int, Process]) -> bool:
+    """Whether exactly the recorded process runs: a pid alone may be another one's by now."""
+    process = there.get(record.get("pid", 0))
+    return process is not None and process.start_time == record.get("start_time")
+
+
+def _belongs(process: Process, worker: Worker, there: Mapping[int, Process], run_id: str) -> bool:
+    """Whether a process in the group that has a recorded worker's pid is of that worker.
+
+    The group keeps its number while anything is in it. Where the worker itself has ended, the number could since have
+    been used anew, and then the environment that the run's processes have from their start tells.
+    """
+    if worker["pid"] in there:
+        return _same(worker, there)
+    try:
+        environment = files.read("/proc/%d/environ" % process.pid)
+    except OSError:
+        return False
+    return b"NODEKIT_RUN_ID=" + run_id.encode() in environment.split(b"\0")
+
+
+def _listening(pids: List[int]) -> Dict[int, List[int]]:
+    """The TCP ports that processes listen at."""
+    ports = {each.inode: each.port for each in netstate.sockets() if each.listens} if pids else {}
+    found: Dict[int, Set[int]] = {}
+    for pid in pids:
+        for link in glob.glob("/proc/%d/fd/*" % pid):
+            inode = _target(link)[len("socket:[") : -1]
+            if inode in ports:
+                found.setdefault(pid, set()).add(ports[inode])
+    return {pid: sorted(own) for pid, own in found.items()}
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # its process has ended, or is another user's
+        return ""
+
+
+def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Dict[str, Any]]:
+    """Segments of recorded workers that have ended: torch names one by the pid that made it."""
+    segments = glob.glob("/dev/shm/torch_*_*")  # noqa: S108  # where shared memory is, not a temporary file
+    if not segments:
+        return []
+    booted = time.time() - float((files.read_text("/proc/uptime") or "0").split()[0])
+    started: Dict[int, float] = {}
+    for line in files.read_text(os.path.join(node_dir, "events.jsonl")).splitlines():
+        if '"workers-started"' in line:
+            try:
+                event = json.loads(line)
+                if event["time"] > booted:  # before that a pid was another process's
+                    for each in event["workers"]:
+                        started.setdefault(each["pid"], event["time"])
+            except (ValueError, KeyError):
+                pass  # a line that was being written when the disk was full
+    ended = _last_sign(node_dir)
+    found = []
+    for path in segments:
+        match = re.match(r"torch_(\d+)_", os.path.basename(path))
+        pid = int(match.group(1)) if match else 0
+        if pid not in started or pid in there:
+            continue
+        try:
+            about = os.stat(path)
+        except OSError:
+            continue
+        # Made while the run was at work, and so by its worker and by none that had the pid before or after it.
+        in_time = started[pid] - 5 <= about.st_mtime <= ended + 5
+        if about.st_uid == os.getuid() and in_time and not _is_open(path):
+            found.append({"path": path, "inode": about.st_ino, "size_bytes": about.st_size})
+    return found
+
+
+def _is_open(path: str) -> bool:
+    """Whether a process of ours has a file open or mapped; another user's cannot, for it is 0600."""
+    return any(path in files.read_text(maps) for maps in glob.glob("/proc/[0-9]*/maps")) or any(
+        _target(link) == path for link in glob.glob("/proc/[0-9]*/fd/*")
+    )
+
+
+def _last_sign(node_dir: str) -> float:
+    """When the run's ranks here have last said anything; 0 if they never did."""
+    last = 0.0
+    for name in ("progress", "logs"):
+        for path in glob.glob(os.path.join(glob.escape(node_dir), name, "*")):
+            try:
+                last = max(last, os.stat(path).st_mtime)
+            except OSError:
+                pass
+    return last
+
+
+def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[Dict[str, Any]]:
+    """End what is left of runs whose agent is gone, each named by run and node; what was ended, as of `runs`.
+
+    Everything is looked up anew by its record, so that nothing is ended that took a pid meanwhile: asked first, and
+    killed after `grace_s`.
+    """
+    asked = {tuple(each) for each in names}
+    ended = [run for run in runs(workdir) if (run["run"], run["node"]) in asked and run["agent"] is None]
+    left = {each["pid"]: each for run in ended for each in run["processes"]}
+    deadline = time.monotonic() + grace_s
+    send: Callable[[int, int], None] = processes.ask_to_end
+    number = int(signal.SIGTERM)
+    while left:
+        for pid in left:
+            send(pid, number)
+        send, number = processes.send, 0 if time.monotonic() < deadline else int(signal.SIGKILL)
+        time.sleep(0.05)
+        there = _running()
+        left = {pid: each for pid, each in left.items() if _same(each, there)}
+        if number == signal.SIGKILL and time.monotonic() > deadline + 5:
+            raise RuntimeError("SIGKILL did not end %s (in the kernel?)" % ", ".join(map(str, left)))
+    for run in ended:
+        for segment in run["shm"]:
+            try:
+                if os.stat(segment["path"]).st_ino == segment["inode"]:
+                    os.unlink(segment["path"])
+            except FileNotFoundError:
+                pass
+    return ended

@@ -1,0 +1,131 @@
+"""What a node's folder tells of it: its agent's last status, whether the agent is alive, the newest snapshot.
+
+Runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from nodekit.deploy.host import files, present, processes
+from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus, Worker
+from nodekit.deploy.host.probes import hostfacts
+
+HELD_S = 30.0
+_SNAPSHOT = re.compile(
+    r"g(\d{4,})-s(\d{9,})\.json"
+)  # as nodekit.training.snapshots.manifest names a committed one
+_last_snapshots: Dict[str, Tuple[List[int], float]] = {}  # folder → the newest that it held, and when
+
+
+def agent_record(node_dir: str) -> Optional[AgentRecord]:
+    """Return which process the node's agent is, or was; None before the first."""
+    found: Optional[AgentRecord] = files.load(os.path.join(os.path.expanduser(node_dir), "agent.json"))
+    return found or None
+
+
+def agent_alive(node_dir: str) -> Optional[int]:
+    """Return the pid of this node's agent if exactly the recorded process is running, else None."""
+    return pid_if_alive(agent_record(node_dir))
+
+
+def pid_if_alive(record: Optional[AgentRecord]) -> Optional[int]:
+    """Return the pid of the process that is recorded, if exactly that one is running, else None."""
+    if record and record["boot_id"] == hostfacts.boot_id():
+        if processes.is_running(record["pid"], record["start_time"]):
+            return record["pid"]
+    return None
+
+
+def load_spec(node_dir: str) -> Dict[str, Any]:
+    """Return the spec that the node's agent was given last; {} before the first."""
+    return files.load(os.path.join(node_dir, "spec.json")) or {}
+
+
+def fence_in(folder: str) -> int:
+    """Return the generation that a node is fenced to, by a folder's file; -1 for none.
+
+    Raises:
+        OSError: nobody knows.
+    """
+    path = os.path.join(folder, "fence")
+    try:
+        text = files.retried(lambda: files.read(path))
+    except files.NOT_FOUND:
+        return -1
+    try:
+        return int(text)
+    except ValueError:
+        raise OSError(errno.EIO, "it holds %r, and a whole number was wanted" % text[:40], path) from None
+
+
+def status(node_dir: str) -> NodeStatus:
+    """Return the node's last status, with whether its agent is alive, and the end of the log of one that is not."""
+    node_dir = os.path.expanduser(node_dir)
+    record = agent_record(node_dir)
+    alive = pid_if_alive(record)
+    found = said(node_dir)
+    found["alive"] = alive is not None
+    found["known"] = os.path.isdir(node_dir)
+    found["fence"] = fence_in(node_dir)
+    found["granted"] = files.load(os.path.join(node_dir, "electorate.json"))
+    found["snapshot"] = newest_snapshot(snapshot_folder(node_dir))
+    found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
+    if not alive:
+        found["generation"] = max(found.get("generation", -1), load_spec(node_dir).get("generation", -1))
+        found["agent_log"] = files.tail(os.path.join(node_dir, "agent.log"))
+    return found
+
+
+def said(node_dir: str) -> NodeStatus:
+    """Return the last status that this node's agent wrote; {} before the first."""
+    nothing: NodeStatus = {}
+    return max(present.statuses(node_dir).values(), key=lambda each: each["time"], default=nothing)
+
+
+def running_workers(node_dir: str) -> List[Worker]:
+    """Return the recorded workers that are still the recorded processes.
+
+    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `agents.go` clears it before it
+    names another. After another boot, or on another host, the same pid and start time may be somebody else's.
+    """
+    record = agent_record(node_dir)
+    if record is None or record["boot_id"] != hostfacts.boot_id():
+        return []
+    workers = said(node_dir).get("workers", [])
+    return [each for each in workers if processes.is_running(each["pid"], each["start_time"])]
+
+
+def snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
+    """Return where the workers of a spec, by default the one that is here, have their snapshots."""
+    spec = load_spec(node_dir) if spec is None else spec
+    folder: str = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
+    return folder
+
+
+def newest_snapshot(folder: str) -> List[int]:
+    """Return (generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one.
+
+    For a folder that cannot be listed it is, for `HELD_S`, what it held last.
+
+    Raises:
+        OSError: nobody knows; the node counts as unreachable.
+    """
+    try:
+        names = files.retried(lambda: os.listdir(folder))
+    except files.NOT_FOUND:
+        names = []
+    except OSError as error:
+        last, at = _last_snapshots.get(folder, ([], 0.0))
+        if last and time.monotonic() - at < HELD_S:
+            return last
+        why = "%s; which snapshot is the newest there is not known" % error.strerror
+        raise OSError(error.errno, why, folder) from error
+    found = (_SNAPSHOT.fullmatch(name) for name in names)
+    newest = list(max(((int(each[1]), int(each[2])) for each in found if each), default=(-1, 0)))
+    _last_snapshots[folder] = newest, time.monotonic()
+    return newest

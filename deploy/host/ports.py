@@ -1,0 +1,55 @@
+"""Ports of a host: listened on, kept for an agent, or found free.
+
+Runs on the host's own python, 3.8 or newer: standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Dict
+
+BACKLOG = 1024
+held: Dict[int, socket.socket] = {}
+"""Port → the listening socket that keeps it ours until an agent takes it over."""
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the address family of an IPv4 or IPv6 address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a listening socket on a port, by default a free one, of this address alone.
+
+    Raises:
+        OSError: the port is in use, or no interface of this host has the address.
+    """
+    try:
+        return socket.create_server((address, port), family=family_of(address), backlog=BACKLOG)
+    except socket.gaierror as error:
+        raise OSError(errno.EINVAL, "%s is no address to listen on: %s" % (address, error)) from error
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        why = "no interface of %s has the address %s to listen on; see `ip addr` there" % (
+            socket.gethostname(),
+            address,
+        )
+        raise OSError(error.errno, why) from error
+
+
+def hold_port(address: str) -> int:
+    """Choose a free port of this address, and keep it listening so that nobody else gets it before the agent does."""
+    listener = listen(address)
+    port: int = listener.getsockname()[1]
+    held[port] = listener
+    return port
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port of this address that nobody had a moment ago."""
+    with socket.socket(family_of(address)) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

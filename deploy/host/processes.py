@@ -1,0 +1,81 @@
+"""The processes of a host, as /proc lists them. Runs on the host's own python, 3.8 or newer: standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Dict, List, NamedTuple, Optional, Set
+
+from nodekit.deploy.host import files
+
+_PAGE_BYTES = 4096
+
+
+class Process(NamedTuple):
+    """One process; with its pid, its start time tells it from a later one that was given the same pid."""
+
+    pid: int
+    parent: int
+    group: int
+    start_time: int
+    """In clock ticks since the host's boot."""
+    rss_bytes: int
+    has_ended: bool
+    """Whether it only waits for its parent to read its exit status."""
+
+
+def find(pid: int) -> Optional[Process]:
+    """Return what the kernel says of a process; None where there is none."""
+    try:
+        fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
+        state, parent, group, start_time, pages = (fields[number] for number in (0, 1, 2, 19, 21))
+    except (OSError, IndexError):
+        return None
+    rss_bytes = int(pages) * _PAGE_BYTES
+    return Process(pid, int(parent), int(group), int(start_time), rss_bytes, state in (b"Z", b"X"))
+
+
+def start_time(pid: int) -> Optional[int]:
+    """Return when the kernel started `pid`, in clock ticks since boot: with the pid, the name of one process."""
+    process = find(pid)
+    return process and process.start_time
+
+
+def is_running(pid: int, started: Optional[int]) -> bool:
+    """Whether exactly that process runs; one that ended but was not waited for yet does not."""
+    process = find(pid)
+    return process is not None and process.start_time == started and not process.has_ended
+
+
+def all_of_them() -> Dict[int, Process]:
+    """Return all processes by pid, those included that have ended and were not waited for yet."""
+    found = (find(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def below(pid: int) -> Set[int]:
+    """Return the pids of all descendants of a process that have not ended."""
+    processes = all_of_them()
+    children: Dict[int, List[int]] = {}
+    for each in processes.values():
+        children.setdefault(each.parent, []).append(each.pid)
+    found: Set[int] = set()
+    new = [pid]
+    while new:
+        new = [child for each in new for child in children.get(each, ())]
+        found.update(new)
+    return {each for each in found if not processes[each].has_ended}
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, or to the group ``-pid``; one that is gone, or another user's, is left alone."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def ask_to_end(pid: int, number: int) -> None:
+    """Send a signal that ends a process, and wake it: a stopped one acts on nothing before SIGCONT."""
+    send(pid, number)
+    send(pid, signal.SIGCONT)

@@ -1,0 +1,34 @@
+"""What the command line of `kit up` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nodekit.deploy.connect.cluster import SshOptions
+
+if TYPE_CHECKING:
+    from nodekit.deploy.metrics.metrics_port import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line of `kit up` says."""
+
+    inventory: Path
+    command: tuple[str, ...] | None = None
+    dry_run: bool = False
+    json: bool = False
+    detach: bool = False
+    new: bool = False
+    quiet: bool = False
+    plain: bool = False
+    """Lines in a terminal too, in place of the live view."""
+    sweep: tuple[str, ...] = ()
+    """Options of the job, each with its values: ``lr=1e-3,3e-4``."""
+    skip_check: bool = False
+    """Look only for what no job can do without."""
+    metrics: Place | None = None
+    """Where metrics for Prometheus are served."""
+    ssh: SshOptions = field(default_factory=SshOptions)

@@ -1,0 +1,293 @@
+"""Watch a run to its end, and act for it unless another process does; tell how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.launch import ending
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.metrics import metrics_port
+from nodekit.deploy.notify import notify
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import count
+from nodekit.deploy.records import fetchlogs, runs
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen.verdict_screen import failed_screen, shown_path, with_left_out
+from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
+from nodekit.deploy.screen.watched import Watched
+from nodekit.deploy.story.summary import summary
+from nodekit.deploy.story.verdict import Verdict
+from nodekit.deploy.supervise import drain
+from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, Hands
+from nodekit.deploy.supervise.judge import Rules
+from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
+from nodekit.deploy.supervise.supervise import Supervisor, rules_of
+from nodekit.inventory.errors import JobFailed, KitError, NotWritten
+from nodekit.inventory.schema import Inventory
+
+NO_PROGRESS_EXIT = 4
+STOPPED_EXIT = 130
+
+
+def watch(
+    hands: Hands,
+    options: Options,
+    *,
+    tail_bytes: int | None = None,
+    shown: Mapping[str, Mapping[str, int]] | None = None,
+    is_asked: bool = True,
+) -> int:
+    """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
+
+    Args:
+        hands: what acts on the nodes.
+        options: the command line's.
+        tail_bytes: of each log that is there already, show only this much.
+        shown: node → log → how much of it has been shown.
+        is_asked: whether a user sits there; else the signals are the caller's.
+    """
+    run, inventory = hands.run, hands.inventory
+    hosts = {host.name: host for host in inventory.hosts}
+    rules = rules_of(inventory)
+    lock = runs.SupervisorLock(run)
+    handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
+    with _view(run, rules, options, is_asked=is_asked) as view, handling:
+        if not lock.take():
+            view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
+        observers = observers_of(run, inventory, options, view)
+        supervisor = Supervisor(
+            hands,
+            view,
+            lock,
+            rules=rules,
+            reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
+            tail_bytes=tail_bytes,
+            shown=shown or {},
+            observers=observers,
+        )
+        try:
+            with _hangup_leaves() if is_asked else contextlib.nullcontext():
+                verdict = supervisor.watch()
+        except Left:
+            view.close()
+            supervisor.close()
+            acted = lock.take()
+            lock.release()
+            return _leave(run, options, is_led=not acted)
+        except (KeyboardInterrupt, StopAsked) as interrupt:
+            view.close()
+            run.say_stop(str(interrupt) or "Ctrl-C")
+            status = stop_everywhere(run, supervisor, view, is_asked=is_asked)
+            if is_asked:
+                signal.signal(
+                    signal.SIGINT, signal.default_int_handler
+                )  # all is stopped: the rest may be given up
+            _fetch_logs(hands, lock, view)
+            supervisor.close()
+            return status
+        else:
+            verdict = with_left_out(run, verdict)
+            with told_of_a_full_disk(view.say):
+                if verdict.outcome == "stopped":
+                    run.finish_stopped()
+                else:
+                    run.finish(verdict.outcome, verdict.summary)
+            _fetch_logs(hands, lock, view)
+            supervisor.close()
+            with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
+                summary(run)
+        finally:
+            lock.release()
+    return conclude(run, hands.links, verdict)
+
+
+def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
+    """A live screen where a user sits at a terminal that can show one, else lines."""
+    if not is_asked or not fits_screen(plain=options.plain or options.quiet):
+        return View(list(rules.nodes), logs=not options.quiet)
+    return full_screen(
+        run,
+        rules,
+        leaves="leave the job running, and this view; kit watch opens it again",
+        interrupts="stop the job on all nodes, after a snapshot",
+    )
+
+
+def full_screen(run: Run, rules: Rules, *, leaves: str, interrupts: str) -> FullScreen:
+    """The live screen of a run, not yet open; what leaving it and Ctrl-C do is said in words."""
+    doing = Doing(
+        leaves=leaves,
+        interrupts=interrupts,
+        drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
+        drained=lambda: run.drained,
+    )
+    return FullScreen(Watched(run.run_id, rules.nodes, run.clock_offsets), doing)
+
+
+@contextlib.contextmanager
+def _hangup_leaves() -> Iterator[None]:
+    """A terminal that is closed leaves the job running, and supervised; nohup's wish is respected."""
+
+    def leave(*_: object) -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(
+            3
+        ):  # nobody reads what is said from here on, and saying it to nobody must not fail
+            os.dup2(nothing, number)
+        os.close(nothing)
+        raise Left
+
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _leave(run: Run, options: Options, *, is_led: bool) -> int:
+    """Have the run supervised by a process that stays, unless another does it already; the exit status."""
+    if not is_led:
+        leave_a_supervisor(run, options)
+    print(
+        f"{run.run_id} goes on: kit watch {run.run_id} looks at it, kit down {run.run_id} stops it",
+        flush=True,
+    )
+    return 0
+
+
+def leave_a_supervisor(run: Run, options: Options) -> None:
+    """Start a process that goes on supervising a run when this one is gone."""
+    place = options.metrics
+    served = [f"--metrics-port={place.port}", f"--metrics-address={place.address}"] if place else []
+    with _log_of_supervisor(run) as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "nodekit.deploy.commands.cli", "supervise", run.run_id, *served],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _log_of_supervisor(run: Run) -> IO[str]:
+    try:
+        return (run.folder / "supervisor.log").open("a")
+    except OSError:  # a full disk: what it says is lost, and the run is supervised all the same
+        return Path(os.devnull).open("a")
+
+
+def _fetch_logs(hands: Hands, lock: runs.SupervisorLock, view: View) -> None:
+    """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
+    if hands.inventory.logs.fetch and lock.take():
+        fetchlogs.at_the_end(hands.run, hands.links, view.say)
+
+
+def observers_of(run: Run, inventory: Inventory, options: Options, view: View) -> list[Observer]:
+    """Who is told of a run while it goes on."""
+    observers: list[Observer] = []
+    if inventory.notify is not None:
+        secrets = notify.secrets_here(run, inventory.notify)
+        observers.append(notify.Notifier(run, inventory.notify, secrets))
+    if options.metrics is not None:
+        observers += metrics_port.serve(run, options.metrics, view.say)
+    return observers
+
+
+def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: bool) -> int:
+    """Stop the run on all nodes, saying so; Ctrl-C again kills it. The exit status."""
+    again = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM) if is_asked else ():
+        signal.signal(number, lambda *_: again.set())  # an exception could come at a bad moment
+    hint = "; Ctrl-C again kills it at once" if is_asked else ""
+    view.say(f"stopping {run.run_id} on {count(len(run.nodes), 'node')}{hint}")
+    results: dict[str, Any] = {}
+
+    def stop(force: bool) -> None:
+        results.update(supervisor.stop(force=force))
+
+    stopping = threading.Thread(target=stop, args=(False,), daemon=True)
+    stopping.start()
+    while stopping.is_alive():
+        if again.wait(0.1):
+            view.say("killing it")
+            stop(True)
+            break
+    with told_of_a_full_disk(view.say):
+        run.finish_stopped()
+    view.say(stopped_text(run, results))
+    return STOPPED_EXIT
+
+
+@contextlib.contextmanager
+def told_of_a_full_disk(say: Callable[[str], None]) -> Iterator[None]:
+    """An end that cannot be written down is an end all the same."""
+    try:
+        yield
+    except NotWritten as error:
+        say(f"how it ended is not on record: {error}; kit up looks at its nodes then")
+
+
+def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
+    """What to say after a stop: where it is stopped, and where that is not known."""
+    failed = [str(result) for result in results.values() if isinstance(result, Exception)]
+    killed = [
+        name for name, result in results.items() if not isinstance(result, Exception) and result["killed"]
+    ]
+    unheard = [name for name in run.nodes if name not in results]
+    text = f"{run.run_id} is stopped on {count(len(results) - len(failed), 'node')}"
+    if killed:
+        text += f"; had to be killed on {', '.join(killed)}"
+    problems = [f"not known: {problem}" for problem in failed]
+    problems += [f"not known: {name} cannot be reached" for name in unheard]
+    return "\n".join([text, *problems])
+
+
+def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
+    """Say how it ended and where everything is; the exit status."""
+    there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
+    first = min(there, key=lambda name: run.nodes[name]["node_rank"])
+    rows = ending.left_behind(run, {name: link for name, link in links.items() if not link.is_lost})
+    print()
+    if verdict.outcome == "failed":
+        # The verdict names the log itself.
+        print("\n".join(failed_screen(run, verdict, [row for row in rows if row[0] != "logs"])))
+        return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
+    if verdict.outcome == "stopped":
+        has_snapshot = any(label == "snapshots" for label, _ in rows)
+        goes_on = "goes on from its snapshot" if has_snapshot else "begins it anew: it has no snapshot"
+        print(f"{run.run_id} was stopped; kit up {shlex.quote(shown_path(run.inventory_path))} {goes_on}")
+    else:
+        seconds = (run.ended or time.time()) - run.started
+        print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, links, first)}")
+    for label, text in rows:
+        print(f"  {label:<9}  {text}")
+    return STOPPED_EXIT if verdict.outcome == "stopped" else 0
+
+
+def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
+    """`, accuracy 98.3 %` when the job wrote a result.json."""
+    if first not in links:
+        return ""
+    with contextlib.suppress(KitError, ValueError):
+        text = links[first].call(
+            "read_file", timeout_s=CALL_TIMEOUT_S, path=f"{run.nodes[first]['node_dir']}/output/result.json"
+        )
+        accuracy = json.loads(text or "{}").get("accuracy")
+        if isinstance(accuracy, float):
+            return f", accuracy {accuracy:.2%}"
+    return ""

@@ -1,0 +1,37 @@
+"""What is said of the phases of a command while they go by."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Phases:
+    """Says how long each phase took, and records it."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self.began = time.time()
+        self.done: list[tuple[str, float, float]] = []
+        """Name, seconds, and when it was done."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[list[str]]:
+        """Time one phase; what the caller puts into the list is said at its end."""
+        said: list[str] = []
+        start = time.monotonic()
+        yield said
+        seconds = time.monotonic() - start
+        self.done.append((name, seconds, time.time()))
+        self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
+
+    def say(self, text: str) -> None:
+        """One line, unless silent."""
+        if not self._silent:
+            print(text, flush=True)
+
+
+def count(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

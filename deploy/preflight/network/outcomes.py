@@ -1,0 +1,297 @@
+"""What became of the calls of every ordered pair of hosts, and the findings that come of it; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nodekit.deploy.host.probes.netprobe import SMALL_BYTES
+from nodekit.deploy.plan.findings import Finding, Level
+from nodekit.deploy.preflight.network import firewall
+
+MAX_PACKET = 65535
+_MAX_COMMANDS = 3
+# outcome → what is said of the ports
+_WORDS = {
+    "dropped": "dropped (no answer)",
+    "refused": "refused, although it is listened at",
+    "unreachable": "unreachable",
+    "silent": "taken by somebody who says nothing",
+    "stranger": "answered by somebody else",
+    "untried": "not tried: the time was over",
+    "rejected": "rejected (refused, or no answer)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """One host, listening."""
+
+    host: str
+    address: str
+    interface: str
+    mtu: int
+    ports: tuple[int, ...]
+    """Where it listens."""
+    udp_port: int | None
+    port_range: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What became of one host's calls to another."""
+
+    source: str
+    target: str
+    connects: tuple[int, ...] = ()
+    failed: Mapping[str, tuple[int, ...]]
+    """Outcome → ports."""
+    words: Mapping[str, str]
+    """Outcome → what the kernel said, or the stranger."""
+    source_address: str | None = None
+    """What the source called from."""
+    arrived: frozenset[int] = frozenset()
+    """Sizes of the datagrams that came."""
+    unsent: Mapping[str, str]
+    """Size → why the source's kernel did not send it."""
+    dropped_from: tuple[int, ...] = ()
+    """The source's own ports of the calls that got no answer."""
+    is_alone: bool = False
+    """Whether it was tried with nothing else under way, at last."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every port connects."""
+        return bool(self.connects) and not self.failed
+
+
+Pairs = dict[tuple[str, str], Pair]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ordered pairs of which the same is to be said."""
+
+    host: str
+    """The finding's: one host, or "a → b"."""
+    hosts: tuple[str, ...]
+    words: str
+    """Which pairs these are, where it is not just one."""
+    pairs: tuple[tuple[str, str], ...]
+
+
+def grouped(faults: Mapping[tuple[str, str], Any], names: Sequence[str]) -> list[Group]:
+    """One group where all other hosts fare alike with one host, one where it does with all, others alone; pure."""
+    groups: list[Group] = []
+    left = dict.fromkeys(faults)
+    num_others = len(names) - 1
+    for name in names:
+        for way, end in (("from", 1), ("to", 0)):
+            own = tuple(key for key in faults if key[end] == name)
+            is_alike = len(own) == num_others > 1 and len({faults[key] for key in own}) == 1
+            if is_alike and any(key in left for key in own):
+                groups.append(Group(name, (name,), f"{way} all {num_others} other hosts: ", own))
+                for key in own:
+                    left.pop(key, None)
+    return groups + [Group(f"{a} → {b}", (a, b), "", ((a, b),)) for a, b in left]
+
+
+def findings(
+    pairs: Pairs,
+    ends: Mapping[str, End],
+    firewalls: Mapping[str, Mapping[str, Any]],
+    *,
+    port: int,
+    port_matters: bool,
+) -> list[Finding]:
+    """A finding for each pair that something is wrong with, those of one host as one where all are alike; pure.
+
+    Args:
+        pairs: what was measured.
+        ends: the hosts.
+        firewalls: host → `netprobe.firewall` there.
+        port: the rendezvous port.
+        port_matters: whether a job needs just this one; else only a warning comes of it.
+    """
+    closed: dict[tuple[str, str], tuple[str, Level]] = {}
+    for key, pair in pairs.items():
+        if pair.failed and not is_echo(pair, pairs, ends):
+            failed = {number for ports in pair.failed.values() for number in ports}
+            level: Level = "warning" if failed == {port} and not port_matters else "failure"
+            closed[key] = closed_words(pair, ends[pair.target], port), level
+    return [
+        *(
+            _closed(group, *closed[group.pairs[0]], pairs, ends, firewalls, port)
+            for group in grouped(closed, list(ends))
+        ),
+        *_packet_findings(pairs, ends),
+        *_strays(pairs, ends),
+    ]
+
+
+def _closed(
+    group: Group,
+    words: str,
+    level: Level,
+    pairs: Pairs,
+    ends: Mapping[str, End],
+    firewalls: Mapping[str, Mapping[str, Any]],
+    port: int,
+) -> Finding:
+    """Ports that do not connect; a pair that was never tried alone may only have been busy, which is a warning."""
+    source, target = group.pairs[0]
+    back = "" if group.words else _back(pairs, source, target)
+    alone = [key for key in group.pairs if pairs[key].is_alone]
+    if alone:
+        because, cure = _firewall(pairs[source, target], ends, firewalls)
+        which = " → ".join(alone[0]) if group.words else "this pair"
+        tried = f"tried twice, the second time {which} alone"
+    else:
+        level, because, cure = "warning", "", "give it more time: kit check --timeout 60"
+        tried = (
+            "while all hosts called one another; there was no time to try it alone, so it may well be open"
+        )
+    found = "; ".join(filter(None, [group.words + words, back, tried, because]))
+    low, high = ends[target].port_range
+    wanted = f"TCP to {ends[target].address} on port {port}, and on {low}-{high} for gloo and NCCL"
+    return Finding("network", group.host, level, found, wanted, cure, group.hosts)
+
+
+def _firewall(
+    pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, str]:
+    """What is seen to keep a pair's calls out, and what lets them in; only rules that certainly do, where there are."""
+    cures = {
+        firewall.cure(
+            firewalls,
+            source=pair.source,
+            target=pair.target,
+            addresses={name: end.address for name, end in ends.items()},
+            interfaces={name: end.interface for name, end in ends.items()},
+            port=number,
+            answer_port=next(iter(pair.dropped_from), None),
+        ): None
+        for ports in pair.failed.values()
+        for number in ports
+    }
+    certain = [each for each in cures if ", chain " in each[1]] or list(cures)
+    return "; ".join(seen for _, seen in certain if seen), "; ".join(command for command, _ in certain)
+
+
+def _strays(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
+    """Hosts whose packets to others leave from another address than the chosen one."""
+    found = []
+    for own in ends.values():
+        calls = [pair for pair in pairs.values() if pair.source == own.host]
+        if strays := [pair for pair in calls if pair.source_address not in (None, own.address)]:
+            what = (
+                f"its packets to {', '.join(pair.target for pair in strays)} leave from "
+                f"{strays[0].source_address}, not from {own.address} ({own.interface})"
+            )
+            wanted = "one route both ways, over the interface that was chosen"
+            to = ends[strays[0].target].address
+            cure = f"on {own.host}: sudo ip route replace {to} dev {own.interface} src {own.address}"
+            found.append(Finding("network", own.host, "warning", what, wanted, cure))
+    return found
+
+
+def is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
+    """Whether just those calls failed whose answers go to a port range that is dropped on their way back."""
+    if set(pair.failed) != {"dropped"} or not pair.connects:
+        return False
+    own = sorted(ends[pair.source].ports)
+    for (_, target), other in pairs.items():
+        first, last = ends[pair.source].port_range
+        closed = [port for port in other.failed.get("dropped", ()) if first <= port <= last]
+        if target != pair.source or not closed or not other.connects:
+            continue
+        low = max((port for port in own if port < min(closed)), default=0)
+        high = min((port for port in own if port > max(closed)), default=MAX_PACKET)
+        is_range = not any(low < port < high for port in other.connects)
+        if is_range and all(low < port < high for port in pair.dropped_from):
+            return True
+    return False
+
+
+def closed_words(pair: Pair, target: End, port: int) -> str:
+    """Which of a target's ports a source does not get through to, and how."""
+    parts = []
+    failed = dict(pair.failed)
+    if "dropped" in failed and (
+        outcome := next((way for way in ("refused", "unreachable") if way in failed), "")
+    ):
+        failed["rejected"] = tuple(sorted((*failed.pop(outcome), *failed.pop("dropped"))))
+    for outcome, ports in failed.items():
+        said = pair.words.get(outcome, "")
+        parts.append(f"{_ports(ports, target, port)} {_WORDS[outcome]}" + (f" ({said})" if said else ""))
+    return "; ".join(parts)
+
+
+def _ports(ports: Sequence[int], target: End, port: int) -> str:
+    """Some of the ports that were tried, in words: how far they reach, and where it connects again."""
+    if len(ports) == len(target.ports):
+        return "every port" if len(ports) > 1 else f"port {ports[0]}"
+    words = [f"port {port}"] if port in ports else []
+    sampled = sorted(set(target.ports) - {port})
+    bad = [number for number in sampled if number in ports]
+    if len(bad) == 1:
+        words.append(f"port {bad[0]}")
+    elif bad:
+        words.append(f"ports {bad[0]}-{bad[-1]} ({len(bad)} of the {len(sampled)} tried in {_range(target)})")
+    return " and ".join(words)
+
+
+def _range(target: End) -> str:
+    return f"{target.port_range[0]}-{target.port_range[1]}"
+
+
+def _back(pairs: Pairs, source: str, target: str) -> str:
+    """How it is the other way, by TCP, or else by datagrams, which need no answer."""
+    back = pairs.get((target, source))
+    if back is None:
+        return f"{target} → {source} was not tried"
+    if back.is_open:
+        return f"{target} → {source} connects"
+    there = pairs[source, target].arrived
+    if bool(there) != bool(back.arrived):
+        lost, passes = (f"{target} → {source}", f"{source} → {target}")
+        if not there:
+            lost, passes = passes, lost
+        return f"{target} → {source} fails, too; datagrams {passes} arrive, {lost} are lost"
+    return f"{target} → {source} fails, too"
+
+
+def packet(ends: Mapping[str, End], source: str, target: str) -> int:
+    """The size of the largest packet that both interfaces take."""
+    return min(ends[source].mtu, ends[target].mtu, MAX_PACKET)
+
+
+def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
+    """Pairs between which small datagrams pass and those of both interfaces' MTU do not."""
+    lost: dict[tuple[str, str], tuple[int, int]] = {}
+    for key, pair in pairs.items():
+        wanted = packet(ends, *key)
+        if SMALL_BYTES in pair.arrived and wanted not in pair.arrived:
+            lost[key] = wanted, max(pair.arrived)
+    names = list(ends)
+    groups = grouped(lost, names)
+    if len(names) > 2 and len(lost) == len(names) * (len(names) - 1) and len(set(lost.values())) == 1:
+        groups = [Group("all hosts", tuple(names), f"between all {len(names)} hosts: ", tuple(lost))]
+    found = []
+    for group in groups:
+        a, b = (ends[name] for name in group.pairs[0])
+        wanted, passes = lost[group.pairs[0]]
+        which = [ends[name] for name in dict.fromkeys(name for key in group.pairs for name in key)]
+        cures = [f"on {end.host}: sudo ip link set {end.interface} mtu {passes}" for end in which]
+        if len(cures) > _MAX_COMMANDS:
+            cures[_MAX_COMMANDS:] = [f"so on all {len(which)}"]
+        what = (
+            f"{group.words}packets of {wanted} bytes are lost on the way, of {passes} pass; "
+            f"{a.interface} of {a.host} has MTU {a.mtu}, {b.interface} of {b.host} {b.mtu}: "
+            "something between them has a smaller one"
+        )
+        cure = "; ".join([*cures, "or raise the MTU of the switch"])
+        to_pass = f"packets of {wanted} bytes to pass unfragmented"
+        found.append(Finding("network", group.host, "failure", what, to_pass, cure, group.hosts))
+    return found

@@ -1,0 +1,226 @@
+"""The visits of `kit check` to all hosts at once: what each has answered, and what kept it from answering."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.plan import check
+from nodekit.deploy.plan.check import Facts
+from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.script import Script
+from nodekit.deploy.sync import sync
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.schema import Host, Inventory
+from nodekit.training.engine_info import LIBRARIES
+from nodekit.training.reporting.trackers import TRACKERS
+
+T = TypeVar("T")
+
+CONNECT_SHARE = (
+    0.6  # of the time, for logging in: the rest is for the network, between those that can be reached
+)
+RESERVE_S = 0.5  # at the end, to close the links and to print
+SLOW_RTT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One host as it has answered."""
+
+    facts: Facts
+    probe: Mapping[str, Any]
+
+
+def look(
+    link: Link,
+    host: Host,
+    inventory: Inventory,
+    own: Script,
+    *,
+    kit_digest: str,
+    peers: Sequence[str],
+    files: Sequence[str],
+    timeout_s: float = check.FACTS_TIMEOUT_S,
+) -> Seen:
+    """Ask one host for all that `kit check` wants to know of it."""
+    paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
+    found = link.call(
+        "probes.probe",
+        timeout_s=timeout_s,
+        workdir=host.workdir,
+        kit_digest=kit_digest,
+        peers=peers,
+        modules=(*LIBRARIES, *TRACKERS),
+        imports=own.imports,
+        source=own.source,
+        path=[each for each in paths.split(os.pathsep) if each],
+        files=files,
+    )
+    return Seen(facts=check.facts_of(link, found["facts"]), probe=found)
+
+
+def split(problem: str) -> tuple[str, str]:
+    """What was found, and what to do: our errors have that after their last semicolon."""
+    found, _, cure = problem.rpartition("; ")
+    return (found, cure) if found else (problem, "")
+
+
+class Visits:
+    """The way to each host and back, each in its own thread; who is late is left behind."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        own: Script,
+        ssh: SshOptions,
+        *,
+        files: Sequence[str],
+        timeout_s: float,
+        busy: float,
+        deadline: float,
+    ) -> None:
+        self.deadline = deadline
+        self._inventory = inventory
+        self._own = own
+        self._files = files
+        self._ssh = ssh
+        self._timeout_s = timeout_s
+        self._facts_s = check.FACTS_TIMEOUT_S * busy
+        self._digest = sync.package().digest
+        self._lock = threading.Lock()
+        self._all_done = threading.Condition(self._lock)
+        self._links: dict[str, Link] = {}
+        self._seen: dict[str, Seen] = {}
+        self._unmade: dict[str, str] = {}
+        self._failed: dict[str, Exception] = {}
+        self._stage = {host.name: "connecting" for host in inventory.hosts}
+        self._is_over = False
+        if any(host.connection == "ssh" for host in inventory.hosts):
+            import fabric  # noqa: F401  # once and here: threads that import it at the same time trip over each other
+        self._peers = Later(lambda: cluster.peer_addresses(inventory.hosts))
+        for host in inventory.hosts:
+            threading.Thread(target=self._visit, args=(host,), daemon=True).start()
+
+    def _visit(self, host: Host) -> None:
+        try:
+            timeout_s = round(CONNECT_SHARE * self._timeout_s, 1)
+            link = cluster.open_link(host, self._ssh, timeout_s=timeout_s)
+            with self._lock:
+                is_late = self._is_over
+                if not is_late:
+                    self._links[host.name] = link
+                    self._stage[host.name] = "looking around there"
+            if is_late:
+                return link.close()
+            unmade = check.enter_what_is_there({host.name: link}, self._inventory)
+            peers = self.peers().get(host.name, ())
+            seen = look(
+                link, host, self._inventory, self._own,
+                kit_digest=self._digest, peers=peers, files=self._files, timeout_s=self._facts_s,
+            )  # fmt: skip
+            with self._lock:
+                self._unmade |= unmade
+                self._seen[host.name] = seen
+        except Exception as error:  # told for this host, and the others go on
+            with self._lock:
+                self._failed[host.name] = error
+        finally:
+            with self._lock:
+                self._stage.pop(host.name, None)
+                self._all_done.notify_all()
+
+    def peers(self) -> Mapping[str, tuple[str, ...]]:
+        """For each host the addresses of the others; nothing where a name server takes too long."""
+        return self._peers.get(max(0.1, self.deadline - time.monotonic())) or {}
+
+    def wait(self, until: float) -> None:
+        """Until all are back, or that time has come."""
+        with self._all_done:
+            while self._stage and (left_s := until - time.monotonic()) > 0:
+                self._all_done.wait(left_s)
+
+    def seen(self) -> dict[str, Seen]:
+        """Who has answered so far, in the inventory's order."""
+        with self._lock:
+            return {
+                host.name: self._seen[host.name] for host in self._inventory.hosts if host.name in self._seen
+            }
+
+    def unmade(self) -> list[str]:
+        """Who has no environment yet, of those who have answered."""
+        with self._lock:
+            return [host.name for host in self._inventory.hosts if host.name in self._unmade]
+
+    def links(self, hosts: Iterable[str]) -> dict[str, Link]:
+        """Links to some who have answered."""
+        with self._lock:
+            return {name: self._links[name] for name in hosts}
+
+    def access(self) -> list[Finding]:
+        """The column access.
+
+        Raises:
+            Exception: a mistake of our own, with its traceback.
+        """
+        with self._lock:
+            self._is_over = True
+            for error in self._failed.values():
+                if not isinstance(error, KitError):
+                    raise error
+            return [self._access(host) for host in self._inventory.hosts]
+
+    def _access(self, host: Host) -> Finding:
+        finding = functools.partial(Finding, "access", host.name)
+        if host.name in self._seen:
+            rtt_s = self._seen[host.name].facts.rtt_s
+            if rtt_s < SLOW_RTT_S:
+                return finding("ok", f"{rtt_s * 1000:.1f} ms")
+            cure = "see whether it is busy (`uptime` there) or far away"
+            wanted = f"less than {SLOW_RTT_S * 1000:.0f} ms"
+            return finding("warning", f"an answer takes {rtt_s * 1000:.0f} ms", wanted, cure)
+        if (error := self._failed.get(host.name)) is not None:
+            text, cure = split(error.problem if isinstance(error, HostError) else str(error))
+        else:
+            text = (
+                f"no answer within {self._timeout_s:.3g} s, while {self._stage.get(host.name, 'connecting')}"
+            )
+            cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
+        return finding("failure", text, "a host that kit can log in to", cure)
+
+    def leave(self) -> None:
+        """Close the links, as far as that takes no time."""
+        with self._lock:
+            links = dict(self._links)
+        Later(lambda: on_all(links, Link.close)).get(RESERVE_S)
+
+
+class Later(Generic[T]):
+    """A value that is worked out meanwhile."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._found: list[T | Exception] = []
+        self._make = make
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._make())
+        except Exception as error:  # raised where the value is asked for
+            self._found.append(error)
+
+    def get(self, timeout_s: float) -> T | None:
+        """The value, or None where it is not there in time."""
+        self._thread.join(timeout_s)
+        if self._found and isinstance(self._found[0], Exception):
+            raise self._found[0]
+        return self._found[0] if self._found else None  # type: ignore[return-value]  # no exception, as just seen

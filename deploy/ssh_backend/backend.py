@@ -1,0 +1,300 @@
+"""Runs on the hosts of an inventory: over SSH, or on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.launch import start
+from nodekit.deploy.launch import watch as leading
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
+from nodekit.deploy.metrics import metrics_port
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.plan import script
+from nodekit.deploy.records import events, fetchlogs, runs, secret_files
+from nodekit.deploy.records.events import Event, Gatherer
+from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
+from nodekit.deploy.screen.verdict_screen import shown_path
+from nodekit.deploy.screen.view import View, fits_screen, show_last
+from nodekit.deploy.story.status import Status, status_line
+from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, Hands, secrets_of
+from nodekit.deploy.supervise.judge import Rules
+from nodekit.deploy.supervise.observer import Left, StopAsked
+from nodekit.deploy.supervise.supervise import Supervisor, rules_of
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import restore
+from nodekit.inventory.schema import Host, Inventory
+
+ATTACH_TAIL_BYTES = 4096
+
+
+class SshBackend:
+    """See `deploy/backend.py`."""
+
+    poll_s = 0.1
+
+    def up(self, inventory: Inventory, options: Options) -> int:
+        """Bring the job of an inventory to where it runs, and watch it; the exit status."""
+        if options.sweep:
+            raise KitError(
+                f"{inventory.path}: --sweep submits to Slurm's queue, and this inventory has no slurm section"
+            )
+        if options.dry_run:
+            return _dry_run(inventory, options)
+        if options.metrics is not None:
+            metrics_port.check(options.metrics)
+        with contextlib.ExitStack() as stack:
+            with runs.starting(inventory.path):
+                run = runs.current(
+                    inventory.path, options.command or inventory.job.command, is_new=options.new
+                )
+                hands = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
+                attached = hands is not None
+                if hands is None:
+                    # A run that was stopped or failed goes on; one that trained to its end is done.
+                    resumed = run if run is not None and run.state != "succeeded" else None
+                    hands = start.start(stack, inventory, resumed, options)
+            if options.detach:
+                leave_a_supervisor(hands.run, options)
+                shown = shlex.quote(shown_path(str(options.inventory)))
+                print(
+                    f"{hands.run.run_id} is running: kit up {shown} attaches to it, kit down stops it",
+                    flush=True,
+                )
+                return 0
+            return leading.watch(hands, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
+
+    def supervise(self, run: Run, options: Options) -> int:
+        """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
+        inventory = restore(run.inventory)
+        with cluster.links(inventory.hosts, options.ssh, some=True) as links:
+            return leading.watch(Hands(run, inventory, links), options)
+
+    def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
+        """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
+        inventory = restore(run.inventory)
+        hosts = {host.name: host for host in inventory.hosts}
+        rules = rules_of(inventory)
+        with cluster.links(inventory.hosts, ssh, some=True) as links:
+            is_led = _is_led(run)
+            if not is_led and not _is_alive(run, links):
+                show_last(run, run, events.read(run.folder))
+                print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
+                return 0
+            hands = Hands(run, inventory, links)
+            with _view(run, rules, plain=plain) as view, sigterm_interrupts():
+                if not is_led:
+                    view.say("nobody supervises this run: what is lost is not replaced before kit up does")
+                supervisor = Supervisor(
+                    hands,
+                    view,
+                    _OnlyWatches(run),
+                    rules=rules,
+                    reopen=lambda name: cluster.open_link(hosts[name], ssh),
+                    tail_bytes=ATTACH_TAIL_BYTES,
+                )
+                try:
+                    verdict = supervisor.watch()
+                    supervisor.close()
+                except (Left, KeyboardInterrupt):
+                    view.close()
+                    print(f"{run.run_id} goes on", flush=True)
+                    return 0
+                except StopAsked:
+                    view.close()
+                    run.say_stop("kit watch")
+                    return leading.stop_everywhere(run, supervisor, view, is_asked=True)
+            return leading.conclude(run, links, verdict)
+
+    def status(self, run: Run, ssh: SshOptions) -> Status:
+        """What a run and each of its nodes does; of a node that cannot be reached, what was last heard of it."""
+        with cluster.links(restore(run.inventory).hosts, ssh, some=True) as links:
+            found = _statuses(run, links)
+        alive = any(status["alive"] for status in found.values())
+        last = {
+            name: status
+            for name, status in events.now(run.folder).items()
+            if name in run.nodes.keys() - found
+        }
+        data = {**found, **{name: {**status, "alive": None} for name, status in last.items()}}
+        lines = {}
+        for name in run.nodes:
+            if (status := found.get(name)) is not None:
+                if not status["alive"] and status.get("state") not in runs.ENDED:
+                    status["state"] = "gone"
+                lines[name] = status_line(status, now=time.time())
+                continue
+            lines[name] = "unreachable"
+            if name in last:
+                when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
+                lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
+        is_known = run.state in runs.ENDED or alive
+        state = run.state if is_known else "ended while nobody watched; kit up goes on"
+        return Status(state=state, nodes=lines, data={"state": state, "status": data})
+
+    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:  # noqa: ARG002
+        """The record of who supervises a run, and its events in the order of time."""
+        return run, events.read(run.folder)
+
+    def rules(self, run: Run, node: str) -> Rules:  # noqa: ARG002
+        """What its supervisor goes by."""
+        return rules_of(restore(run.inventory))
+
+    def down(
+        self, run: Run, ssh: SshOptions, *, force: bool = False, lost: bool = False, fetch: bool = False
+    ) -> int:
+        """Stop a run everywhere; the exit status is 1 when a node could not be asked.
+
+        `lost`: the user knows that nodes that cannot be reached are off, and the run may go on without them. `fetch`:
+        copy its logs to this machine.
+        """
+        inventory = restore(run.inventory)
+        run.say_stop("kit down")
+        with cluster.links(inventory.hosts, ssh, some=True) as links:
+            hands = Hands(run, inventory, links)
+            results = hands.stop_all(force=force)
+            _gather_unwatched(hands)
+            unheard = [name for name in run.nodes if name not in links]
+            was_running = any(
+                not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
+            )
+            clean = (lost or not unheard) and not any(
+                isinstance(each, Exception) for each in results.values()
+            )
+            with contextlib.suppress(OSError, ValueError):
+                run.reload()  # whoever supervised it may have seen its end, and why
+            if run.state not in runs.ENDED and clean:
+                with told_of_a_full_disk(print):
+                    run.finish_stopped()
+            if not was_running and clean:
+                print(f"{run.run_id} is not running ({run.state})")
+            else:
+                print(stopped_text(run, results))
+            if fetch:
+                print(fetchlogs.fetch_run(run, links).text())
+        return 0 if clean else 1
+
+    def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
+        """There is none: `up` refuses them."""
+        raise NotImplementedError
+
+    def sweep_down(self, members: list[Run], ssh: SshOptions, *, fetch: bool = False) -> int:
+        """There is none: `up` refuses them."""
+        raise NotImplementedError
+
+    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:  # noqa: ARG002
+        """Nothing but agents."""
+        return ""
+
+    def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
+        """Each node's own."""
+        return {host.name: host for host in restore(run.inventory).hosts if spare or host.name in run.nodes}
+
+    def folders(self, run: Run) -> list[RunFolder]:
+        """Where the nodes of a run have it."""
+        found = []
+        for name, node in run.nodes.items():
+            shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
+            found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared))
+        return found
+
+    def record(self, run: Run, links: Mapping[str, Link]) -> Run:  # noqa: ARG002
+        """As it is on this machine."""
+        with contextlib.suppress(OSError, ValueError):
+            run.reload()
+        return run
+
+    def nodes_at(self, record: Run, host: str) -> list[str]:  # noqa: ARG002
+        """The one of that name, which the run has or may get."""
+        return [host]
+
+    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:  # noqa: ARG002
+        """By its record; or nobody is left to write there."""
+        run.reload()
+        return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
+
+
+class _OnlyWatches(SupervisorLock):
+    """Is never taken: who has it never acts for the run."""
+
+    def take(self) -> bool:
+        """No."""
+        return False
+
+
+def _view(run: Run, rules: Rules, *, plain: bool) -> View:
+    if not fits_screen(plain=plain):
+        return View(list(rules.nodes))
+    leaves = "leave this view; the job goes on"
+    return leading.full_screen(run, rules, leaves=leaves, interrupts=leaves)
+
+
+def _is_led(run: Run) -> bool:
+    lock = SupervisorLock(run)
+    is_free = lock.take()
+    lock.release()
+    return not is_free
+
+
+def _is_alive(run: Run, links: Mapping[str, Link]) -> bool:
+    return any(status["alive"] for status in _statuses(run, links).values())
+
+
+def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | None:
+    """The hands of a run on record as running; None when none of its agents is alive any more."""
+    inventory = restore(run.inventory)
+    links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
+    if _is_led(run) or _is_alive(run, links):
+        print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
+        return Hands(run, inventory, links)
+    _settle(run, links)
+    return None
+
+
+def _statuses(run: Run, links: Mapping[str, Link]) -> dict[str, NodeStatus]:
+    """Each reachable node's status."""
+    results = on_all(
+        {name: link for name, link in links.items() if name in run.nodes},
+        lambda link: link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"]),
+    )
+    return {name: result for name, result in results.items() if not isinstance(result, Exception)}
+
+
+def _settle(run: Run, links: Mapping[str, Link]) -> None:
+    """A run that is on record as running, and has no agent left: write down how it ended."""
+    found = _statuses(run, links)
+    if len(found) < len(run.nodes):
+        missing = ", ".join(name for name in run.nodes if name not in found)
+        raise KitError(
+            f"{run.run_id} may still be running on {missing}, which cannot be reached; "
+            f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost {run.run_id}"
+        )
+    _gather_unwatched(Hands(run, restore(run.inventory), dict(links)))
+    states = {status.get("state") for status in found.values()}
+    run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
+
+
+def _gather_unwatched(hands: Hands) -> None:
+    """Have the events of a run whole that nobody supervises."""
+    lock = SupervisorLock(hands.run)
+    if lock.take():
+        hands.gather_events(Gatherer(hands.run.folder))
+        lock.release()
+
+
+def _dry_run(inventory: Inventory, options: Options) -> int:
+    """Print exactly what would run, and run nothing."""
+    secrets_of(inventory)
+    secret_files.notify_secrets(inventory)
+    script.find(inventory, options.command)
+    planned = start.planned(inventory, options)
+    print(planned.to_json() if options.json else planned.to_text())
+    return 0

@@ -1,0 +1,245 @@
+"""One run that Slurm has: submitted, followed in lines, stopped.
+
+All is done through one link to the login node, or to this machine where it is one: files in the shared folder, and
+Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Sequence
+
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.link import Link
+from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.records import fetchlogs, runs, secret_files
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.supervise.hands import secrets_of
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import dump, restore
+from nodekit.inventory.schema import Inventory
+from nodekit.slurm import metrics
+from nodekit.slurm.accounts import usage
+from nodekit.slurm.jobs import Job, Slurm
+from nodekit.slurm.leader import fetch_logs, forget_secrets, settle
+from nodekit.slurm.login import CALL_TIMEOUT_S, login
+from nodekit.slurm.prepare import Ready, prepare
+
+ATTACH_TAIL_BYTES = 4096
+LOOK_S = 2.0
+POLL_S = 0.3
+STOP_S = 90.0
+ACCOUNT_S = 10.0  # slurmdbd hears of a job's end a moment later
+
+
+def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
+    """Submit the job of an inventory, or go on with that of `resumed`; nothing is queued unless all is well.
+
+    Raises:
+        KitError: what is wrong, on this machine, the login node or with what is asked of Slurm.
+    """
+    phases = Phases(silent=options.quiet)
+    run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
+    phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
+    with contextlib.ExitStack() as stack:
+        ready = prepare(
+            stack,
+            inventory,
+            run_id,
+            options,
+            phases,
+            secrets=secrets_of(inventory),
+            notify_secrets=secret_files.notify_secrets(inventory),
+        )
+        ready.place(ready.run_dir, inventory, options.command)
+        with phases.phase("submit") as said:
+            (job_id,) = ready.submit([ready.run_dir])
+            said.append(f"job {job_id}")
+    run = resumed or new_run(inventory, run_id, options.command)
+    begin(run, inventory, ready, {"job_id": job_id, "run_dir": ready.run_dir})
+    return run
+
+
+def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) -> Run:
+    """A record of a run, not yet written."""
+    return Run(
+        run_id=run_id,
+        name=inventory.name,
+        inventory_path=str(inventory.path),
+        inventory={},
+        command=list(command) if command else None,
+        created=time.time(),
+    )
+
+
+def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
+    """Write down that a run is in the queue."""
+    with run.changing():
+        run.inventory, run.code_digest = dump(inventory), ready.code_digest
+        run.slurm = {**slurm, "private": " ".join(ready.private)}
+        run.left_out = dict(ready.left_out)
+        run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
+    run.say_stop("")
+
+
+# --- while it runs ------------------------------------------------------------------------------------------
+
+
+def is_there(run: Run, options: SshOptions) -> bool:
+    """Whether Slurm still has the job of a run, waiting or running; how it ended is written down."""
+    with login(restore(run.inventory), options) as link:
+        job = Slurm(link).job(run.slurm["job_id"])
+        if job.is_over:
+            settle(run, link, job)
+        return not job.is_over
+
+
+def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels: bool = True) -> int:
+    """Show what the job says until it ends; Ctrl-C cancels it, or not. The exit status is kit's."""
+    try:
+        return _watch(run, options, tail_bytes, cancels=cancels)
+    except KeyboardInterrupt as interrupt:  # while the login node was being reached
+        if not cancels:
+            print(f"{run.run_id} goes on", flush=True)
+            return 0
+        print(f"cancelling job {run.slurm['job_id']}", flush=True)
+        down(run, options.ssh, by=str(interrupt) or "Ctrl-C")
+        return 130
+
+
+def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
+    with (
+        login(restore(run.inventory), options.ssh) as link,
+        metrics.served(run, link, options.metrics),
+        sigterm_interrupts(),
+    ):
+        slurm, job_id = Slurm(link), run.slurm["job_id"]
+        shown = _Shown(link, run, tail_bytes, quiet=options.quiet)
+        try:
+            line = ""
+            looked_at = -LOOK_S
+            while True:
+                shown.more()
+                if time.monotonic() - looked_at >= LOOK_S:
+                    job, looked_at = slurm.job(job_id), time.monotonic()
+                    if (now := job.line()) != line:
+                        print(f"job {job_id} {now}", flush=True)
+                        line = now
+                    if job.is_over:
+                        break
+                time.sleep(POLL_S)
+            while shown.more(final=True):
+                pass
+        except KeyboardInterrupt as interrupt:
+            if not cancels:
+                raise
+            run.say_stop(str(interrupt) or "Ctrl-C")
+            print(f"cancelling job {job_id}", flush=True)
+            is_over = _cancel(slurm, job_id)
+            while shown.more(final=True):
+                pass
+            if is_over:
+                forget_secrets(run, link)
+            run.finish_stopped()
+            print(f"{run.run_id} is stopped", flush=True)
+            bring_logs(run, link)
+            return 130
+        return conclude(run, link, job)
+
+
+class _Shown:
+    """What the leader has said, as far as it has been shown."""
+
+    def __init__(self, link: Link, run: Run, tail_bytes: int | None, *, quiet: bool) -> None:
+        self._link = link
+        self._folder = f"{run.slurm['run_dir']}/slurm"
+        self._offsets: dict[str, int] | None = None
+        self._tail_bytes = tail_bytes
+        self._quiet = quiet
+
+    def more(self, *, final: bool = False) -> bool:
+        """Show what is new; whether anything was."""
+        self._offsets, found = self._link.call(
+            "hostfollow.logs",
+            timeout_s=CALL_TIMEOUT_S,
+            node_dir=self._folder,
+            offsets=self._offsets,
+            tail_bytes=self._tail_bytes,
+            final=final,
+        )
+        for _, text in found:
+            if not self._quiet:
+                print(text, end="", flush=True)
+        return bool(found)
+
+
+def _cancel(slurm: Slurm, job_id: str) -> bool:
+    """Cancel a job and wait until it is over; whether it is."""
+    slurm.cancel(job_id)
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
+        if slurm.job(job_id).is_over:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def conclude(run: Run, link: Link, job: Job) -> int:
+    """Write down and say how a run ended whose job is over; kit's exit status."""
+    exit_status, is_told = settle(run, link, job)
+    bring_logs(run, link)
+    if run.state == "stopped":
+        print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
+    elif not is_told:
+        folder = f"{run.slurm['run_dir']}/slurm"
+        known = recognise(run.verdict, 0)
+        why = f"  cause                 {known.what}\n  cure                  {known.cure}\n" if known else ""
+        print(
+            f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
+            f"  what its tasks said   {link.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
+        )
+    if used := usage(Slurm(link), run.slurm["job_id"], wait_s=ACCOUNT_S):
+        print(f"  used       {used.line()}")
+    return exit_status
+
+
+def bring_logs(run: Run, link: Link, *, is_asked: bool = False) -> None:
+    """Have the logs here, where the command line or the inventory wants that; it changes nothing of how it ended."""
+    if is_asked or restore(run.inventory).logs.fetch:
+        fetchlogs.quietly(lambda: fetch_logs(run, link), run, lambda text: print(text, flush=True))
+
+
+def _how_to_resume(run: Run) -> str:
+    relative = os.path.relpath(run.inventory_path)
+    shown = run.inventory_path if relative.startswith("..") else relative
+    return f"kit up {shlex.quote(shown)} goes on from its snapshot"
+
+
+def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
+    """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
+    with login(restore(run.inventory), options) as link:
+        slurm, job_id = Slurm(link), run.slurm["job_id"]
+        job = slurm.job(job_id)
+        if job.is_over:
+            forget_secrets(run, link)
+            if run.state not in runs.ENDED:
+                settle(run, link, job)
+            print(f"{run.run_id} is not running ({run.state})")
+            bring_logs(run, link, is_asked=fetch)
+            return 0
+        run.say_stop(by)
+        if not _cancel(slurm, job_id):
+            raise KitError(
+                f"job {job_id} is still there {STOP_S:.0f} s after scancel; see squeue --job {job_id}"
+            )
+        forget_secrets(run, link)
+        run.finish_stopped()
+        print(f"{run.run_id} is stopped")
+        bring_logs(run, link, is_asked=fetch)
+    return 0

@@ -1,0 +1,66 @@
+"""The engines by name: what each is and what it needs. Imported without torch, for ``--help`` and for `kit`."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
+"""No release of Horovod builds against a current torch, so there is no extra for it."""
+
+
+class EngineError(ValueError):
+    """The engine cannot run here; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is known of an engine before it is imported."""
+
+    about: str
+    """One line for ``--help``."""
+    is_alone: bool = False
+    """Whether it is a single process, whatever the number of GPUs."""
+    libraries: tuple[str, ...] = ()
+    """The packages that it imports beyond torch."""
+    fp16_on_cpu: str = ""
+    """What it does with ``--amp fp16`` on a CPU, if that is something else than fp16."""
+
+
+ENGINES = {
+    "ddp": EngineInfo("a copy of the model on each rank, gradients averaged (DistributedDataParallel)"),
+    "fsdp": EngineInfo("each rank keeps a part of the weights, gradients and optimizer (FSDP2)"),
+    "single": EngineInfo("one process, one device", is_alone=True),
+    "accelerate": EngineInfo(
+        "Hugging Face Accelerate", libraries=("accelerate",), fp16_on_cpu="takes it for fp32"
+    ),
+    "fabric": EngineInfo(
+        "Lightning Fabric", libraries=("lightning_fabric",), fp16_on_cpu="takes it for bf16"
+    ),
+    "trainer": EngineInfo(
+        "the transformers Trainer", libraries=("transformers", "accelerate"), fp16_on_cpu="takes it for fp32"
+    ),
+    "deepspeed": EngineInfo(
+        "DeepSpeed's ZeRO, --zero 0 to 3", libraries=("deepspeed",), fp16_on_cpu="refuses it"
+    ),
+    "horovod": EngineInfo("Horovod, over gloo", libraries=("horovod",)),
+    "dp": EngineInfo(
+        "one process, all its GPUs, a thread for each (DataParallel); ddp is faster with as many ranks",
+        is_alone=True,
+    ),
+}
+"""By the name for ``--engine``, the default first."""
+
+ALONE = tuple(name for name, info in ENGINES.items() if info.is_alone)
+LIBRARIES = tuple(sorted({library for info in ENGINES.values() for library in info.libraries}))
+"""Every package that some engine needs beyond torch."""
+_EXTRAS = {"lightning_fabric": "fabric", "transformers": "text"}
+"""Library → nodekit's extra, where that has another name."""
+
+
+def lacking(name: str, found: Collection[str]) -> str:
+    """Return which libraries an engine lacks, given those that were found, and how to install them; "" if none."""
+    absent = [library for library in ENGINES[name].libraries if library not in found]
+    if not absent:
+        return ""
+    extras = ",".join(_EXTRAS.get(library, library) for library in absent)
+    cure = BUILD_HOROVOD if name == "horovod" else f"pip install 'nodekit[{extras}]'"
+    return f"--engine {name} needs {' and '.join(absent)}: {cure} on every node"

@@ -1,0 +1,64 @@
+"""Checking and creating the engine that the options name."""
+
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nodekit.training.engine_info import ENGINES, LIBRARIES, EngineError, lacking
+from nodekit.training.engines import Engine
+from nodekit.training.engines.deepspeed_config import read_config
+from nodekit.training.options import Options
+
+if TYPE_CHECKING:  # `kit compare` checks engines without torch
+    import torch
+
+    from nodekit.training.world import World
+
+
+def check_engine(options: Options, device: str) -> None:
+    """Refuse an engine that cannot run on this machine, before any rank waits for another.
+
+    Raises:
+        EngineError: a library or compiler is missing, or without a GPU the engine would do something else than asked.
+    """
+    name = options.engine
+    if problem := lacking(name, [each for each in LIBRARIES if importlib.util.find_spec(each) is not None]):
+        raise EngineError(problem)
+    if options.compile and device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
+        raise EngineError(
+            "--compile needs a C++ compiler on a CPU, and there is no g++: apt install g++, or set CXX"
+        )
+    read_config(options)
+    if options.amp != "fp16":
+        return
+    if device != "cpu" and name == "deepspeed":
+        raise EngineError(
+            "--amp fp16: with --engine deepspeed there is bf16 alone; take that, or --engine fsdp"
+        )
+    if device == "cpu" and (does := ENGINES[name].fp16_on_cpu):
+        raise EngineError(f"--amp fp16 without a GPU: {name} {does}; take bf16, or --engine ddp")
+
+
+def load_engine(
+    options: Options,
+    world: "World",
+    module: "torch.nn.Module",
+    optimizer: "torch.optim.Optimizer",
+    scaler: Mapping[str, Any] | None,
+) -> Engine:
+    """Create the engine that the options name, around a module on this rank's device.
+
+    Args:
+        options: the command line's.
+        world: this rank's; its process group exists.
+        module: with the initial weights; where ranks differ, rank 0's are used.
+        optimizer: of the module's parameters, with its initial state.
+        scaler: the gradient scaler's initial state, if any.
+    """
+    made: Engine = importlib.import_module(f"nodekit.training.engines.{options.engine}").Engine(
+        options, world, module, optimizer, scaler
+    )
+    return made

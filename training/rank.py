@@ -1,0 +1,156 @@
+"""One rank, from its options to its exit status."""
+
+import gc
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nodekit.training.engine_info import EngineError
+from nodekit.training.options import ONE_FOLDER, Options
+from nodekit.training.reporting.trackers import TRACKERS, lacking
+from nodekit.training.stop import EXIT_STOPPED, Stop
+
+if TYPE_CHECKING:
+    from nodekit.training.tasks import Task
+    from nodekit.training.world import World
+
+NAME = "python -m nodekit.training"
+_KEPT_ALIVE: list[object] = []
+"""Objects that must not be freed before the process ends.
+
+To free DDP's part of a process group, torch 2.13 joins gloo's threads while it holds the GIL, and one of them may wait
+for that very GIL, to release the last collective: the process then hangs for ever, in 1 run of 30.
+"""
+
+
+class Parent:
+    """A spawned rank's connection to the process that started it: when to stop, and which rank reports an error."""
+
+    def __init__(self, stop_pipe: Connection, first: Lock) -> None:
+        """``stop_pipe`` ends when the ranks are to stop or the parent is gone; whoever gets ``first`` reports."""
+        self._stop_pipe, self._first = stop_pipe, first
+        self._stop: Stop | None = None
+        threading.Thread(target=self._watch, name="nodekit-parent", daemon=True).start()
+
+    def stops_by(self, stop: Stop) -> None:
+        """From here on, request a stop at the end of a step; until then the process ends at once."""
+        self._stop = stop
+
+    def is_first(self) -> bool:
+        """Whether this is the first rank that failed: the others fail because it did, and need not report it."""
+        return self._first.acquire(block=False)
+
+    def _watch(self) -> None:
+        with suppress(EOFError, OSError):  # nothing is ever sent: it ends
+            self._stop_pipe.recv_bytes()
+        if self._stop is None:
+            os._exit(EXIT_STOPPED)
+        self._stop.request()
+
+
+def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["World", "Task"]:
+    """Return which rank this is and what it trains.
+
+    Raises:
+        ValueError: that is not possible here; raised before any rank waits for another.
+        FileNotFoundError: likewise.
+    """
+    from nodekit.training.engines.load import check_engine
+    from nodekit.training.tasks import task_of
+    from nodekit.training.world import World
+
+    world = World.from_env(
+        environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
+    )
+    if options.sync_bn and world.device.type == "cpu":
+        raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
+    check_engine(options, world.device.type)
+    if problem := lacking(options.track, [name for name in TRACKERS if importlib.util.find_spec(name)]):
+        raise ValueError(problem)
+    has_nodes = world.world_size > world.local_world_size
+    if options.snapshot_format == "sharded" and has_nodes and not world.snapshot_is_shared:
+        raise ValueError(
+            "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: "
+            f"{ONE_FOLDER}"
+        )
+    return world, task_of(options)
+
+
+def refused(error: Exception) -> int:
+    """Print why the options cannot be followed here, and return the exit status."""
+    print(f"{NAME}: {error}", file=sys.stderr)
+    return 2
+
+
+def train(options: Options, parent: Parent | None = None) -> int:
+    """Train as one rank, perhaps a spawned one, and return the exit status."""
+    # The imports leave no garbage, and looking for some takes a fifth of their time.
+    gc.disable()
+    # Importing torch is slow: not for --help, nor for a mistyped option.
+    from nodekit.training.loop import Loop
+    from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
+
+    logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
+    try:
+        world, task = check(options)
+    except (ValueError, FileNotFoundError) as error:
+        return refused(error)
+    gc.freeze()
+    gc.enable()
+    with world, Stop(options.grace) as stop:
+        loop = None
+        try:
+            if parent is not None:
+                parent.stops_by(stop)
+            loop = Loop(options, world, task, output_folder(options, world), stop)
+            _KEPT_ALIVE.append(loop)
+            gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
+            result = loop.run()
+            world.close()  # here, where it cannot take longer than the grace if a signal comes
+        except Fenced as error:
+            stop.end_within_grace(EXIT_FENCED)
+            print(f"nodekit: {error}", file=sys.stderr)
+            world.close()
+            return EXIT_FENCED
+        except Exception as error:
+            _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
+            code = stop.exit_code if stop.requested else 1
+            stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
+            if stop.requested:
+                print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
+            elif parent is None or parent.is_first():
+                _report(error)
+            if loop is not None:
+                loop.saver.settle()  # a snapshot on its way to the disk is work saved
+            world.close()
+            return code
+        return stop.exit_code if result is None else 0
+
+
+def _report(error: Exception) -> None:
+    """Write on stderr why this rank failed, and to torchrun's error file if torchrun asked for one."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    is_for_users = isinstance(error, ValueError) and error.__cause__ is not None
+    if is_for_users or isinstance(error, EngineError):
+        print(f"{NAME}: {error}", file=sys.stderr)
+    else:
+        logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)
+
+
+def output_folder(options: Options, world: "World") -> Path:
+    """This node's folder: the given one, or one in the working folder, which a restart by torchrun finds again."""
+    if options.output is None and world.output_dir is not None:
+        return world.output_dir
+    folder = options.output or Path("runs", world.run_id or time.strftime("%Y%m%d-%H%M%S"))
+    return folder / f"node{world.node_rank}" if world.node_rank else folder
