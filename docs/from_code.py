@@ -23,6 +23,7 @@ WIDTH = "100"
 COMMANDS = "<!-- every command -->"
 KEYS = "<!-- every key -->"
 FILES = "<!-- every file -->"
+MANY = 5
 LAYERS = re.compile(r"```mermaid\n.*?```", re.DOTALL)
 ROOT = Path(__file__).parent.parent
 
@@ -175,11 +176,13 @@ def folders() -> list[str]:
 
 
 def mermaid() -> str:
-    """The layers as a Mermaid chart: a box for each, with its folders, and what they are for if it is one."""
+    """The layers as a Mermaid chart: a box for each, with its folders, and what they are for unless they are many."""
     lines = ["flowchart TB"]
     for number, row in enumerate(layers()):
-        text = [f"<b>{' · '.join(row)}</b>"]
-        text += [about(row[0]).replace('"', "'").replace("`", "")] if len(row) == 1 else []
+        if len(row) < MANY:
+            text = [f"<b>{name}</b><br>{about(name)}".replace('"', "'").replace("`", "") for name in row]
+        else:
+            text = [f"<b>{' · '.join(row)}</b>"]
         within = [each for each in folders() if each.startswith(tuple(f"{name}/" for name in row))]
         text += [f"<i>{' · '.join(within)}</i>"] if within else []
         lines.append(f'  L{number}["{"<br>".join(text)}"]')

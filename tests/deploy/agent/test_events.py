@@ -22,7 +22,7 @@ from nodekit.deploy.host import present
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import schema
 from nodekit.deploy.records import events
-from nodekit.deploy.screen.view import status_line
+from nodekit.deploy.story.status import status_line
 
 
 def write(folder: Path, *lines: dict[str, Any]) -> None:
@@ -288,9 +288,9 @@ def test_every_field_of_a_status_is_documented():
 
 def test_every_kind_of_event_is_documented_and_no_other():
     text = (ROOT / "docs/events.md").read_text()
-    of_node = text.partition("## Of a node")[2].partition("## What a node does now")[0]
+    of_node = text.partition("## Events of a node")[2].partition("## Node status")[0]
     rows = re.findall(
-        r"^\| ((?:`[a-z-]+`(?:, )?)+) +\|", of_node + text.partition("## Of the supervisor")[2], re.M
+        r"^\| ((?:`[a-z-]+`(?:, )?)+) +\|", of_node + text.partition("## Events of the supervisor")[2], re.M
     )
     assert set(re.findall(r"`([a-z-]+)`", " ".join(rows))) == set(get_args(schema.EventKind))
 
