@@ -17,7 +17,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Nic = Mapping[str, Any]
 """One interface, as `deploy/host/probes/nics.py` tells it."""
 Survey = Mapping[str, Any]
-"""One host, as `deploy/host/probes/survey.py` tells it."""
+"""One host, as `deploy/host/probes/discovery.py` tells it."""
 
 _NEVER = re.compile(
     r"lo|docker.*|br-[0-9a-f]{6,}|veth.*|virbr.*|vnet\d+.*|cni.*|flannel.*|cali.*|cilium.*|lxc.*|lxdbr.*|podman.*"
