@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nodekit.training import Snapshots
-from nodekit.training.snapshots.interval import MOST_SHARE, interval_s
+from nodekit.training.snapshots.saver import MOST_SHARE, interval_s
 
 BLOCKING = "torch.save + fsync"
 OURS = "nodekit, save_async"

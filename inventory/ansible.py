@@ -1,6 +1,6 @@
-"""Hosts of an Ansible inventory: INI, YAML, or what ``ansible-inventory --list`` prints. Pure: nothing is run.
+"""Reads the hosts of an Ansible inventory: INI, YAML, or the output of ``ansible-inventory --list``. Pure.
 
-What counts is who is in which group, and how each is reached; every other variable is passed over, passwords too.
+It reads groups, hosts and how each is reached; all other variables are ignored, including passwords.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nodekit.inventory.hostlists import MAX_HOSTS
 from nodekit.inventory.importers import FoundHost, Imported, checked_host, checked_port, checked_user
 from nodekit.inventory.source import NotYamlError, parse
 
-# What we read → the names it has had, the present one first.
+# Setting → its names in Ansible, the current one first.
 _NAMES = {
     "address": ("ansible_host", "ansible_ssh_host"),
     "user": ("ansible_user", "ansible_ssh_user"),
@@ -31,7 +31,7 @@ _LOCAL = ("local", "ansible.builtin.local")
 _MAX_DEPTH = 64
 
 Variables = dict[str, tuple[str, str]]
-"""Name → value and where it stands."""
+"""Name → value and its location."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Group:
 
 @dataclass
 class _Tree:
-    """What a file says, before it is asked about one host."""
+    """The content of a file: groups, hosts and variables."""
 
     groups: dict[str, _Group] = field(default_factory=dict)
     hosts: dict[str, Variables] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Tree:
         return self.groups.setdefault(name, _Group())
 
     def add(self, group: str, pattern: str, variables: Variables, where: str) -> None:
-        """Put the hosts of a pattern, as ``gpu[01:04]:22``, into a group."""
+        """Add the hosts of a pattern such as ``gpu[01:04]:22`` to a group."""
         pattern, port = _split_port(pattern)
         if port is not None:
             variables = {"ansible_port": (port, where), **variables}
@@ -69,7 +69,7 @@ class _Tree:
 
 
 def read(text: str, file: str, group: str | None = None) -> Imported:
-    """The hosts of an inventory, or of one of its groups, in its order.
+    """Return the hosts of an inventory, or of one of its groups, in its order.
 
     Raises:
         InventoryError: it is no such inventory, has no such group, or names what is no host.
@@ -106,7 +106,7 @@ def _members(tree: _Tree, group: str | None, file: str) -> list[str]:
 
 
 def _below(tree: _Tree, group: str) -> list[str]:
-    """A group and all that are in it, each once, even where they hold one another."""
+    """Return a group and all groups below it, each once, even if they contain one another."""
     found: dict[str, None] = {}
     waiting = [group]
     while waiting:
@@ -118,7 +118,7 @@ def _below(tree: _Tree, group: str) -> list[str]:
 
 
 def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
-    """A host with what its groups and it itself say: the host's own counts most, what is for all least."""
+    """Return a host with the variables of its groups and its own; its own take precedence."""
     where = tree.where[name]
     variables: Variables = {}
     for group in _groups_of(tree, name):
@@ -155,10 +155,10 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
 
 
 def _groups_of(tree: _Tree, name: str) -> list[str]:
-    """The groups a host is in, the outermost first; of two at one depth the later name counts, as in Ansible."""
+    """Return a host's groups, the outermost first; at the same depth by name, as in Ansible."""
     found = {group for group, inside in tree.groups.items() if name in inside.hosts}
     depth = dict.fromkeys(tree.groups, 1)
-    for _ in range(_MAX_DEPTH):  # where groups hold one another, it ends all the same
+    for _ in range(_MAX_DEPTH):  # it ends even if groups contain one another
         before = dict(depth), set(found)
         for parent, group in tree.groups.items():
             for child in group.children:
@@ -175,7 +175,7 @@ def _groups_of(tree: _Tree, name: str) -> list[str]:
 
 
 def expand(pattern: str, where: str) -> list[str]:
-    """The names of a pattern: ``gpu[01:04]``, ``gpu[1:9:2]``, ``db-[a:f]``, and as often as it has brackets."""
+    """Expand a pattern with any number of brackets: ``gpu[01:04]``, ``gpu[1:9:2]``, ``db-[a:f]``."""
     if pattern.startswith("[") and pattern.endswith("]") and ":" in pattern[1:-1].replace("::", ":", 1):
         inner = pattern[1:-1]
         if re.fullmatch(r"[0-9A-Fa-f:.]+", inner) and inner.count(":") > 2:
@@ -216,7 +216,7 @@ def _range(bracket: str, pattern: str, where: str) -> list[str]:
 
 
 def _split_port(pattern: str) -> tuple[str, str | None]:
-    """``gpu1:2222`` is a host and its port; colons in brackets are ranges, and an address of IPv6 has more of them."""
+    """Split ``gpu1:2222`` into host and port; not ranges in brackets, nor IPv6 addresses."""
     outside = re.sub(r"\[[^\[\]]*\]", "", pattern)
     if outside.count(":") == 1 and (match := re.fullmatch(r"(.+):([0-9]{1,5})", pattern)):
         return match.group(1), match.group(2)
@@ -267,7 +267,7 @@ def _ini(text: str, file: str) -> _Tree:
 
 
 def _words(line: str, where: str) -> list[str]:
-    """As a shell would take the line apart, and without a comment at its end: quotes may be around a value."""
+    """Split a line into words as a shell does, without a comment at its end."""
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
@@ -278,7 +278,7 @@ def _words(line: str, where: str) -> list[str]:
 
 
 def _is_yaml(text: str) -> bool:
-    """By the first line that says something: YAML has a key, ``---`` or a brace, INI a section or a host."""
+    """Decide by the first line: YAML starts with a key, ``---`` or a brace, INI with a section or a host."""
     for line in text.splitlines():
         line = line.strip()
         if line and line[0] not in "#;":
@@ -342,7 +342,7 @@ def _yaml_group(tree: _Tree, path: tuple[str, ...], body: object, where: object,
 
 
 def _entries(found: object, where: str) -> Iterator[tuple[str, object]]:
-    """A mapping's entries; in what ansible-inventory prints there are lists."""
+    """Yield the entries of a mapping, or of a list in the output of ansible-inventory."""
     if isinstance(found, Mapping):
         yield from ((str(key), value) for key, value in found.items())
     elif isinstance(found, list):

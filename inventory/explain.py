@@ -1,4 +1,4 @@
-"""Pydantic's errors in the words of the file: its line, the key, what was found and what was wanted."""
+"""Translates pydantic's errors: the line, the key, what was found and what was wanted."""
 
 import difflib
 import json
@@ -24,7 +24,7 @@ from nodekit.inventory.source import Document, Path, Problem, quoted
 
 
 def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], set[Path]]:
-    """The file's model, every mistake, and the paths of the keys left out because of one.
+    """Return the file's model, all mistakes, and the paths of the keys removed because of one.
 
     What is left after taking out the mistaken keys is validated again, so that the checks across keys can
     still run and a user gets all mistakes at once; the model is None if nothing valid is left.
@@ -51,7 +51,7 @@ def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], s
 
 
 def tell(file: FilePath, document: Document, problems: list[Problem]) -> str:
-    """A line per mistake, in the file's order; an anchor's is told once, however often it is used."""
+    """Return a line per mistake, in the file's order; a mistake in an anchor is reported once."""
     lines = {}
     for problem in problems:
         steps = f"{where(problem.path)}: " if problem.path else ""
@@ -66,7 +66,7 @@ def tell(file: FilePath, document: Document, problems: list[Problem]) -> str:
 
 
 def where(path: Path) -> str:
-    """A path as users read it: ``hosts.gpu1.gpus[2]``."""
+    """Format a path for users: ``hosts.gpu1.gpus[2]``."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -79,7 +79,7 @@ def where(path: Path) -> str:
 
 
 def found(value: object, raw: str | None = None) -> str:
-    """A value as it stands in the file, shortened."""
+    """Return a value as written in the file, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -97,7 +97,7 @@ def _key_path(detail: ErrorDetails) -> Path:
 
 
 def _existing(data: object, path: Path) -> Path:
-    """As much of a path as the data has: pydantic adds steps for the members of a union."""
+    """Return the part of a path that exists in the data: pydantic adds steps for the members of a union."""
     for depth, step in enumerate(path):
         in_list = isinstance(data, list) and isinstance(step, int) and step < len(data)
         if in_list or (isinstance(data, dict) and step in data):
@@ -108,7 +108,7 @@ def _existing(data: object, path: Path) -> Path:
 
 
 def _without(data: object, path: Path) -> tuple[object, Path]:
-    """The data without the key that a path leads through last, and that key's path; lists go as a whole."""
+    """Remove the last key on a path from the data, lists as a whole; returns the data and that key's path."""
     if not path or not isinstance(data, dict) or path[0] not in data:
         return data, ()
     key = path[0]

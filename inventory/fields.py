@@ -1,4 +1,4 @@
-"""The types of single fields: each checks one value, and has the words that tell a user what was wanted."""
+"""The types of single fields: each validates one value, and describes to the user what is wanted."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from nodekit.inventory import hostlists
 
 
 def unwanted(wanted: str, *, quote: bool = False, hide: str = "") -> PydanticCustomError:
-    """The error whose message completes "found X, wanted …".
+    """Return the error whose message completes "found X, wanted …".
 
     With `quote`, a bare number is shown as it must be written; `hide` is shown in place of what was found.
     """
@@ -32,7 +32,7 @@ def unwanted(wanted: str, *, quote: bool = False, hide: str = "") -> PydanticCus
 
 
 def _wanted(words: str, *, quote: bool = False, hide: str = "") -> WrapValidator:
-    """One error in these words, whatever the checks inside say; where those are ours too, they win."""
+    """Replace pydantic's errors by one with these words; errors of our own take precedence."""
 
     def check(value: object, inner: ValidatorFunctionWrapHandler) -> object:
         try:

@@ -5,14 +5,14 @@ from itertools import product
 from math import prod
 
 MAX_HOSTS = 10_000
-"""More than this is a slip of the pen, and expanding it would eat the memory."""
+"""A larger hostlist is a mistake, and expanding it could exhaust the memory."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,199}")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,5}))?)?")
 
 
 def is_name(text: str) -> bool:
-    """Whether it is one host's name or address; a hostlist of one is none."""
+    """Whether it is the name or address of one host, not a hostlist."""
     try:
         return expand(text) == (text,)
     except ValueError:
@@ -20,7 +20,7 @@ def is_name(text: str) -> bool:
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """The names that a hostlist stands for; a ValueError says what is wrong with it.
+    """Expand a hostlist; a ValueError says what is wrong with it.
 
     ClusterShell's NodeSet is a set: it sorts and drops repeats. Addresses are paired with names by position,
     so each range is handed to it by itself, and the ranges stay in the order they are written.

@@ -1,7 +1,7 @@
-"""Hosts as other tools' files name them: MPI, DeepSpeed and Horovod hostfiles, and ~/.ssh/config. Pure.
+"""Reads hosts from files of other tools: hostfiles of MPI, DeepSpeed and Horovod, and ~/.ssh/config. Pure.
 
-Ansible's inventories are read in `inventory/ansible.py`, Slurm's nodes in `inventory/scontrol.py`. What a file says
-becomes values of an inventory and nothing else: a name that is no host's is refused here.
+Ansible's inventories are read in `inventory/ansible.py`, Slurm's nodes in `inventory/scontrol.py`. Invalid
+names of hosts, users and ports are refused here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USER = re.compile(r"[^\s:@-][^\s:@]*")
 
 @dataclass(frozen=True, kw_only=True)
 class FoundHost:
-    """One host, as a file names it; None is what the file does not say."""
+    """One host in a file; None for what the file does not specify."""
 
     name: str
     where: str
@@ -33,25 +33,25 @@ class FoundHost:
     connection: str | None = None
     """``local`` or None."""
     slots: int | None = None
-    """How many processes a hostfile allows there: GPUs, or cores where there are none."""
+    """Number of processes in a hostfile: GPUs, or cores without GPUs."""
     note: str = ""
-    """What else the file says of it that a person should know."""
+    """Further information for the user."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was found in a file."""
+    """The hosts of a file."""
 
     hosts: tuple[FoundHost, ...]
     notes: tuple[str, ...] = ()
-    """What was passed over, and why."""
+    """Entries that were skipped, and why."""
 
 
 def checked_host(name: str, where: str) -> str:
-    """A host's name or address, if it is one.
+    """Return a host's name or address if it is valid.
 
     Raises:
-        InventoryError: it is none, as ``-oProxyCommand=…``.
+        InventoryError: it is invalid, such as ``-oProxyCommand=…``.
     """
     if not hostlists.is_name(name):
         raise InventoryError(f"{where}: found {name[:80]!r}, wanted a host's name or address")
@@ -59,21 +59,21 @@ def checked_host(name: str, where: str) -> str:
 
 
 def checked_user(user: str, where: str) -> str:
-    """A user's name, if it is one."""
+    """Return a user's name if it is valid."""
     if not _USER.fullmatch(user) or not user.isprintable():
         raise InventoryError(f"{where}: found the user {user[:80]!r}, wanted a name without spaces")
     return user
 
 
 def checked_port(port: str, where: str) -> int:
-    """A port, if it is one."""
+    """Return a port if it is valid."""
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise InventoryError(f"{where}: found the port {port[:80]!r}, wanted 1 to 65535")
     return int(port)
 
 
 def from_arguments(arguments: Sequence[str]) -> Imported:
-    """Hosts from a command line: names, addresses, hostlists as ``gpu[01-04]``, each with ``user@`` or without."""
+    """Parse hosts of a command line: names, addresses, hostlists as ``gpu[01-04]``, each with ``user@`` or without."""
     found: dict[str, FoundHost] = {}
     for argument in arguments:
         user, at, hosts = argument.rpartition("@")
@@ -95,10 +95,10 @@ def from_arguments(arguments: Sequence[str]) -> Imported:
 
 
 def select(imported: Imported, patterns: Sequence[str]) -> Imported:
-    """Only the hosts that one of the patterns (``*`` and ``?``) or hostlists names.
+    """Select the hosts that match a pattern (``*`` and ``?``) or hostlist.
 
     Raises:
-        InventoryError: a pattern that names none.
+        InventoryError: a pattern matches no host.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -118,9 +118,9 @@ def select(imported: Imported, patterns: Sequence[str]) -> Imported:
 
 
 def hostfile(text: str, file: str) -> Imported:
-    """A hostfile as MPI, DeepSpeed and Horovod take it: ``h``, ``h:8``, ``h slots=8``, ``h 8``, with comments.
+    """Read a hostfile of MPI, DeepSpeed or Horovod: ``h``, ``h:8``, ``h slots=8``, ``h 8``, with comments.
 
-    A host that is there again (as in $PBS_NODEFILE, a line for each slot) has the slots of all its lines.
+    The slots of a repeated host are added up (as in $PBS_NODEFILE, with a line per slot).
     """
     found: dict[str, FoundHost] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -142,7 +142,7 @@ def hostfile(text: str, file: str) -> Imported:
 
 
 def _entries(line: str) -> list[str]:
-    """Horovod's ``-H h1:8,h2:8`` has been put into files, too."""
+    """Split a line such as Horovod's ``h1:8,h2:8``, which is found in files, too."""
     is_list = "," in line and not re.search(r"[\s=\[]", line)
     return [entry for entry in line.split(",") if entry] if is_list else [line]
 
@@ -184,7 +184,7 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
 
 
 def _split_count(place: str) -> tuple[str, str | None]:
-    """``gpu1:8`` and ``[fe80::1]:8`` as the host and the count; ``fe80::1`` is an address alone."""
+    """Split ``gpu1:8`` and ``[fe80::1]:8`` into host and count; ``fe80::1`` is only an address."""
     bracketed = re.fullmatch(r"\[([^\[\]]+)\](?::([0-9]+))?", place)
     if bracketed:
         return bracketed.group(1), bracketed.group(2)
@@ -200,10 +200,9 @@ def _split_count(place: str) -> tuple[str, str | None]:
 
 
 def ssh_config(text: str, file: str) -> Imported:
-    """The aliases of an SSH configuration, in its order.
+    """Return the aliases of an SSH configuration, in its order.
 
-    No pattern is a host, and neither is what one logs in to as git. All else that the file says of a host, kit reads
-    there when it connects: only the name is taken.
+    Patterns, and hosts with User git, are skipped. Only names are taken: kit reads the other settings when it connects.
     """
     aliases: dict[str, dict[str, str]] = {}
     current: list[str] = []
@@ -233,7 +232,7 @@ def ssh_config(text: str, file: str) -> Imported:
 
 
 def _aliases(value: str) -> list[str]:
-    """The words of a Host line that are no patterns; quotes may be around each."""
+    """Return the words of a Host line that are not patterns, without quotes."""
     words = re.findall(r'"([^"]*)"|(\S+)', value.split(" #", 1)[0])
     return [word for pair in words if (word := pair[0] or pair[1]) and not re.search(r"[*?!]", word)]
 

@@ -1,4 +1,4 @@
-"""Reads an inventory file; tells every mistake in it at once, as ``file:line: key: found X, wanted Y``."""
+"""Reads an inventory file and reports all its mistakes at once, as ``file:line: key: found X, wanted Y``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 def load_inventory(path: str | Path, *, overrides: Mapping[str, object] | None = None) -> "Inventory":
-    """The inventory in a file.
+    """Load the inventory in a file.
 
     Args:
         path: the YAML file; relative to the current folder.
@@ -53,24 +53,24 @@ def load_inventory(path: str | Path, *, overrides: Mapping[str, object] | None =
 
 
 def example_names() -> tuple[str, ...]:
-    """The inventories that come with kit."""
+    """Return the names of the inventories that come with kit."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.yaml")))
 
 
 def example_path(name: str) -> Path:
-    """The file of an inventory that comes with kit: `local`, `lab` or `slurm`."""
+    """Return the file of an inventory that comes with kit: `local`, `lab` or `slurm`."""
     if name not in example_names():
         raise InventoryError(f"{name}: no such example, wanted one of {', '.join(example_names())}")
     return _FOLDER / f"{name}.yaml"
 
 
 def dump(inventory: "Inventory") -> dict[str, Any]:
-    """The inventory as plain JSON values, for a run's record."""
+    """Return the inventory as plain JSON values, for a run's record."""
     return inventory.model_dump(mode="json")
 
 
 def restore(record: Mapping[str, Any]) -> "Inventory":
-    """The inventory that `dump` gave these values of."""
+    """Return the inventory from the values of `dump`."""
     from pydantic import ValidationError
 
     from nodekit.inventory.schema import Inventory
@@ -99,7 +99,7 @@ def _read(path: Path) -> str:
 
 
 def _what_there_is(folder: Path) -> str:
-    """The inventories in a folder, for a user who asked for one that is not there."""
+    """List the inventories in a folder, for the error about a missing one."""
     try:
         beside = sorted(str(file) for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
     except OSError:

@@ -1,4 +1,4 @@
-"""From what the user wrote to the `Inventory`: hostlists expanded, defaults filled in, keys compared."""
+"""Turns an `InventoryFile` into an `Inventory`: expands hostlists, fills in defaults, compares keys."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ _SECRET_PATHS = (
     ("discord.com", "/api/webhooks/"),
     ("webhook.office.com", "/"),
 )
-"""Webhooks whose path is all that keeps others from writing there."""
+"""Webhooks whose path is a secret."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENVIRONMENTS = ("python", "requirements", "pyproject", "lock")
 
@@ -32,13 +32,13 @@ _ENVIRONMENTS = ("python", "requirements", "pyproject", "lock")
 def resolve(
     file: InventoryFile, path: Path, written: set[str], left_out: set[KeyPath]
 ) -> tuple[Inventory | None, list[Problem]]:
-    """The inventory, or what is wrong between the file's keys.
+    """Return the inventory, or the conflicts between the file's keys.
 
     Args:
         file: what is valid of the file, its name set.
         path: the file, absolute.
-        written: the keys at its top, mistaken ones too.
-        left_out: where keys were mistaken; what such a key would have decided is not judged.
+        written: the keys at its top, including mistaken ones.
+        left_out: paths of mistaken keys; checks that depend on them are skipped.
     """
     defaults = _with_paths_beside(file, path.parent)
     if file.environment and file.environment.python and file.python is None:
@@ -79,7 +79,7 @@ def resolve(
 
 
 def _with_paths_beside(settings: HostSettings, folder: Path) -> HostSettings:
-    """The host settings alone; paths on the control machine are relative to the file, and here absolute."""
+    """Return the host settings alone, with paths on the control machine made absolute."""
     values = {key: getattr(settings, key) for key in HostSettings.model_fields}
     for key in ("identity_file", "known_hosts"):
         if values[key] is not None:
@@ -181,7 +181,7 @@ def _secret_problems(file: InventoryFile) -> Iterator[Problem]:
 
 
 def _environment(file: InventoryFile, folder: Path) -> Environment | None:
-    """What is to be made, its paths absolute; None where the interpreter is there already."""
+    """Return the environment to build, with absolute paths; None if an interpreter is given."""
     asked = file.environment
     if asked is None or not (asked.requirements or asked.pyproject or asked.lock):
         return None

@@ -90,6 +90,12 @@ class _Model(BaseModel):
         return written
 
 
+def _one_of(*keys: str, kind: str = "string") -> ConfigDict:
+    """Return what tells editors that exactly one of these keys is given."""
+    choices: list[Any] = [{"required": [key], "properties": {key: {"type": kind}}} for key in keys]
+    return ConfigDict(json_schema_extra={"oneOf": choices})
+
+
 _Env = dict[EnvName, AnyText]
 _CLOSED: dict[str, Any] = {"additionalProperties": False}
 
@@ -146,14 +152,7 @@ class Host(HostBlock):
 class Environment(_Model):
     """The interpreter that trains: one that is there, or a venv that kit makes on each node and keeps."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [key], "properties": {key: {"type": "string"}}}
-                for key in ("python", "requirements", "pyproject", "lock")
-            ]
-        },
-    )
+    model_config = _one_of("python", "requirements", "pyproject", "lock")
 
     python: Text | None = None
     """An interpreter on the hosts, with torch installed: the same as python at the top of the file."""
@@ -256,13 +255,7 @@ class Timings(_Model):
 class Webhook(_Model):
     """An address that is told by HTTP."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [key], "properties": {key: {"type": "string"}}} for key in ("url", "url_from")
-            ]
-        },
-    )
+    model_config = _one_of("url", "url_from")
 
     url: WebhookUrl | None = None
     """Where a JSON object is sent to, by POST."""
@@ -339,13 +332,7 @@ class SlurmSettings(_Model):
 class InventoryFile(HostSettings):
     """A cluster and the job for it. Host settings at the top are for all hosts; each host may set its own."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": [key], "properties": {key: {"type": "object"}}} for key in ("hosts", "slurm")
-            ]
-        },
-    )
+    model_config = _one_of("hosts", "slurm", kind="object")
 
     name: InventoryName | None = None
     """What kit calls the cluster; runs are named after it. Default: the file's name."""

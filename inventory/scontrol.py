@@ -1,4 +1,4 @@
-"""What ``scontrol show nodes`` prints, as partitions and what their nodes have. Pure."""
+"""Parses the output of ``scontrol show nodes`` into partitions and their kinds of nodes. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _UNUSABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "MAINT", "UNKNOWN", "POWERED_DOW
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKind:
-    """Nodes of one partition that have the same."""
+    """Nodes of one partition with the same hardware."""
 
     num_nodes: int
     num_usable: int
-    """Those that are not down or drained."""
+    """Number of nodes that are not down or drained."""
     gpus: int
     gpu_type: str
-    """Slurm's word, as ``a100``; "" where it says none."""
+    """Slurm's name, as ``a100``; "" if unknown."""
     cpus: int
     memory_mib: int
 
 
 def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[NodeKind, ...]]:
-    """Partition → the kinds of its nodes, those with most GPUs first; the default partition first.
+    """Return partition → its kinds of nodes, those with most GPUs first; the default partition first.
 
     Raises:
         KitError: the text names no node.

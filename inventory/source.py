@@ -1,4 +1,4 @@
-"""YAML text as plain data, with the line that every key and value stands on.
+"""Parses YAML text into plain data, with the line of every key and value.
 
 PyYAML's own loader is YAML 1.1: it reads ``2:4`` as 124 seconds, ``on`` as true and ``010`` as eight, keeps
 the last of two equal keys, and forgets lines. So only its parser is used; its tree is read here, by the rules
@@ -14,26 +14,26 @@ from typing import NamedTuple
 import yaml
 
 MAX_VALUES = 100_000
-"""More values than any inventory has: a file that grows beyond this does so by aliases of aliases."""
+"""More values than any inventory has: only aliases of aliases exceed this."""
 
 Path = tuple[str | int, ...]
-"""Where a value stands: keys, and indexes in lists."""
+"""The path of a value: keys, and indexes in lists."""
 
 
 def quoted(text: str) -> str:
-    """A text in double quotes, as YAML takes it; a long one is cut."""
+    """Return a text in double quotes, as in YAML; a long one is cut."""
     return json.dumps(text if len(text) <= 80 else text[:79] + "…", ensure_ascii=False)
 
 
 class Place(NamedTuple):
-    """Where something starts in the text."""
+    """A position in the text."""
 
     line: int
     offset: int
 
     @classmethod
     def of(cls, node: yaml.Node) -> "Place":
-        """Where PyYAML saw it."""
+        """Return the position of a node."""
         return cls(node.start_mark.line + 1, node.start_mark.index)
 
 
@@ -45,24 +45,24 @@ class Problem:
     text: str
     at_key: bool = False
     place: Place | None = None
-    """Set where the path alone does not tell it."""
+    """Set if the path alone does not determine it."""
 
 
 @dataclass
 class Document:
-    """What a file holds, and where."""
+    """The data of a file, with positions."""
 
     data: object = None
     keys: dict[Path, Place] = field(default_factory=dict)
     values: dict[Path, Place] = field(default_factory=dict)
     raw: dict[Path, str] = field(default_factory=dict)
-    """Each scalar as it is written, without quotes."""
+    """Path → the scalar as written, without quotes."""
     problems: list[Problem] = field(default_factory=list)
     overridden: set[Path] = field(default_factory=set)
-    """What the caller set in place of the file; it stands on no line."""
+    """Paths that the caller has overridden; these have no line."""
 
     def place(self, path: Path, *, at_key: bool = False) -> Place:
-        """That of a value, or of its key; for what is not there, that of what it should stand in."""
+        """Return the position of a value or its key; for a missing one, that of its parent."""
         places = self.keys if at_key else self.values
         if path in places:
             return places[path]
@@ -71,7 +71,7 @@ class Document:
         return self.keys.get(path, Place(1, 0))
 
     def override(self, values: Mapping[str, object]) -> None:
-        """Set dotted keys, as ``job.command``, above what the file says."""
+        """Override dotted keys, such as ``job.command``."""
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
             *parents, last = path
@@ -86,7 +86,7 @@ class Document:
 
 
 class NotYamlError(Exception):
-    """The text is no YAML, so nothing else in it can be judged."""
+    """The text is not valid YAML."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -111,7 +111,7 @@ for _tag, _pattern, _first in [
 
 
 def parse(text: str) -> Document:
-    """Read a YAML text; mistakes inside it are collected in the document."""
+    """Parse a YAML text; mistakes inside it are collected in the document."""
     try:
         node = yaml.compose(text, _Loader)
         reader = _Reader()
@@ -130,7 +130,7 @@ def parse(text: str) -> Document:
 
 
 class _Reader:
-    """Turns PyYAML's nodes into data, noting lines and mistakes on the way."""
+    """Converts PyYAML's nodes to data, and records lines and mistakes."""
 
     def __init__(self) -> None:
         self.document = Document()
@@ -152,7 +152,7 @@ class _Reader:
         return value
 
     def _check_size(self, node: yaml.Node) -> None:
-        """Aliases let ten lines stand for a billion values, or for endlessly many."""
+        """Limit the number of values: nested aliases can stand for billions, or for infinitely many."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             raise NotYamlError(Place.of(node).line, f"found over {MAX_VALUES:,} values, wanted fewer aliases")
@@ -168,7 +168,7 @@ class _Reader:
         return data
 
     def _entries(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """A mapping's own keys, then those that ``<<`` brings and that it has not got itself."""
+        """Return a mapping's own keys, then those merged by ``<<`` that it does not have itself."""
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value in node.value:
@@ -212,7 +212,7 @@ class _Reader:
             return None
 
     def _is_clean(self, node: yaml.ScalarNode, path: Path) -> bool:
-        r"""No character, as from the escape "\0", that neither a program's arguments nor UTF-8 can hold."""
+        r"""Whether a text has only characters that program arguments and UTF-8 can hold, unlike "\0"."""
         bad = re.search("[\0\ud800-\udfff]", node.value)
         if bad:
             self._problem(node, path, f"found the character U+{ord(bad[0]):04X}, wanted text without it")

@@ -1,7 +1,7 @@
-"""What every rank runs: the shared training module and the pieces a user's own loop can take from it.
+"""What every rank runs: the shared training module, and parts of it for a training loop of your own.
 
-``from nodekit.training import ElasticSampler, Snapshots, World`` imports what is named when it is named,
-so that ``python -m nodekit.training --help`` need not wait for torch.
+``from nodekit.training import ElasticSampler, Snapshots, World`` imports each name on first use, so that
+``python -m nodekit.training --help`` need not wait for torch.
 """
 
 from importlib import import_module
@@ -31,22 +31,20 @@ __all__ = [
     "writes_snapshots",
 ]
 
-_HOMES = {
-    "ElasticSampler": "sampler",
-    "Fenced": "snapshots.fence",
-    "Loaded": "snapshots.manifest",
-    "Manifest": "snapshots.manifest",
-    "Micro": "sampler",
-    "Snapshots": "snapshots.snapshot",
-    "Stop": "stop",
-    "Task": "tasks",
-    "World": "world",
-    "newest_of_all": "snapshots.exchange",
-    "writes_snapshots": "snapshots.exchange",
+_MODULES = {
+    "sampler": ("ElasticSampler", "Micro"),
+    "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
+    "snapshots.fence": ("Fenced",),
+    "snapshots.manifest": ("Loaded", "Manifest"),
+    "snapshots.snapshot": ("Snapshots",),
+    "stop": ("Stop",),
+    "tasks": ("Task",),
+    "world": ("World",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -18,7 +18,7 @@ _BATCH = 256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the result; gives the exit status, 2 for what is not right in the folder, the data or the texts."""
+    """Print the result, and return the exit status: 2 if the folder, the data or the texts are invalid."""
     parser = argparse.ArgumentParser(
         prog=_NAME, description="Test trained weights, or have them label texts."
     )
@@ -34,22 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         texts = _texts(sys.stdin.read()) if given.predict else []
-        with contextlib.redirect_stdout(sys.stderr):  # what a task prints is no part of the result
+        with contextlib.redirect_stdout(sys.stderr):  # what a task prints is not part of the result
             task, module, facts = load(given.folder)
             found = test(task, module) if given.test else predict(task, module, texts)
     except (ValueError, FileNotFoundError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 2
-    told = {"task": facts["task"], "step": facts.get("step"), "epoch": facts.get("epoch"), **found}
-    print(json.dumps(told) if given.json or given.predict else _as_text(told))
+    result = {"task": facts["task"], "step": facts.get("step"), "epoch": facts.get("epoch"), **found}
+    print(json.dumps(result) if given.json or given.predict else _as_text(result))
     return 0
 
 
 def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
-    """The task of a folder, its model with the folder's weights on the device there is, and the folder's facts.
+    """The task of a folder, its model with the folder's weights, on a GPU if there is one, and the folder's facts.
 
     Raises:
-        ValueError: the folder is none, or the task is not as it was.
+        ValueError: the folder is not one of a run, or the task has changed.
     """
     import torch
 
@@ -57,7 +57,7 @@ def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
     from nodekit.training.weights.export import load_weights, read_facts, read_weights
 
     facts = read_facts(folder)
-    # What the task has exported is all it needs of a model: vocabulary, sizes, the order of the labels.
+    # A task that has exported its configuration is made from that: vocabulary, sizes, the order of the labels.
     model = folder if (folder / "config.json").is_file() else facts.get("model")
     task = load_task(facts["task"], data=facts.get("data"), model=model)
     module = task.model()
@@ -66,35 +66,32 @@ def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
 
 
 def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
-    """How good the weights are on ``final_data()``.
+    """Measure the weights on ``final_data()``.
 
     Returns:
         ``num``, and with a task that has ``predict`` and ``targets``: ``accuracy``; ``classes``, each with its
         ``label``, ``precision``, ``recall``, ``f1`` and ``support``; ``macro`` and ``weighted`` means of these;
-        ``confusion``, rows of what is right by columns of what was said. With another: ``means`` of what it measures,
-        and what it ``lacks``.
+        ``confusion``, with a row for each right class and a column for each predicted one. With another task: ``means``
+        of what it measures, and which methods it ``lacks``.
 
     Raises:
-        ValueError: there is no test data, or what the task gives does not fit together.
+        ValueError: there is no test data, or the task's results do not fit together.
     """
     import torch
     from torch.utils.data import DataLoader
-
-    from nodekit.training.evaluate import to_device
 
     data = getattr(task, "final_data", task.test_data)()
     if not len(data):
         raise ValueError("the test data has no samples: wanted one or more")
     loader = DataLoader(data, batch_size=_BATCH, collate_fn=getattr(task, "collate", None))
-    device = next((each.device for each in module.parameters()), torch.device("cpu"))
     lacks = [name for name in ("predict", "targets") if not callable(getattr(task, name, None))]
     sums: dict[str, float] = {}
-    said: list[torch.Tensor] = []
-    right: list[torch.Tensor] = []
+    predicted: list[int] = []
+    right: list[int] = []
     num_classes = 0
     with torch.no_grad():
         for batch in loader:
-            moved = to_device(batch, device)
+            moved = _moved(batch, module)
             if lacks:
                 for name, value in task.measure(module, moved).items():  # type: ignore[attr-defined]
                     sums[name] = sums.get(name, 0.0) + float(value)
@@ -106,15 +103,12 @@ def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
                     "wanted (num, num_classes) and (num,)"
                 )
             num_classes = scores.shape[1]
-            said.append(scores.argmax(1).cpu())
-            right.append(targets.cpu())
+            predicted += scores.argmax(1).tolist()
+            right += targets.tolist()
     if lacks:
-        return {
-            "num": len(data),
-            "means": {name: value / len(data) for name, value in sums.items()},
-            "lacks": lacks,
-        }
-    return _report(torch.cat(right).tolist(), torch.cat(said).tolist(), _labels(task, num_classes))
+        means = {name: value / len(data) for name, value in sums.items()}
+        return {"num": len(data), "means": means, "lacks": lacks}
+    return _report(right, predicted, _labels(task, num_classes))
 
 
 def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> dict[str, Any]:
@@ -125,34 +119,33 @@ def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> di
     """
     import torch
 
-    from nodekit.training.evaluate import to_device
-
     lacks = [name for name in ("encode", "predict") if not callable(getattr(task, name, None))]
     if lacks:
         raise ValueError(
             f"this task takes no texts: it lacks {' and '.join(f'{name}()' for name in lacks)} "
             "(see nodekit.training.Task; the task text has them)"
         )
-    device = next((each.device for each in module.parameters()), torch.device("cpu"))
     rows: list[list[float]] = []
     with torch.no_grad():
         for start in range(0, len(texts), _BATCH):
-            batch = to_device(task.encode(texts[start : start + _BATCH]), device)  # type: ignore[attr-defined]
-            scores = task.predict(module, batch)  # type: ignore[attr-defined]
-            rows += scores.double().softmax(1).tolist()
+            batch = _moved(task.encode(texts[start : start + _BATCH]), module)  # type: ignore[attr-defined]
+            rows += task.predict(module, batch).double().softmax(1).tolist()  # type: ignore[attr-defined]
     labels = _labels(task, len(rows[0]))
-    return {
-        "labels": labels,
-        "texts": [
-            {
-                "text": text,
-                "label": labels[row.index(max(row))],
-                "probability": max(row),
-                "probabilities": row,
-            }
-            for text, row in zip(texts, rows, strict=True)
-        ],
-    }
+    found = []
+    for text, row in zip(texts, rows, strict=True):
+        best = max(row)
+        label = labels[row.index(best)]
+        found.append({"text": text, "label": label, "probability": best, "probabilities": row})
+    return {"labels": labels, "texts": found}
+
+
+def _moved(batch: Any, module: "torch.nn.Module") -> Any:
+    """The batch on the module's device."""
+    import torch
+
+    from nodekit.training.evaluate import to_device
+
+    return to_device(batch, next((each.device for each in module.parameters()), torch.device("cpu")))
 
 
 def _texts(content: str) -> list[str]:
@@ -176,46 +169,46 @@ def _labels(task: "Task", num_classes: int) -> list[str]:
     return labels
 
 
-def _report(right: Sequence[int], said: Sequence[int], labels: Sequence[str]) -> dict[str, Any]:
-    """scikit-learn's numbers; a class that was never said, or is never right, has 0 where it would divide by 0."""
-    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+def _report(right: Sequence[int], predicted: Sequence[int], labels: Sequence[str]) -> dict[str, Any]:
+    """scikit-learn's numbers; where it would divide by 0, for a class that does not occur, there is a 0."""
+    from sklearn.metrics import accuracy_score, classification_report, confusion_matrix
 
     classes = range(len(labels))
     if odd := {each for each in right if each not in classes}:
         raise ValueError(f"the task's targets have the class {min(odd)}: wanted 0 to {len(labels) - 1}")
+    found = classification_report(right, predicted, labels=classes, output_dict=True, zero_division=0)
 
-    def numbers(average: str | None) -> Any:
-        return precision_recall_fscore_support(right, said, labels=classes, average=average, zero_division=0)
-
-    def named(values: Sequence[Any]) -> dict[str, float]:
-        return dict(zip(("precision", "recall", "f1"), map(float, values), strict=False))
+    def named(name: str) -> dict[str, float]:
+        return {
+            each.removesuffix("-score"): found[name][each] for each in ("precision", "recall", "f1-score")
+        }
 
     return {
         "num": len(right),
-        "accuracy": sum(a == b for a, b in zip(right, said, strict=True)) / len(right),
+        "accuracy": accuracy_score(right, predicted),
         "classes": [
-            {"label": label, **named(values), "support": int(values[3])}
-            for label, values in zip(labels, zip(*numbers(None), strict=True), strict=True)
+            {"label": label, **named(str(number)), "support": int(found[str(number)]["support"])}
+            for number, label in enumerate(labels)
         ],
-        "macro": named(numbers("macro")),
-        "weighted": named(numbers("weighted")),
-        "confusion": confusion_matrix(right, said, labels=classes).tolist(),
+        "macro": named("macro avg"),
+        "weighted": named("weighted avg"),
+        "confusion": confusion_matrix(right, predicted, labels=classes).tolist(),
     }
 
 
-def _as_text(told: dict[str, Any]) -> str:
-    """The numbers, in columns with tabs between; `kit test` has them aligned."""
-    if "lacks" in told:
-        return "\n".join(f"{name}\t{value:.4f}" for name, value in told["means"].items())
+def _as_text(result: dict[str, Any]) -> str:
+    """The numbers in columns, separated by tabs, which `kit test` aligns."""
+    if "lacks" in result:
+        return "\n".join(f"{name}\t{value:.4f}" for name, value in result["means"].items())
     lines = ["\tprecision\trecall\tf1\tsupport"]
-    summed = [{"label": name, **told[name], "support": told["num"]} for name in ("macro", "weighted")]
-    for each in [*told["classes"], *summed]:
+    summed = [{"label": name, **result[name], "support": result["num"]} for name in ("macro", "weighted")]
+    for each in [*result["classes"], *summed]:
         lines.append(
             f"{each['label']}\t{each['precision']:.4f}\t{each['recall']:.4f}\t{each['f1']:.4f}\t{each['support']}"
         )
-    lines.append(f"accuracy\t{told['accuracy']:.4f}")
-    lines.append("\t".join(["right \\ said", *(each["label"] for each in told["classes"])]))
-    for each, row in zip(told["classes"], told["confusion"], strict=True):
+    lines.append(f"accuracy\t{result['accuracy']:.4f}")
+    lines.append("\t".join(["right \\ said", *(each["label"] for each in result["classes"])]))
+    for each, row in zip(result["classes"], result["confusion"], strict=True):
         lines.append("\t".join([each["label"], *map(str, row)]))
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""``python -m nodekit.training.gather FOLDER OUT.pt``: the weights of the newest snapshot, as one plain file."""
+"""``python -m nodekit.training.gather FOLDER OUT.pt``: write the weights of the newest snapshot to a plain file."""
 
 import argparse
 import logging
@@ -14,7 +14,7 @@ _NAME = "python -m nodekit.training.gather"
 
 
 def main() -> int:
-    """Write the file; gives the exit status, 0 or 1."""
+    """Write the file, and return the exit status, 0 or 1."""
     parser = argparse.ArgumentParser(
         prog=_NAME,
         description="Write the weights of the newest good snapshot, whole or sharded, into one file: a plain state "

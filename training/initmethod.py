@@ -4,7 +4,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +92,7 @@ class InitMethod:
             # Not by torch's rendezvous, which under torchrun takes the address for that of torchrun's store.
             return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]  # no stub
         if self.scheme == "file":
-            store = _meet(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
+            store = _file_store(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
             store.set_timeout(timeout)
             return store
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -108,10 +107,10 @@ class InitMethod:
         if self.scheme == "file":
             with suppress(OSError):  # the next run removes it
                 Path(self.path).unlink(missing_ok=True)
-                _beat(Path(self.path)).unlink(missing_ok=True)
+                _heartbeat(Path(self.path)).unlink(missing_ok=True)
 
 
-def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
+def _file_store(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
     """A store in a new file, whatever earlier runs have left there.
 
     In the file of an earlier run, ranks would find stale addresses. So rank 0 removes it, and then keeps changing a
@@ -120,30 +119,27 @@ def _meet(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
     """
     import torch.distributed as dist
 
-    beat = _beat(path)
+    heartbeat = _heartbeat(path)
     if rank == 0:
         path.unlink(missing_ok=True)
     else:
-        first = _read(beat)
-        while _read(beat) == first:
+        first = _read(heartbeat)
+        while _read(heartbeat) == first:
             _wait(deadline_s, f"rank 0 has not come to {path}")
     store = dist.FileStore(str(path), world_size)  # type: ignore[attr-defined]  # no stub
-    store.set(_here(rank), "")
+    keys = [f"nodekit/rank{each}" for each in range(world_size)]
+    store.set(keys[rank], "")
     if rank == 0:
-        while missing := [each for each in range(1, world_size) if not store.check([_here(each)])]:
+        while missing := [str(each) for each in range(1, world_size) if not store.check([keys[each]])]:
             with suppress(PermissionError):  # on Windows, while another rank has it open
-                beat.write_text(secrets.token_hex(8), encoding="ascii")
-            _wait(deadline_s, f"rank {_some(missing)} of {world_size} ranks has not come to {path}")
+                heartbeat.write_text(secrets.token_hex(8), encoding="ascii")
+            _wait(deadline_s, f"rank {', '.join(missing)} of {world_size} ranks has not come to {path}")
         with suppress(PermissionError):
-            beat.unlink(missing_ok=True)
+            heartbeat.unlink(missing_ok=True)
     return store
 
 
-def _here(rank: int) -> str:
-    return f"nodekit/rank{rank}"
-
-
-def _beat(path: Path) -> Path:
+def _heartbeat(path: Path) -> Path:
     return path.with_name(f"{path.name}.beat")
 
 
@@ -158,7 +154,3 @@ def _wait(deadline_s: float, why: str) -> None:
     if time.monotonic() > deadline_s:
         raise TimeoutError(f"--init-method: {why} in time (--timeout)")
     time.sleep(_EVERY_S)
-
-
-def _some(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))

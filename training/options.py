@@ -101,11 +101,17 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-_what = partial(_option, "what")
-_start = partial(_option, "how it is started")
-_how = partial(_option, "how")
-_judged = partial(_option, "how it is judged")
-_kept = partial(_option, "what is kept")
+# Settings that several options share.
+_COUNT: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
+_FROM_0: dict[str, Any] = {"type": _whole(0), "metavar": "N"}
+_STEPS: dict[str, Any] = {"type": _whole(1), "metavar": "H"}
+_POSITIVE: dict[str, Any] = {"type": _positive, "metavar": "X"}
+_SECONDS: dict[str, Any] = {"type": _positive, "metavar": "S"}
+_what = partial(_option, "task and engine")
+_start = partial(_option, "launch")
+_how = partial(_option, "training")
+_judged = partial(_option, "evaluation")
+_kept = partial(_option, "output and snapshots")
 _limits = partial(_option, "limits")
 
 
@@ -135,12 +141,12 @@ class Options:
     )
     model: str | None = _what(
         None,
-        "a BERT to begin with, for text: a folder, or its name at the hub (default: a small random one)",
+        "a pretrained BERT, for text: a folder, or its name at the hub (default: a small random one)",
         metavar="DIR|NAME",
     )
     init_from: Path | None = _what(
         None,
-        "weights to begin with where there is no snapshot yet: a folder that a run has written (output/best, "
+        "initial weights, if there is no snapshot yet: a folder that a run has written (output/best, "
         "output/last), or a file of a state dict",
         type=Path,
         metavar="PATH",
@@ -153,7 +159,7 @@ class Options:
     )
     zero: int | None = _what(
         None,
-        "for deepspeed: what is spread over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
+        "for deepspeed: what is partitioned over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, "
         "3 weights too (default: 1)",
         type=int,
         choices=range(4),
@@ -161,14 +167,14 @@ class Options:
     )
     deepspeed_config: Path | None = _what(
         None,
-        "for deepspeed: your own JSON, for what is no option here",
+        "for deepspeed: a JSON file of its own settings, for those without an option here",
         type=Path,
         metavar="FILE",
         without=_all_but("deepspeed", "does not read it"),
     )
-    epochs: int = _what(20, "times through the training data", type=_whole(1), metavar="N")
-    seed: int = _what(0, "of weights, order and augmentation", type=_whole(0), metavar="N")
-    num_workers: int = _what(0, "processes loading data, per rank", type=_whole(0), metavar="N")
+    epochs: int = _what(20, "times through the training data", **_COUNT)
+    seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
+    num_workers: int = _what(0, "processes loading data, per rank", **_FROM_0)
 
     launcher: str = _start(
         "torchrun",
@@ -176,10 +182,7 @@ class Options:
         choices=["torchrun", "spawn"],
     )
     nproc_per_node: int | None = _start(
-        None,
-        "for --launcher spawn: how many ranks (default: one for each GPU, else 1)",
-        type=_whole(1),
-        metavar="N",
+        None, "for --launcher spawn: how many ranks (default: one for each GPU, else 1)", **_COUNT
     )
     init_method: str = _start(
         "env://",
@@ -189,38 +192,32 @@ class Options:
     )
     backend: str = _start(
         "auto",
-        "how they talk: auto is nccl where there are GPUs, else gloo",
+        "how they communicate: auto is nccl if there are GPUs, else gloo",
         choices=["auto", "gloo", "nccl", "mpi"],
     )
 
-    batch_size: int = _how(64, "samples per step over all ranks together", type=_whole(1), metavar="N")
+    batch_size: int = _how(64, "samples per step over all ranks together", **_COUNT)
     micro_batch: int | None = _how(
         None,
         "most samples a rank computes at once; more are accumulated (default: no limit)",
         either="parts of a batch",
-        type=_whole(1),
-        metavar="N",
+        **_COUNT,
     )
     accumulate: int | None = _how(
         None,
-        "or into how many parts, computed one after the other, it divides its share of a batch (default: 1)",
+        "or into how many parts, computed one after the other, a rank divides its share of a batch (default: 1)",
         either="parts of a batch",
-        type=_whole(1),
-        metavar="N",
+        **_COUNT,
     )
-    lr: float = _how(0.003, "peak learning rate", type=_positive, metavar="X")
+    lr: float = _how(0.003, "peak learning rate", **_POSITIVE)
     lr_scale: str = _how(
         "none",
         f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root",
         choices=list(_LR_EXPONENTS),
     )
     schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "constant"])
-    warmup_steps: int | None = _how(
-        None, "steps of linear warm-up (default: 5%% of all)", type=_whole(0), metavar="N"
-    )
-    clip: float | None = _how(
-        None, "largest norm of the gradient (default: no limit)", type=_positive, metavar="X"
-    )
+    warmup_steps: int | None = _how(None, "steps of linear warm-up (default: 5%% of all)", **_FROM_0)
+    clip: float | None = _how(None, "largest norm of the gradient (default: no limit)", **_POSITIVE)
     amp: str = _how("off", "mixed precision", choices=["off", "bf16", "fp16"])
     sync_bn: bool = _how(False, "batch norm over all ranks' samples (CUDA only)", without=_ALONE)
     compile: bool = _how(
@@ -230,47 +227,44 @@ class Options:
     )
     compress: str = _how(
         "off",
-        "gradients are sent in half as many bits, or as products of thin matrices, with what that leaves out added "
-        "to the next ones",
+        "send gradients in 16 bits, or as products of low-rank matrices, adding the remainder to the next ones",
         choices=["off", "bf16", "fp16", "powersgd"],
         without=_ALONE | _PLAIN_GRADIENTS,
     )
     find_unused: bool = _how(
         False,
-        "the loss may leave out parameters, other ones in each step; slower",
+        "the loss may leave out parameters, different ones in each step; slower",
         without=_ALONE | _FINDS_UNUSED,
     )
     local_sgd: int | None = _how(
         None,
-        "for slow networks: ranks make H steps each by itself, and then take the mean of their weights",
+        "for slow networks: each rank trains H steps by itself, then all average their weights",
         either="local steps",
-        type=_whole(1),
-        metavar="H",
+        **_STEPS,
         without=_ALONE | _NO_WHOLE_MODEL,
     )
     diloco: int | None = _how(
         None,
-        "likewise, with a step of SGD with momentum towards that mean (DiLoCo)",
+        "likewise, with a step of SGD with momentum towards that average (DiLoCo)",
         either="local steps",
-        type=_whole(1),
-        metavar="H",
+        **_STEPS,
         without=_ALONE | _NO_WHOLE_MODEL,
     )
-    outer_lr: float = _how(0.7, "DiLoCo's step", type=_positive, metavar="X")
+    outer_lr: float = _how(0.7, "DiLoCo's learning rate for that step", **_POSITIVE)
     outer_momentum: float = _how(
         0.5,
-        "DiLoCo's momentum, from 0 and below 1; its authors took 0.9, for long runs",
+        "DiLoCo's momentum, from 0 and below 1; its authors use 0.9, for long runs",
         type=_fraction,
         metavar="X",
     )
 
     eval_every: int | None = _judged(
-        None, "evaluate after every N steps too (default: after each epoch)", type=_whole(1), metavar="N"
+        None, "evaluate after every N steps too (default: after each epoch)", **_COUNT
     )
     best: str = _judged(
         "auto",
-        "keep the weights with the greatest measure NAME (or the least, of a loss) in output/best; auto: "
-        "accuracy, or else loss, where the task measures it",
+        "keep the weights with the greatest measure NAME (or the least, if it is a loss) in output/best; auto: "
+        "accuracy, or else loss",
         metavar="NAME|off",
     )
 
@@ -282,16 +276,16 @@ class Options:
     )
     track: str | None = _kept(
         None,
-        "tell this service, too, from rank 0: one run there over all restarts; as its own variables say "
+        "also report to this service, from rank 0, as one run over all restarts; configured by its own variables "
         "(WANDB_API_KEY, WANDB_PROJECT; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME)",
         choices=list(TRACKERS),
     )
     snapshot_every: int | None = _kept(
-        None, "steps from one snapshot to the next", either="interval", type=_whole(1), metavar="N"
+        None, "steps from one snapshot to the next", either="interval", **_COUNT
     )
     snapshot_seconds: float | None = _kept(
         None,
-        "or seconds from one to the next; auto: as often as pays, by what they cost "
+        "or seconds from one to the next; auto: from the measured cost of a snapshot "
         "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
         either="interval",
         env="NODEKIT_SNAPSHOT_EVERY",
@@ -312,12 +306,9 @@ class Options:
         600.0,
         "seconds to wait for the slowest rank (default: $NODEKIT_COLLECTIVE_TIMEOUT_S, else 600)",
         env="NODEKIT_COLLECTIVE_TIMEOUT_S",
-        type=_positive,
-        metavar="S",
+        **_SECONDS,
     )
-    grace: float = _limits(
-        20.0, "seconds from SIGTERM or SIGUSR2 to the end, snapshot or not", type=_positive, metavar="S"
-    )
+    grace: float = _limits(20.0, "seconds from SIGTERM or SIGUSR2 to the end, snapshot or not", **_SECONDS)
 
     @property
     def peak_lr(self) -> float:
@@ -449,7 +440,7 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     if options.ignore_mismatched_sizes and not (options.init_from or options.model):
         yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
     if options.nproc_per_node and options.launcher != "spawn":
-        yield "--nproc-per-node is for --launcher spawn; torchrun and kit are told it themselves"
+        yield "--nproc-per-node is for --launcher spawn; torchrun and kit have an option of their own for it"
     yield from _problems_of_ranks(options, environ)
 
 

@@ -1,13 +1,9 @@
-"""The agent of one node: meets the others, runs the command's workers, and again when one of them is lost.
+"""The agent of one node: joins the rendezvous, runs the node's ranks, and again when a rank or a node is lost.
 
-``python -m nodekit.deploy.agent NODE_DIR`` imports torch, waits on stdin for ``go`` and then reads its spec, so
-that the slowest part of a start overlaps with checks and sync; when stdin ends without ``go`` it ends too, so a
-start that was given up leaves nothing behind. Torch and the standard library only.
-
-A worker that crashed, a node that is lost or comes: all agents end their workers, meet again in torch's rendezvous
-(deploy/agent/rendezvous.py) and start them anew; those go on from the newest snapshot. When the rendezvous itself is
-lost the agent keeps its process, and waits for the store to be reachable again or for the supervisor's call into
-another generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train meanwhile.
+When a rank fails, or a node is lost or comes, all agents end their ranks, meet again in torch's rendezvous
+(deploy/agent/rendezvous.py) and start them anew; the ranks go on from the newest snapshot. When the rendezvous host is
+lost the agent keeps running, and waits for the store to be reachable again or for the supervisor's call into another
+generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.hang.inquiry import DONE, Inquiry
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Electorate, newest
-from nodekit.deploy.agent.ranks.attempt import EXIT_FENCED, EXIT_STOPPED, Attempts
+from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import is_echo
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
@@ -86,8 +82,9 @@ class Agent:
         self._folder = Path(spec.node_dir)
         self._inquiry = Inquiry(spec.hang, record)
         self._orders = Orders(self._folder)
-        self._replicas = (
-            Replicas(
+        self._replicas: Replicas | None = None
+        if spec.copies > 1 and len(spec.nodes) > 1:
+            self._replicas = Replicas(
                 name=spec.name,
                 folder=self._folder / "snapshots",
                 kept=self._folder / "kept",
@@ -96,9 +93,6 @@ class Agent:
                 token=spec.token,
                 say=record.event,
             )
-            if spec.copies > 1 and len(spec.nodes) > 1
-            else None
-        )
         # For the rendezvous, should the supervisor choose this node.
         self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
@@ -270,20 +264,13 @@ class Agent:
         self._check_stop()
         self._orders.check(self._spec)
         if self._rendezvous is not None and self._is_meeting:
-            self._record.update(blocked=self._who_is_missing(self._rendezvous.present))
+            self._record.update(blocked=self._spec.who_is_missing(self._rendezvous.present))
 
     def _pause_briefly(self) -> None:
         """`_pause`, without reading what is in the node's folder while that does not change."""
         self._check_stop()
         if self._orders.may_have_changed():
             self._pause()
-
-    def _who_is_missing(self, present: list[int]) -> str:
-        names = [self._spec.name_of(number) for number in present]
-        absent = [name for name in self._spec.nodes if name not in names]
-        if len(names) >= self._spec.min_nodes or not absent:
-            return ""
-        return f"{len(names)} of at least {self._spec.min_nodes} nodes are here, without {', '.join(absent)}"
 
     # --- electorate ---
 
@@ -317,22 +304,24 @@ class Agent:
     def _share_snapshots(self, formed: Formed) -> None:
         """Have what the workers of any member wrote to their folders, before any is started."""
         peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
-        if self._replicas is not None and len(peers) == len(formed.members):
+        if self._replicas is None or len(peers) < len(formed.members):
+            return
+        folder, text = self._folder / "snapshots", ""
+        try:
             attempt = (self._spec.generation, formed.round)
-            folder, text = self._folder / "snapshots", ""
-            try:
-                gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
-            except OSError as error:
-                if descriptors.are_used_up(error):
-                    raise
-                text = f"what the ranks saved cannot be read ({error})"
-            else:
-                if gathered.missing:
-                    text = f"{', '.join(gathered.missing)} could not be written to {folder}"
-            if text:  # ranks without a file that others have would begin at another step, and save over what there is
-                raise Unfit(
-                    f"{text}: no rank is started here until it can; mend or make room on the disk of {folder}"
-                )
+            gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
+            if gathered.missing:
+                text = f"{', '.join(gathered.missing)} could not be written to {folder}"
+        except OSError as error:
+            if descriptors.are_used_up(error):
+                raise
+            text = f"what the ranks saved cannot be read ({error})"
+        if (
+            text
+        ):  # ranks without a file that others have would begin at another step, and save over what there is
+            raise Unfit(
+                f"{text}: no rank is started here until it can; mend or make room on the disk of {folder}"
+            )
 
     # --- workers ---
 
@@ -371,50 +360,56 @@ class Agent:
             if time.monotonic() < members_at:
                 continue
             members_at = time.monotonic() + _MEMBERS_S
-            waiting = rendezvous.num_nodes_waiting()
-            if rendezvous.is_closed:
-                self._end_attempt(DYING_S, "another node ended the job")
-                return "again"  # which says how it has ended
-            if waiting:
-                with rendezvous.lost_store_is_told():
-                    without = formed.without(DONE)
-                is_lost = not rendezvous.here.issuperset(without)
-                is_ending = bool(exits) or len(without) < len(formed.members)
-                # Who waits to come in can wait for a snapshot at the next step's edge, and comes too late once some
-                # ranks have ended well; the lost cannot take part.
-                if is_lost or not is_ending:
-                    self._say_membership(rendezvous, formed)
-                    if is_lost:
-                        self._end_attempt(DYING_S, "a node is lost")
-                    else:
-                        self._end_attempt(self._spec.grace_s, "a node comes in")
-                    return self._or_give_up("again")
+            if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
+                return why
             with rendezvous.lost_store_is_told():
                 hangs = self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits))
             if hangs:
                 self._end_attempt(0, "a hang")
-                return self._or_give_up("again")
+                return self._again_or_give_up()
+
+    def _members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
+        """End the attempt if a member is lost, or a node comes in that can; `is_ending`: some ranks have ended well.
+
+        Who waits to come in can wait for a snapshot at the next step's edge, and comes too late once some ranks have
+        ended well; the lost cannot take part.
+        """
+        waiting = rendezvous.num_nodes_waiting()
+        if rendezvous.is_closed:
+            self._end_attempt(DYING_S, "another node ended the job")
+            return "again"  # which says how it has ended
+        if not waiting:
+            return None
+        with rendezvous.lost_store_is_told():  # asked last: who is gone by now, and not done, is lost
+            without = formed.without(DONE)
+        is_lost = not rendezvous.here.issuperset(without)
+        if not is_lost and (is_ending or len(without) < len(formed.members)):
+            return None
+        lost = rendezvous.num_lost
+        gone = sorted(set(formed.names) - rendezvous.here) if lost else []
+        self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
+        if is_lost:
+            self._end_attempt(DYING_S, "a node is lost")
+        else:
+            self._end_attempt(self._spec.grace_s, "a node comes in")
+        return self._again_or_give_up()
 
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
-        failures = [
-            each
-            for each in self._attempts.failures(DYING_S)
-            if each["exitcode"] not in (EXIT_STOPPED, EXIT_FENCED)
-        ]
+        failures = self._attempts.failures(DYING_S)
         own = [each for each in failures if not is_echo(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
         if own and (reason := self._budget.crashed(min(own, key=lambda each: each["when"]))):
             self._failed_as = reason
             return "failed"
-        return self._or_give_up("again")
+        return self._again_or_give_up()
 
-    def _or_give_up(self, why: Why) -> Why:
-        if self._budget.is_fruitless:
-            self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
-            return "failed"
-        return why
+    def _again_or_give_up(self) -> Why:
+        if not self._budget.is_fruitless:
+            return "again"
+        self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+        return "failed"
 
     def _end_attempt(self, grace_s: float, why: str) -> None:
         self._attempts.end(grace_s, why)
@@ -439,17 +434,9 @@ class Agent:
                 self._pause()
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + _MEMBERS_S
-                    # Asked before: who is gone by then, and not done, is lost.
-                    waiting = rendezvous.num_nodes_waiting()
-                    without = formed.without(DONE)
-                    self._record.update(waits_for=without)
-                    if rendezvous.is_closed:
-                        self._end_attempt(0, "another node ended the job")
-                        return "again"  # which says how it has ended
-                    if waiting and not rendezvous.here.issuperset(without):
-                        self._say_membership(rendezvous, formed)
-                        self._end_attempt(0, "a node is lost")
-                        return self._or_give_up("again")
+                    if why := self._members_changed(rendezvous, formed, is_ending=True):
+                        return why
+                    self._record.update(waits_for=formed.without(DONE))
                 time.sleep(_POLL_S)
         # It has succeeded, whatever happens now. Who has the store keeps it until the others have seen that.
         with contextlib.suppress(StoreLost, Fenced, Superseded), rendezvous.lost_store_is_told():
@@ -459,12 +446,6 @@ class Agent:
                 rendezvous.num_nodes_waiting()  # looks who is here
                 time.sleep(_POLL_S)
         return "done"
-
-    def _say_membership(self, rendezvous: Rendezvous, formed: Formed) -> None:
-        lost = rendezvous.num_lost
-        gone = sorted(set(formed.names) - rendezvous.here) if lost else []
-        waiting = rendezvous.num_nodes_waiting() - lost
-        self._record.event("membership", lost=lost, waiting=waiting, names=gone)
 
     def _end(self, state: Finished, message: str) -> int:
         self._attempts.end(0, message or state)
@@ -501,14 +482,12 @@ class Agent:
                 time.sleep(_POLL_S)
 
     def _leave(self) -> None:
-        self._formed = None
-        if self._rendezvous is not None:
-            rendezvous, self._rendezvous = self._rendezvous, None
+        rendezvous, self._rendezvous, self._formed = self._rendezvous, None, None
+        if rendezvous is not None:
             rendezvous.close()
 
     def _say_where(self) -> None:
         """Where the rendezvous is, if it is here, or would be."""
-        port = self._spec.master_port if self._spec.is_host else self._held.getsockname()[1]
-        self._record.update(
-            port=port, held_port=self._held.getsockname()[1], electorate=self._electorate.to_dict()
-        )
+        held_port = self._held.getsockname()[1]
+        port = self._spec.master_port if self._spec.is_host else held_port
+        self._record.update(port=port, held_port=held_port, electorate=self._electorate.to_dict())

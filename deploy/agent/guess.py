@@ -1,7 +1,4 @@
-"""How far a rank seems to be, from the last lines that it printed. A guess, for people: nothing is decided by it.
-
-Standard library only.
-"""
+"""Guess how far a rank is from the last lines that it printed; for people only, nothing is decided by it."""
 
 from __future__ import annotations
 

@@ -27,12 +27,14 @@ _MAX_WIDENING = 8
 def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # The kernel takes whole seconds for the probes, and milliseconds for the whole.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(keep_alive_s)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(keep_alive_s)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, lost_after))
-    connection.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(keep_alive_s * lost_after * 1000))
-    )
+    interval_s, whole_ms = max(1, int(keep_alive_s)), max(1000, int(keep_alive_s * lost_after * 1000))
+    for option, value in (
+        (socket.TCP_KEEPIDLE, interval_s),
+        (socket.TCP_KEEPINTVL, interval_s),
+        (socket.TCP_KEEPCNT, max(1, lost_after)),
+        (socket.TCP_USER_TIMEOUT, whole_ms),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Hub:

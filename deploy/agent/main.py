@@ -1,4 +1,8 @@
-"""The agent's process: imports torch, waits for its go, runs its spec to the end, and says how that was."""
+"""The agent's process: imports torch, waits for ``go`` on stdin, and runs its spec to the end.
+
+``python -m nodekit.deploy.agent NODE_DIR``: the imports, the slowest part of a start, overlap with checks and sync.
+When stdin ends without ``go`` the process ends too, so a start that was given up leaves nothing behind.
+"""
 
 from __future__ import annotations
 

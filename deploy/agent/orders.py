@@ -1,4 +1,4 @@
-"""What the supervisor has left for an agent in its node's folder: another spec, a fence, other voters."""
+"""Read what the supervisor has left for an agent in its node's folder: another spec, a fence, other voters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an agent writes down: its node's events, in ``events.jsonl``, and there what the node does at present.
-
-Standard library only.
-"""
+"""Write a node's events and its status to ``events.jsonl``. Standard library only."""
 
 from __future__ import annotations
 

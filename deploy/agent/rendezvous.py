@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
@@ -53,6 +53,7 @@ HEARTBEAT_S, HEARTBEATS = 5.0, 3
 LAST_LOOK_S = 3.0
 _POLL_S = 0.05
 _HUB, _OUTCOME = "hub", "outcome"
+_T = TypeVar("_T")
 
 
 class StoreLost(Exception):
@@ -144,8 +145,12 @@ class Rendezvous:
         self._lifeline: Lifeline | None = None
         self._formed_size = 0
         run_id = f"{spec.run_id}.{spec.generation}"
-        if spec.listen_fd is None:
-            self._wait_for_host()  # torch would wait too, but deaf to signals
+        where = f"{spec.master_addr}:{spec.master_port}"
+        if spec.listen_fd is None:  # torch would wait too, but deaf to signals
+            self._wait_for(
+                lambda: answers(spec.master_addr, spec.master_port) or None,
+                f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s",
+            )
         with self.lost_store_is_told():
             self._store = TCPStore(
                 spec.master_addr,
@@ -155,7 +160,6 @@ class Rendezvous:
                 timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
                 master_listen_fd=spec.listen_fd,
             )
-            where = f"{spec.master_addr}:{spec.master_port}"
             self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
             node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
             backend = SignedBackend(self._signed)
@@ -179,14 +183,19 @@ class Rendezvous:
         )
         upstream._delay = self._delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
 
-    def _wait_for_host(self) -> None:
+    def _wait_for(self, read: Callable[[], _T | None], what: str) -> _T:
+        """Return what `read` returns, once that is not None.
+
+        Raises:
+            StoreLost: it is None for `CONNECT_TIMEOUT_S`; says `what`.
+        """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while not answers(self._spec.master_addr, self._spec.master_port):
+        while (found := read()) is None:
             self._pause()
             if time.monotonic() > deadline:
-                where = f"{self._spec.master_addr}:{self._spec.master_port}"
-                raise StoreLost(f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s")
+                raise StoreLost(what)
             time.sleep(_POLL_S)
+        return found
 
     def _connect_lifeline(self, identity: str) -> None:
         spec = self._spec
@@ -202,12 +211,8 @@ class Rendezvous:
             )
             self._signed.set(_HUB, str(self._hub.port))
             return
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while (port := self._signed.get(_HUB)) is None:
-            self._pause()
-            if time.monotonic() > deadline:
-                raise StoreLost(f"{spec.master_addr}:{spec.master_port} has no rendezvous of this generation")
-            time.sleep(_POLL_S)
+        where = f"{spec.master_addr}:{spec.master_port}"
+        port = self._wait_for(lambda: self._signed.get(_HUB), f"{where} has no rendezvous of this generation")
         try:
             self._lifeline = Lifeline(
                 spec.master_addr,

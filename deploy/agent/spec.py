@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,3 +80,11 @@ class AgentSpec:
     def name_of(self, node_rank: int) -> str:
         """A node's name."""
         return self.nodes[node_rank] if node_rank < len(self.nodes) else self.name
+
+    def who_is_missing(self, present: Sequence[int]) -> str:
+        """Who keeps the fewest nodes from being there, in words, with those of these node_ranks; "" for nobody."""
+        names = [self.name_of(number) for number in present]
+        absent = [name for name in self.nodes if name not in names]
+        if len(names) >= self.min_nodes or not absent:
+            return ""
+        return f"{len(names)} of at least {self.min_nodes} nodes are here, without {', '.join(absent)}"

@@ -1,4 +1,4 @@
-"""What a node uses at the moment: processor, memory, its interface, its GPUs. Standard library only."""
+"""Measure what a node uses now: processor, memory, its interface, its GPUs. Standard library only."""
 
 from __future__ import annotations
 

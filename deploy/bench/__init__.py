@@ -1,4 +1,4 @@
-"""The network between the hosts, measured, and the speed of training that it allows.
+"""Measures the network between the hosts, and forecasts the training speed that it allows.
 
 A feature: it imports no other feature and parses no arguments.
 """

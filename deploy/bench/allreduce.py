@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 MEET_S = 60.0
-"""For the ranks to import torch and to find each other."""
+"""Time for the ranks to import torch and rendezvous."""
 _ENOUGH_S = 0.4
 _MOST_TIMES = 20
 _LEAST_TIMES = 3
 _BLOCKS = 5
 _COPIES = 4
-"""Of the message in memory: itself, what gloo or nccl keeps, and room."""
+"""Memory taken by a message, in messages: itself, the buffers of gloo or nccl, and a reserve."""
 _MOST_SHARE = 0.4
-"""A size is left out that would take, once, more than this share of the time left: it is sent twice at least."""
+"""Skip a size if one all-reduce of it would take more than this share of the time left: it is sent at least twice."""
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> None:
         return torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
 
     def block_s(tensor: torch.Tensor, times: int) -> float:
-        """Seconds of each, the mean over ranks as nccl-tests has it."""
+        """Seconds per all-reduce, averaged over the ranks as nccl-tests does."""
         dist.barrier()
         begin = time.monotonic()
         for _ in range(times):
@@ -60,7 +60,7 @@ def main(settings: dict[str, Any]) -> None:
         return float(seconds.item()) / num_ranks
 
     def told(number: int) -> int:
-        """Rank 0's, on all ranks: their clocks differ."""
+        """Broadcast rank 0's number: decisions by each rank's own clock would differ."""
         answer = torch.tensor([number], device=device)
         dist.broadcast(answer, src=0)
         return int(answer.item())
@@ -86,7 +86,7 @@ def _measure(
     block_s: Callable[[torch.Tensor, int], float],
     told: Callable[[int], int],
 ) -> tuple[list[tuple[int, float]], str]:
-    """The points, and why there are no more of them: `main` says what its functions do."""
+    """Return the points, and why the remaining sizes were skipped. `main` documents the functions passed in."""
     deadline = time.monotonic() + settings["seconds"]
     points: list[tuple[int, float]] = []
     last = (settings["sizes"][0], 0.0)
@@ -110,7 +110,7 @@ def _measure(
 
 
 def _free_bytes() -> float:
-    """Of this machine's memory, or of what a container leaves of it."""
+    """Return the free memory of this machine, or of its container."""
     free = float("inf")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 JOB = "job"
-"""In place of a model: the one that the inventory's job trains."""
+"""As the value of --plan: the model that the inventory's job trains."""
 NUM_NODES = 8
-"""To forecast for, where no inventory says how many there are."""
+"""Number of nodes to forecast for if no inventory is given."""
 _MOST_COLUMNS = 5
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|bits|B|bytes)?(?:/s|ps)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
@@ -47,13 +47,13 @@ class Options:
     ssh: SshOptions
     max_size: str = "1GiB"
     time_limit_s: float = netbench.REDUCE_S
-    """For all sizes of the all-reduce."""
+    """Time limit for all sizes of the all-reduce together."""
     pair_s: float = netbench.PAIR_S
     png: Path | None = None
     csv: Path | None = None
     json: bool = False
     model: str | None = None
-    """What to plan for: a number, a config, or `JOB`."""
+    """The model to forecast for: a number of parameters, a config.json, or `JOB`."""
     batch: int | None = None
     step_s: float | None = None
     dtype: str = "fp32"
@@ -94,7 +94,7 @@ def bench(options: Options) -> int:
 
 
 def _refuse(options: Options) -> None:
-    """What does not go together."""
+    """Raise KitError for options that do not go together."""
     if options.link is None and options.inventory is None:
         raise KitError(
             "kit bench: which hosts? kit bench INVENTORY measures between them; with no hosts, "
@@ -174,7 +174,7 @@ def _job_here(options: Options) -> Job:
 
 
 def _as_asked(job: Job, options: Options) -> Job:
-    """With what the command line knows better."""
+    """Return the job with the values that the command line overrides."""
     return dataclasses.replace(job, step_s=options.step_s or job.step_s, batch=options.batch or job.batch)
 
 
@@ -202,7 +202,7 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
 
 
 def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float) -> Curve:
-    """What was measured, by nccl where there is that (and perhaps by RDMA, which passes what TCP does)."""
+    """Return the measured curve: nccl's if there is one (it may use RDMA, which can be faster than TCP)."""
     by_backend = netbench_report.by_backend(points)
     own = by_backend.get("nccl") or by_backend["gloo"]
     return Curve.measured(
@@ -213,7 +213,7 @@ def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float)
 
 
 def nums_nodes(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most."""
+    """Return 1, 2, 4 and so on up to `most`, which is included."""
     found = [1]
     while found[-1] * 2 < most:
         found.append(found[-1] * 2)
@@ -252,7 +252,7 @@ def size_bytes(text: str) -> int:
 
 @contextlib.contextmanager
 def showing() -> Iterator[Progress]:
-    """How far it is, on stderr: a bar on a terminal, else a line for each thing that is begun."""
+    """Show the progress on stderr: a bar on a terminal, else a line per task that starts."""
     if not sys.stderr.isatty():
         begun: set[str] = set()
 
@@ -322,7 +322,7 @@ def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Se
 
 
 def plan_table(planned: forecast.Plan) -> Table:
-    """A row for each way: time of a step, and what is left of so many nodes' speed."""
+    """Return a table with a row per strategy: time per step and scaling efficiency."""
     from rich.table import Table
 
     rows = [_columns(row) for row in planned.rows]
@@ -338,7 +338,7 @@ def plan_table(planned: forecast.Plan) -> Table:
 
 
 def _columns(row: tuple[Forecast, ...]) -> list[Forecast]:
-    """Those that there is room for: one node, and the largest numbers."""
+    """Return the columns that fit: one node, and the largest numbers of nodes."""
     return [row[0], *row[1:][-(_MOST_COLUMNS - 1) :]]
 
 

@@ -18,20 +18,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BACKWARD = 2 / 3
-"""Of a step's computing."""
+"""Share of a step's compute time."""
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's defaults."""
 SMALL_BYTES = 64
-"""Losses and flags that the ranks tell each other each step."""
+"""Size of the losses and flags that the ranks exchange in each step."""
 TALK_S = 2.0
-"""Ranks that train apart do that about so often, and where they meet."""
+"""With local SGD, ranks exchange these about this often, and at each sync step."""
 MATRIX = 1024
-"""Rows and columns of the matrices of a model of which only the number of parameters is known, for PowerSGD."""
+"""Assumed size of a model's square matrices, for PowerSGD, if only the number of parameters is known."""
 GOOD = 0.9
-"""Of so many nodes' speed should be left at least."""
+"""The least scaling efficiency to recommend."""
 WORTH = 1.2
-"""Times one node's speed are worth a second node."""
+"""The least speed-up over one node to recommend several."""
 HS = (8, 16, 32, 50, 100, 128, 200, 256, 500)
 """Steps apart to choose from. Local SGD and DiLoCo were shown to learn as well with up to some 500."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -39,19 +39,19 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Curve:
-    """How long an all-reduce takes, by its size, over the nodes it was measured on."""
+    """The duration of an all-reduce by its size, for the number of nodes it was measured on."""
 
     num_nodes: int
     points: tuple[tuple[float, float], ...]
-    """(bytes, seconds), sizes growing, and times not falling."""
+    """(bytes, seconds), with increasing sizes and non-decreasing times."""
     least_s_per_byte: float = 0.0
-    """Beyond the last size a byte takes no less, whatever the last two say of it."""
+    """Lower bound of the seconds per byte beyond the largest size, whatever the last two points suggest."""
 
     @classmethod
     def measured(
         cls, points: Sequence[tuple[float, float]], *, num_nodes: int, link_bytes_per_s: float | None = None
     ) -> Curve:
-        """That of measured times, which noise may have out of order: those are taken together, at their mean.
+        """Return the curve of measured times. Times out of order (noise) are replaced by their mean.
 
         Args:
             points: (bytes, seconds), sizes growing.
@@ -71,13 +71,13 @@ class Curve:
 
     @classmethod
     def of_link(cls, *, bytes_per_s: float, rtt_s: float, num_nodes: int = 2) -> Curve:
-        """That of a ring over equal links: 2 (n - 1) stations, each with 1/n of the bytes."""
+        """Return the curve of a ring over equal links: 2 (n - 1) hops, each with 1/n of the bytes."""
         latency_s = 2 * (num_nodes - 1) * rtt_s / 2
         share = 2 * (num_nodes - 1) / num_nodes / bytes_per_s
         return cls(num_nodes, tuple((size, latency_s + size * share) for size in (1.0, 2.0**30)))
 
     def seconds(self, size_bytes: float, num_nodes: int | None = None) -> float:
-        """For so many bytes, over so many nodes (those it was measured on)."""
+        """Return the seconds for so many bytes; None nodes: as many as it was measured on."""
         if num_nodes == 1:
             return 0.0
         found = self._seconds(size_bytes)
@@ -109,58 +109,58 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained."""
+    """A training job."""
 
     num_parameters: int
     step_s: float
-    """Of one node, alone."""
+    """Seconds per step on a single node."""
     batch: int | None = None
-    """Samples in that step; None: not known."""
+    """Samples per step; None: unknown."""
     gradient_bytes: int = 4
-    """Of one number."""
+    """Size of one gradient element."""
     powersgd_numbers: int | None = None
-    """What a gradient comes down to in matrices of rank 1; None: as if all were in matrices of `MATRIX` squared."""
+    """Elements of a gradient compressed at rank 1; None: assume matrices of `MATRIX` × `MATRIX`."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all gradients."""
+        """Size of all gradients."""
         return self.num_parameters * self.gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to train on several nodes, by options of `nodekit.training`."""
+    """A strategy to train on several nodes, by options of `nodekit.training`."""
 
     name: str
     compress: str = "off"
     accumulate: int = 1
-    """Micro-batches, each of one node's batch, to one exchange."""
+    """Micro-batches per exchange, each of one node's batch size."""
     steps_apart: int = 0
     """0: the gradients are exchanged in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a way gives on so many nodes."""
+    """The performance of a strategy on a number of nodes."""
 
     way: Way
     num_nodes: int
     step_s: float
-    """From one update to the next; of those apart the mean."""
+    """Time from one update to the next; the mean for local SGD."""
     exchange_s: float
-    """What one exchange takes by itself, hidden or not."""
+    """Duration of one exchange, overlapped or not."""
     efficiency: float
-    """Of so many times one node's samples per second."""
+    """Scaling efficiency: samples per second over those of as many independent nodes."""
     samples_per_s: float | None
 
     @property
     def speedup(self) -> float:
-        """Times one node's speed."""
+        """Speed relative to one node."""
         return self.efficiency * self.num_nodes
 
 
 def ways(*, accumulate: int, steps_apart: int | None) -> list[Way]:
-    """Those to compare."""
+    """Return the strategies to compare."""
     found = [
         Way(name="ddp"),
         Way(name="--compress bf16", compress="bf16"),
@@ -173,7 +173,7 @@ def ways(*, accumulate: int, steps_apart: int | None) -> list[Way]:
 
 
 def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
-    """What a way gives, and how long its exchange takes."""
+    """Forecast a strategy on a number of nodes."""
     talk_s = curve.seconds(SMALL_BYTES, num_nodes)
     computing_s = job.step_s * way.accumulate
     if num_nodes == 1:
@@ -198,7 +198,7 @@ def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
 
 
 def buckets(size_bytes: float, *, first: bool = True) -> list[float]:
-    """How so many bytes are cut up for sending; DDP makes the first bucket a small one, to begin early."""
+    """Split so many bytes into DDP's buckets; the first one is small, so that sending can start early."""
     found = [min(size_bytes, FIRST_BUCKET_BYTES)] if first else []
     left = size_bytes - sum(found)
     while left > 0:
@@ -208,7 +208,7 @@ def buckets(size_bytes: float, *, first: bool = True) -> list[float]:
 
 
 def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[float, float]]:
-    """Of each bucket: its share of the gradients, and how long it takes to send."""
+    """Return, per bucket, its share of the gradients and the seconds to send it."""
     found = []
     for size in buckets(job.size_bytes):
         share = size / job.size_bytes
@@ -224,7 +224,7 @@ def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[fl
 
 
 def _overlapped(step_s: float, messages: Sequence[tuple[float, float]]) -> float:
-    """A step of DDP: each bucket goes when it is ready and the one before it has gone."""
+    """Return the seconds of a DDP step: a bucket is sent when it is ready and the previous one has been sent."""
     free_at = 0.0
     ready_share = 0.0
     for share, seconds in messages:
@@ -239,11 +239,11 @@ def _overlapped(step_s: float, messages: Sequence[tuple[float, float]]) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The ways on all numbers of nodes, and which of them to take."""
+    """All strategies on all numbers of nodes, and the recommended one."""
 
     job: Job
     rows: tuple[tuple[Forecast, ...], ...]
-    """A row for each way, in it a forecast for each number of nodes."""
+    """One row per strategy, with a forecast per number of nodes."""
     sentence: str
 
 
@@ -256,7 +256,7 @@ def plan(
     steps_apart: int | None = None,
     link_text: str,
 ) -> Plan:
-    """Compare all ways, and say in a sentence what to do with the most nodes.
+    """Compare all strategies, and recommend one for the largest number of nodes.
 
     Args:
         job: what is to be trained.
@@ -276,7 +276,7 @@ def plan(
 
 
 def enough_apart(job: Job, curve: Curve, num_nodes: int) -> int:
-    """The fewest steps apart, of `HS`, that leave `GOOD` of the nodes' speed; else the most."""
+    """Return the smallest H of `HS` whose efficiency is at least `GOOD`, else the largest."""
     for number in HS:
         way = Way(name="", steps_apart=number)
         if forecast(way, job, curve, num_nodes).efficiency >= GOOD:
@@ -285,7 +285,7 @@ def enough_apart(job: Job, curve: Curve, num_nodes: int) -> int:
 
 
 def advise(job: Job, found: Sequence[Forecast], link_text: str) -> str:
-    """What to do, in a sentence: by the forecasts of all ways, DDP first, for one number of nodes."""
+    """Return the recommendation, from the forecasts of all strategies (DDP first) for one number of nodes."""
     ddp, *others = found
     model = f"{parameters_text(job.num_parameters)} parameters"
     costs = f"{seconds_of(ddp.exchange_s)} of communication for {seconds_of(job.step_s)} of compute"

@@ -1,4 +1,4 @@
-"""What the network between the hosts gives, pair by pair and for the all-reduce, and what is slow in it."""
+"""Measures the network between the hosts, per pair and for an all-reduce, and finds slow links."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LARGEST_BYTES = 1 << 30
 PAIR_S = 1.0
 REDUCE_S = 30.0
 STREAMS = 4
-"""Connections at once, as many as a fast link needs to be filled from one core's programs."""
+"""Parallel connections: as many as single-threaded programs need to fill a fast link."""
 SLOW = 0.5
-"""Of the others' median: what is slower is named. Healthy links of one network differ by less."""
+"""Report a link below this share of the others' median. Healthy links of one network differ by less."""
 FAR = 4.0
-"""Times the others' median round trip: what takes longer is named, if it is also so much in seconds:"""
+"""Report a round trip of more than this many times the others' median, if it also exceeds it by `FAR_S`."""
 FAR_S = 0.001
 _CALL_S = 10.0
 _ANSWER_S = 40.0
@@ -34,18 +34,18 @@ _END_S = 20.0
 _LAST_WORDS = 600
 
 Progress = Callable[[str, int, int], None]
-"""What is being measured, how many of it are done, of how many (0: not known)."""
+"""Called with what is being measured, how many are done, and of how many (0: unknown)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What one host's sending to another gave."""
+    """The measurement of one host sending to another."""
 
     source: str
     target: str
     bytes_per_s: float | None = None
     rtt_s: float | None = None
-    """There and back, on an idle link."""
+    """Round-trip time on an idle link."""
     problem: str = ""
     """Why there are no numbers."""
 
@@ -71,7 +71,7 @@ class Reduced:
 
     @property
     def busbw(self) -> float:
-        """What goes through the slowest link if the algorithm is the best there is.
+        """The bandwidth that the slowest link carries if the algorithm is optimal.
 
         Whatever the number of ranks, it can be compared with that link's speed (nccl-tests, doc/PERFORMANCE.md).
         """
@@ -83,18 +83,18 @@ class Measured:
     """All that was measured."""
 
     nodes: tuple[NodePlan, ...]
-    """With the interface and address that each has been measured over."""
+    """With the interface and address used for the measurement."""
     pairs: tuple[Pair, ...]
     reduced: tuple[Reduced, ...] = ()
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
     problems: tuple[str, ...] = ()
-    """What should have been measured and could not be."""
+    """Measurements that failed, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A link, or a node by all its links, that is much worse than the others."""
+    """A link, or all links of a node, much slower than the others."""
 
     links: tuple[tuple[str, str], ...]
     node: str = ""
@@ -262,7 +262,7 @@ def _reduce(
     max_bytes: int,
     progress: Progress,
 ) -> tuple[list[Reduced], str]:
-    """Have the hosts' own torch do it: a rank on each node with gloo, on each GPU with nccl."""
+    """Run the all-reduce with the hosts' own torch: one rank per node with gloo, per GPU with nccl."""
     first = nodes[0]
     port = links[first.name].call("ports.free_port", timeout_s=_CALL_S, address=first.local_addr)
     per_node = {node.name: len(node.gpus) if backend == "nccl" else 1 for node in nodes}
@@ -312,7 +312,7 @@ def _reduce(
 
 
 def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostError | None:
-    """Of the ranks that failed, one that says more than that another did."""
+    """Return the error of the rank that failed by itself, if any: not of one that only lost its peer."""
     failed = [(name, end) for name, end in ends if end["status"] != 0]
     if not failed:
         return None
@@ -328,7 +328,7 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Slow]:
-    """Nodes all of whose links are slow, then single links, worst first; pure."""
+    """Return nodes with slow links only, then single slow links, slowest first; pure."""
     rates = {(pair.source, pair.target): pair.bytes_per_s for pair in pairs if pair.bytes_per_s}
     found = _outliers(rates, SLOW, rate_text, "slow")
     known = {ends for slow in found for ends in slow.links}
@@ -369,20 +369,20 @@ def _outliers(
 
 @dataclass(frozen=True)
 class _Group:
-    """The links of a node, or those of one direction."""
+    """All links of a node, or those in one direction."""
 
     node: str
     which: str
     links: tuple[tuple[str, str], ...]
     ratio: float
-    """Of their best to the median of the links that are not the node's."""
+    """Rate of their fastest over the median of all links of other nodes."""
 
 
 def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group | None:
-    """The node all of whose links are slow, or all in one direction; of several the slowest."""
+    """Return the node whose links are all slow, or all in one direction; the slowest of several."""
     groups = []
     best: dict[str, list[float]] = {}
-    """Of each node what is the most it sends, and is sent."""
+    """Node → the highest rate it sends at, and receives at."""
     for ends, value in values.items():
         for place, node in enumerate(ends):
             most = best.setdefault(node, [0.0, 0.0])

@@ -31,7 +31,7 @@ _ROOM = 100
 
 
 def heat_map(measured: Measured, *, width: int = _ROOM, colours: bool = True) -> RenderableType:
-    """Who sends how fast to whom: a row for each source, a column for each target; figures, if there is room."""
+    """Return the bandwidth matrix: a row per source, a column per target, with figures if they fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -72,7 +72,7 @@ def heat_map(measured: Measured, *, width: int = _ROOM, colours: bool = True) ->
 
 
 def unit_of(bytes_per_s: float) -> tuple[float, str]:
-    """What to show rates in that go as far as this one: bytes/s of one, and its name."""
+    """Return the unit for rates up to this one: its bytes per second, and its name."""
     return (1e9 / 8, "Gb/s") if bytes_per_s * 8 >= 1e9 else (1e6 / 8, "Mb/s")
 
 
@@ -93,14 +93,14 @@ def _cell(
 
 
 def figure(value: float) -> str:
-    """Three digits that tell: ``0.0021``, ``0.94``, ``9.41``, ``94.1``, ``941``."""
+    """Three significant digits: ``0.0021``, ``0.94``, ``9.41``, ``94.1``, ``941``."""
     if value < 0.1:
         return f"{value:.2g}" if value > 1e-4 else f"{value:.4f}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def latency_line(measured: Measured) -> str:
-    """The round trips, in a line."""
+    """Return a line with the median, least and greatest round trip."""
     found = sorted(pair.rtt_s for pair in measured.pairs if pair.rtt_s)
     if not found:
         return ""
@@ -149,7 +149,7 @@ def _bar(share: float) -> str:
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return the measurement as JSON values."""
     return {
         "nodes": {
             node.name: {"interface": node.interface, "address": node.local_addr} for node in measured.nodes
@@ -240,7 +240,7 @@ def _curve(plot: Any, points: Sequence[Reduced]) -> None:
 
 
 def by_backend(points: Sequence[Reduced]) -> Mapping[str, list[Reduced]]:
-    """The points of each."""
+    """Group the points by backend."""
     found: dict[str, list[Reduced]] = {}
     for point in points:
         found.setdefault(point.backend, []).append(point)

@@ -1,4 +1,4 @@
-"""How large the model of an inventory's own job is, and how long its step takes on one node: a few steps of it."""
+"""Measures the model size and step time of an inventory's own job, by running a few steps on one node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Asked:
     arguments: tuple[str, ...]
     num_ranks: int
     per_node: int
-    """How many of them a node has."""
+    """Ranks per node."""
     needs_code: bool
     """Whether the model or the data are in the job's folder."""
 
@@ -42,7 +42,7 @@ class _Asked:
 def on_first(
     inventory: Inventory, links: Mapping[str, Link], nodes: Sequence[NodePlan], progress: Progress
 ) -> Job:
-    """On the first node, with its own python, its GPU if it has one, and the job's code.
+    """Run a few steps on the first node, with its python, its GPU if it has one, and the job's code.
 
     Args:
         inventory: whose job.
@@ -76,7 +76,7 @@ def on_first(
 
 
 def refuse(inventory: Inventory) -> None:
-    """A job whose model cannot be asked for.
+    """Refuse a job whose model size cannot be determined.
 
     Raises:
         KitError: it is not the shared training module's.
@@ -85,7 +85,7 @@ def refuse(inventory: Inventory) -> None:
 
 
 def here(inventory: Inventory, progress: Progress) -> Job:
-    """The same on this machine, where no host is asked."""
+    """Run a few steps on this machine, without connecting to a host."""
     per_node = inventory.job.nproc_per_node or 1
     asked = _asked(inventory, per_node * max(1, len(inventory.hosts)), per_node)
     code = Path(inventory.job.code).expanduser().resolve()

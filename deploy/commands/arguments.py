@@ -1,13 +1,10 @@
-"""What a file in this folder says of its command, and what commands have in common on the command line."""
+"""What kit's commands have in common on the command line."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,53 +21,6 @@ exit codes:
   4    the job was restarted again and again, and made no progress
   130  stopped by Ctrl-C, or (up) by kit down from elsewhere
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One of kit's commands; each file in this folder ends with its own, as ``COMMAND``."""
-
-    run: Callable[[argparse.Namespace], int]
-    """Does it: gets what was parsed, gives the exit status."""
-    summary: str
-    """Its line in ``kit --help``."""
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
-    description: str = ""
-    """Above the options in its help (the summary)."""
-    epilog: str = ""
-    """Below them."""
-    takes_command: bool = False
-    """What follows ``--`` is the user's own command: ``args.command``, byte for byte."""
-
-    def parser(self, commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
-        """Add it to kit's commands."""
-        command = commands.add_parser(
-            name,
-            help=self.summary,
-            description=self.description or self.summary[0].upper() + self.summary[1:] + ".",
-            epilog=self.epilog,
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
-        )
-        command.set_defaults(run=self.run, takes_command=self.takes_command)
-        # Left out of each command's help: `kit --help` has it.
-        command.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
-        self.add_arguments(command)
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal; those with an indented line are shown as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002  # argparse passes it
-        parts = re.split(r"\n{2,}", text.strip("\n"))
-        return "\n\n".join(
-            part
-            if re.search(r"^ ", part, re.MULTILINE)
-            else textwrap.fill(part, width, break_on_hyphens=False)
-            for part in parts
-        )
 
 
 def add_run(

@@ -1,4 +1,14 @@
-"""`kit bench`: measure the network, and forecast what it costs."""
+"""Measure the network, and forecast what it costs.
+
+Over the interfaces that a job would take: bandwidth and round trip of every pair of hosts, each way, and the
+all-reduce over all nodes by the hosts' own torch. Names the link or the node that is slow.
+
+With --plan: what that network leaves of a model's speed on 1 to N nodes, and what to do about it, before the
+money is spent.
+
+Nothing is left running on the hosts, and nothing written; but --plan job leaves kit's package and its copy of
+the code on the first one, as `kit up` would.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +18,6 @@ from pathlib import Path
 from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-DESCRIPTION = """\
-Measure the network between the hosts, over the interfaces that a job would take:
-bandwidth and round trip of every pair, each way, and the all-reduce over all
-nodes by the hosts' own torch. Names the link or the node that is slow.
-
-With --plan: what that network leaves of a model's speed on 1 to N nodes, and
-what to do about it, before the money is spent.
-
-Nothing is left running on the hosts, and nothing written; but --plan job leaves
-kit's package and its copy of the code on the first one, as `kit up` would.
-"""
 EPILOG = """\
 MODEL is a number of parameters (110e6, 7B), a transformers config.json or its folder, or `job`: the model of
 the inventory's own job, whose step is then measured, too, on the first node.
@@ -39,7 +38,6 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit bench` takes."""
     command.usage = "kit bench [INVENTORY] [--plan MODEL --step-time S] [options]"
     command.add_argument("inventory", metavar="INVENTORY", nargs="?", help="the inventory file")
     measured = command.add_argument_group("what is measured")
@@ -109,12 +107,3 @@ def run(args: argparse.Namespace) -> int:
             latency=args.latency,
         )
     )
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="measure the network, and forecast what it costs",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

@@ -1,4 +1,12 @@
-"""`kit board`: TensorBoard over the curves of runs."""
+"""Show the curves of runs in TensorBoard.
+
+They are at one address of this machine. The event files of rank 0 are copied here, again every few seconds while
+the run goes on, and kept: they can be looked at when the hosts are off. Where tensorboard is not installed here,
+it is started on a node, by the interpreter of the run, and reached through the SSH connection; nothing is copied
+then.
+
+Ctrl-C ends all of it, here and there.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,6 @@ import argparse
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Show the curves of runs in TensorBoard, at one address of this machine.
-
-The event files of rank 0 are copied here, again every few seconds while the run
-goes on, and kept: they can be looked at when the hosts are off. Where
-tensorboard is not installed here, it is started on a node, by the interpreter
-of the run, and reached through the SSH connection; nothing is copied then.
-
-Ctrl-C ends all of it, here and there.
-"""
 EPILOG = """\
 examples:
   kit board                        the latest run
@@ -28,7 +26,6 @@ $NODEKIT_OUTPUT_DIR, in any folder: SummaryWriter(os.environ["NODEKIT_OUTPUT_DIR
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit board` takes."""
     command.add_argument(
         "run_ids",
         metavar="RUN",
@@ -50,12 +47,3 @@ def run(args: argparse.Namespace) -> int:
 
     ssh = arguments.ssh_options(args)
     return board(Options(run_ids=tuple(args.run_ids), port=args.port, on=args.on, ssh=ssh))
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="TensorBoard over the curves of runs",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

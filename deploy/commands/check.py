@@ -1,4 +1,13 @@
-"""`kit check`: would a job run on the hosts of an inventory?"""
+"""Check whether a job would run on the hosts of an inventory.
+
+All hosts are looked at at once, in ten seconds at most (more where this machine is busy): can they be logged
+in to, is there room to write, do Python, torch, CUDA, NCCL and what the script imports agree, are the GPUs
+well and free, do the clocks agree, does the network carry the job, and has an earlier run left anything
+behind. A table of hosts and checks, and for each cell that is not well: what was found, what was wanted, and
+what mends it.
+
+Nothing is changed on the hosts. kit up runs the same checks, but for the network, before it starts anything.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +17,6 @@ import shutil
 from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-DESCRIPTION = """\
-Look at all hosts of an inventory at once, in ten seconds at most (more where this machine is busy): can they
-be logged in to, is there room to write, do Python, torch, CUDA, NCCL and what the script imports agree, are
-the GPUs well and free, do the clocks agree, does the network carry the job, and has an earlier run left
-anything behind. A table of hosts and checks, and for each cell that is not well: what was found, what was
-wanted, and what mends it.
-
-Nothing is changed on the hosts. kit up runs the same checks, but for the network, before it starts anything.
-"""
 EPILOG = """\
 examples:
   kit check lab.yaml                     the hosts, and the job that the inventory names
@@ -29,10 +29,10 @@ exit codes:
   1    something would keep it from that, or bad input
   2    wrong usage of the command line
 """
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit check` takes."""
     command.usage = "kit check INVENTORY [options] [-- SCRIPT.py ARGS…]"
     arguments.add_inventory(command)
     command.add_argument("--deep", action="store_true", help="end with a real rendezvous and an all-reduce")
@@ -64,13 +64,3 @@ def run(args: argparse.Namespace) -> int:
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     print(check_report.to_json(report) if args.json else check_report.text(report, width))
     return 1 if report.failed else 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="would a job run on the hosts of an inventory?",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    takes_command=True,
-)

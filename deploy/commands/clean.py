@@ -1,4 +1,11 @@
-"""`kit clean`: end what earlier runs have left on the hosts."""
+"""End what earlier runs have left on the hosts.
+
+Processes whose agent is gone, their shared memory, and agents of runs that are over. Each is known by what
+the run has recorded of it (pid, start time and boot), and by nothing else: what only looks like it is left
+alone, and so is a run that is running.
+
+What has said something in the last two minutes may still train: that is ended only if you say so.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +19,8 @@ from nodekit.deploy.commands import arguments
 if TYPE_CHECKING:
     from nodekit.deploy.preflight.leftovers import Left
 
-DESCRIPTION = """\
-End what earlier runs have left on the hosts: processes whose agent is gone, their shared memory, and agents
-of runs that are over. Each is known by what the run has recorded of it (pid, start time and boot), and by
-nothing else: what only looks like it is left alone, and so is a run that is running.
-
-What has said something in the last two minutes may still train: that is ended only if you say so.
-"""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit clean` takes."""
     arguments.add_inventory(command)
     command.add_argument("--yes", action="store_true", help="end also what may still train")
     command.add_argument("--dry-run", action="store_true", help="say what would be ended, and end nothing")
@@ -64,11 +62,3 @@ def run(args: argparse.Namespace) -> int:
 def _is_confirmed(refused: Sequence[Left]) -> bool:
     print("it may still train: " + ", ".join(f"{left.run} on {left.host}" for left in refused))
     return input("end it? [y/N] ").strip().lower() in ("y", "yes")
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="end what earlier runs have left on the hosts",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 
-from nodekit.deploy.commands.arguments import EXIT_CODES, Command, HelpFormatter
+from nodekit.deploy.commands.arguments import EXIT_CODES
+from nodekit.deploy.commands.command import Command, HelpFormatter, load
 from nodekit.deploy.output import terminal
 from nodekit.inventory.errors import KitError
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         completion.answer(parser())
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in argv if not word.startswith("-")), "")
+    name = next((word for word in argv if word != "--debug"), "")
     own: list[str] = []
     if "--" in argv and name in NAMES and load(name).takes_command:
         split = argv.index("--")  # what follows is the user's, byte for byte: argparse never sees it
@@ -55,19 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
 
 
-def load(name: str) -> Command:
-    """A command, from its file."""
-    command: Command = import_module(f"nodekit.deploy.commands.{name}").COMMAND
-    return command
-
-
 def parser(name: str = "") -> argparse.ArgumentParser:
     """Kit's command line: with one command and nothing of the others loaded, or (no such name) with all of them."""
-    commands = {each: load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
+    wanted = {each: load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
     made = argparse.ArgumentParser(
         prog="kit",
-        usage="kit COMMAND [options]\n       kit COMMAND --help",
-        description=f"Multi-node PyTorch training from one inventory file.{_listed(commands)}",
+        usage="kit [--debug] COMMAND [options]\n       kit [COMMAND] --help",
+        description=f"Multi-node PyTorch training from one inventory file.{_listed(wanted)}",
         epilog=f"{EXIT_CODES}\nstart with: kit up",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -77,9 +71,9 @@ def parser(name: str = "") -> argparse.ArgumentParser:
         "--debug", action="store_true", help="say on stderr what is called on which host, and what is decided"
     )
     # The description lists them, in groups, which argparse has not for commands.
-    added = made.add_subparsers(metavar="COMMAND", required=True, prog="kit", help=argparse.SUPPRESS)
-    for each, command in commands.items():
-        command.parser(added, each)
+    commands = made.add_subparsers(metavar="COMMAND", required=True, prog="kit", help=argparse.SUPPRESS)
+    for each in wanted.values():
+        each.add(commands)
     return made
 
 

@@ -1,4 +1,13 @@
-"""`kit compare`: train by every engine on this machine, and measure."""
+"""Train by every engine on this machine, and measure.
+
+The same task with the same data, seed and batch, by one engine after the other: how long the whole run took,
+samples per second in training, the greatest memory of any rank, the accuracy, and how many times the
+throughput of one process it was (single).
+
+A table, the same as CSV, a bar chart, and each run's log, result and metrics. An engine that cannot run here
+is a row with the reason. single and dp are one process, and run once. A batch is shared by all ranks,
+whatever their number.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +16,7 @@ from pathlib import Path
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Train the same task with the same data, seed and batch by every engine on this
-machine, one after the other, and measure: how long the whole run took, samples
-per second in training, the greatest memory of any rank, the accuracy, and how
-many times the throughput of one process it was (single).
-
-A table, the same as CSV, a bar chart, and each run's log, result and metrics.
-An engine that cannot run here is a row with the reason. single and dp are one
-process, and run once. A batch is shared by all ranks, whatever their number.
-"""
-EXAMPLES = """\
+EPILOG = f"""\
 examples:
   kit compare                                     the digits by all engines
   kit compare --task text -- --epochs 2           the sentences; after the --, options of the shared module
@@ -26,11 +25,11 @@ examples:
 
 after an engine, if wanted: :0 to :3 (deepspeed's stage), :bf16, :fp16, :spawn (its ranks without torchrun)
 
-"""
+{arguments.EXIT_CODES}"""
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit compare` takes."""
     command.usage = "kit compare [options] [-- OPTIONS OF python -m nodekit.training…]"
     command.add_argument("--engines", metavar="NAME,NAME…", help="which (all)")
     command.add_argument(
@@ -61,13 +60,3 @@ def run(args: argparse.Namespace) -> int:
             timeout_s=args.timeout,
         )
     )
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="train by every engine on this machine, and measure",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EXAMPLES + arguments.EXIT_CODES,
-    takes_command=True,
-)

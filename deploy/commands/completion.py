@@ -1,11 +1,20 @@
-"""Shell completion: what kit's arguments can be completed to, and what the shells' files need for that.
+"""Print what your shell needs to complete kit's arguments.
 
-A shell asks while somebody types: nothing heavy is imported here, no host is asked, and of the runs only the latest.
+Commands, options, runs, inventory files, nodes and engines are completed. Put it into the shell's own file,
+once:
+
+  bash   kit completion bash >> ~/.bashrc
+  zsh    kit completion zsh >> ~/.zshrc
+  fish   kit completion fish > ~/.config/fish/completions/kit.fish
+
+A new shell has it. It runs kit itself to ask, wherever that is on the PATH: another version of it need not
+print anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import time
@@ -13,20 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.commands import arguments
+# A shell asks while somebody types: nothing heavy is imported, no host is asked, and of the runs only the latest.
 
 SHELLS = ("bash", "zsh", "fish")
 MAX_RUNS = 100
-DESCRIPTION = """\
-Print what your shell needs to complete kit's commands, options, runs, inventory files, nodes and engines. Put it into
-the shell's own file, once:
-
-  bash   kit completion bash >> ~/.bashrc
-  zsh    kit completion zsh >> ~/.zshrc
-  fish   kit completion fish > ~/.config/fish/completions/kit.fish
-
-A new shell has it. It runs kit itself to ask, wherever that is on the PATH: another version of it need not print anew.
-"""
 _ZSH_HEAD = """\
 #compdef kit
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
@@ -44,9 +43,7 @@ def lines(shell: str) -> str:
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Complete what the shell has on its line, and exit; nothing where no shell asks."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
+    """Complete what the shell has on its line, and exit."""
     import argcomplete
 
     attach(parser)
@@ -100,11 +97,15 @@ def _nothing(**_: Any) -> list[str]:
     return []
 
 
+def _records() -> Path:
+    """As `records.runs.folder` has it, which takes long to import."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "nodekit", "runs")
+
+
 def runs_on_record(prefix: str = "") -> dict[str, str]:
     """The latest runs whose id begins so: id → what is known of it, latest first; read from their records alone."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     found = []
-    for path in Path(state, "nodekit", "runs").glob(f"{_escaped(prefix)}*/run.json"):
+    for path in _records().glob(f"{glob.escape(prefix)}*/run.json"):
         try:
             found.append((path.stat().st_mtime, path))
         except OSError:
@@ -137,7 +138,7 @@ def _inventories(prefix: str, **_: Any) -> dict[str, str]:
     folder, start = os.path.split(prefix)
     place = Path(folder or ".").expanduser()
     before = prefix[: len(prefix) - len(start)]
-    for path in sorted(place.glob(f"{_escaped(start)}*")):
+    for path in sorted(place.glob(f"{glob.escape(start)}*")):
         if path.name.startswith(".") and not start.startswith("."):
             continue
         if path.suffix in (".yaml", ".yml"):
@@ -161,9 +162,8 @@ def _nodes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, 
     run_id = next(iter(runs_on_record(name)), None)
     if run_id is None:
         return {}
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     try:
-        record = json.loads(Path(state, "nodekit", "runs", run_id, "run.json").read_text(encoding="utf-8"))
+        record = json.loads((_records() / run_id / "run.json").read_text(encoding="utf-8"))
         return {node: f"of {run_id}" for node in record["nodes"] if node.startswith(prefix)}
     except (OSError, ValueError, KeyError):
         return {}
@@ -194,14 +194,7 @@ def _engines(prefix: str, **_: Any) -> dict[str, str]:
     return {before + comma + name: info.about for name, info in ENGINES.items() if name.startswith(start)}
 
 
-def _escaped(prefix: str) -> str:
-    import glob
-
-    return glob.escape(prefix)
-
-
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit completion` takes."""
     command.add_argument("shell", choices=SHELLS, help="yours")
 
 
@@ -209,11 +202,3 @@ def run(args: argparse.Namespace) -> int:
     """Print a shell's lines."""
     print(lines(args.shell).strip())
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="what your shell needs to complete kit's arguments",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

@@ -1,4 +1,4 @@
-"""`kit down`: stop a run on every node."""
+"""Stop a run on every node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from nodekit.deploy.commands import arguments
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit down` takes."""
     arguments.add_run(command, "a run's id or its beginning, or a sweep's (the latest run)")
     arguments.add_ssh(command)
     command.add_argument("--force", action="store_true", help="kill at once, with no time for a snapshot")
@@ -30,6 +29,3 @@ def run(args: argparse.Namespace) -> int:
         return backend_of(members[0]).sweep_down(members, options, fetch=args.fetch)
     run = runs.find(args.run_id)
     return backend_of(run).down(run, options, force=args.force, lost=args.lost, fetch=args.fetch)
-
-
-COMMAND = arguments.Command(run=run, summary="stop a run on every node", add_arguments=add_arguments)

@@ -1,19 +1,16 @@
-"""`kit drain`: take a node out of a job that goes on, and back into it."""
+"""Take a node out of a job that goes on.
+
+To mend or reboot it, for example. Its ranks save a snapshot with the others, it leaves, and the others train
+on without it, or with a spare in its place. It is not taken back before --undo. A node that the job cannot do
+without (nodes.min) stays. Of a run that is stopped and started again no node is drained.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from nodekit.deploy.commands import arguments
-
-DESCRIPTION = """\
-Take a node out of a job that goes on, to mend or reboot it: its ranks save a snapshot with the others, it leaves,
-and the others train on without it, or with a spare in its place. It is not taken back before --undo. A node that
-the job cannot do without (nodes.min) stays. Of a run that is stopped and started again no node is drained."""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit drain` takes."""
     command.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
     command.add_argument("node", metavar="NODE", help="the node's name in the inventory")
     command.add_argument("--undo", action="store_true", help="let it come back into the job")
@@ -38,11 +35,3 @@ def run(args: argparse.Namespace) -> int:
     if run.is_led_here and not runs.is_supervised(run):
         print(f"nobody supervises {run.run_id} at the moment: kit up does, and then it is done")
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="take a node out of a job that goes on",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

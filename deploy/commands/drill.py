@@ -1,4 +1,13 @@
-"""`kit drill`: break a job, and see that it survives."""
+"""Break a job, and see that it survives.
+
+Run the job once as it is, and then once per fault, with that fault in the middle. For each: when it was
+detected, when training went on, how many steps had to be done again, and whether the loss curve is still the
+unbroken run's: bit for bit, or to rounding where the world size changed meanwhile.
+
+Without a command the job is half a minute of kit's own training module. A job of your own (the inventory's,
+or after --) should be short, too. Nothing is left running or broken, and the inventory's own runs are left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +15,6 @@ import argparse
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Run the job once as it is, and then once per fault, with that fault in the
-middle. For each: when it was detected, when training went on, how many steps
-had to be done again, and whether the loss curve is still the unbroken run's:
-bit for bit, or to rounding where the world size changed meanwhile.
-
-Without a command the job is half a minute of kit's own training module. A job
-of your own (the inventory's, or after --) should be short, too. Nothing is left
-running or broken, and the inventory's own runs are left alone.
-"""
 EPILOG = """\
 examples:
   kit drill lab.yaml                      all that lab.yaml's hosts allow
@@ -28,10 +27,10 @@ exit codes:
   2    wrong usage, or a fault that is not possible there
   130  stopped by Ctrl-C
 """
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit drill` takes."""
     from nodekit.deploy.drill.faults import help_text
 
     command.usage = "kit drill [INVENTORY] [FAULT…] [options] [-- SCRIPT.py ARGS…]"
@@ -59,12 +58,3 @@ def run(args: argparse.Namespace) -> int:
         ssh=arguments.ssh_options(args),
     )
     return list_faults(options) if args.list else drill(options)
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="break a job, and see that it survives",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    takes_command=True,
-)

@@ -1,4 +1,21 @@
-"""`kit export`: write the job of an inventory for another tool."""
+"""Write the job of an inventory for another tool.
+
+It is what `kit up` would run, as that tool wants it. No secret is in it: its first lines say how to set them,
+and how all of it is used.
+
+  hostfile    a file    the hosts and their slots, for mpirun and deepspeed
+  ansible     a file    the hosts as an Ansible inventory
+  accelerate  a folder  for each host a configuration of accelerate launch
+  deepspeed   a folder  hostfile, .deepspeed_env and the command
+  shell       a folder  for each host a bash script, by plain torchrun
+  compose     a file    the job on one machine, each host a container
+  sbatch      a file    what kit up would submit to Slurm
+
+accelerate, deepspeed and shell need what only the hosts know, as interfaces: they are asked and checked as by
+kit up --dry-run, and nothing runs there. hostfile asks them where the inventory does not say how many GPUs
+they have. For sbatch all is checked as by kit up, and the run's folder with the code is put in its place in
+slurm.shared_dir now; nothing is queued. What was started from an export, kit status does not know.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +26,16 @@ from pathlib import Path
 from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-DESCRIPTION = """\
-Write the job of an inventory for another tool: what `kit up` would run, as that
-tool wants it. No secret is in it: its first lines say how to set them, and how
-all of it is used.
-
-  hostfile    a file    the hosts and their slots, for mpirun and deepspeed
-  ansible     a file    the hosts as an Ansible inventory
-  accelerate  a folder  for each host a configuration of accelerate launch
-  deepspeed   a folder  hostfile, .deepspeed_env and the command
-  shell       a folder  for each host a bash script, by plain torchrun
-  compose     a file    the job on one machine, each host a container
-  sbatch      a file    what kit up would submit to Slurm
-
-accelerate, deepspeed and shell need what only the hosts know, as interfaces: they
-are asked and checked as by kit up --dry-run, and nothing runs there. hostfile asks
-them where the inventory does not say how many GPUs they have. For sbatch all is
-checked as by kit up, and the run's folder with the code is put in its place in
-slurm.shared_dir now; nothing is queued. What was started from an export, kit
-status does not know.
-"""
 EPILOG = """\
 examples:
   kit export lab.yaml --to shell -o scripts -- train.py --lr 0.1
   kit export lab.yaml --to ansible > hosts.yaml
   kit export slurm.yaml --to sbatch -o job.sh
 """
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit export` takes."""
     command.usage = "kit export INVENTORY [--to FORMAT] [options] [-- SCRIPT.py ARGS…]"
     arguments.add_inventory(command)
     command.add_argument(
@@ -83,13 +80,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(export.write(files, args.to, args.output))
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="write the job of an inventory for another tool",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    takes_command=True,
-)

@@ -1,4 +1,12 @@
-"""`kit init`: write an inventory by looking at the hosts."""
+"""Write an inventory by looking at the hosts.
+
+The hosts are those named, or those of a file; kit logs in to each, as ssh would, and notes its GPUs, cores,
+interfaces and the interpreters that have torch. What has one answer becomes a key; what has several becomes a
+comment that begins with CHOOSE. A host that cannot be reached stays in the file, with the reason.
+
+Nothing is changed on any host. The file is checked before it is written, and an existing one is not written
+over.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +17,6 @@ from pathlib import Path
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Write an inventory by looking. The hosts are those named, or those of a file; kit
-logs in to each, as ssh would, and notes its GPUs, cores, interfaces and the
-interpreters that have torch. What has one answer becomes a key; what has several
-becomes a comment that begins with CHOOSE. A host that cannot be reached stays in
-the file, with the reason.
-
-Nothing is changed on any host. The file is checked before it is written, and an
-existing one is not written over.
-"""
 EPILOG = """\
 examples:
   kit init gpu1 gpu2 user@10.0.0.13          these; any name that ssh knows
@@ -36,8 +34,9 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit init` takes."""
-    command.usage = "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm] [options]"
+    command.usage = (
+        "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm]\n                [options]"
+    )
     command.add_argument(
         "hosts", metavar="HOST", nargs="*", help="the hosts; beside a file: only these of it, * and ? allowed"
     )
@@ -91,12 +90,3 @@ def run(args: argparse.Namespace) -> int:
         print("kit: none of the hosts could be looked at; the file says why", file=sys.stderr)
         return 1
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="write an inventory by looking at the hosts",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

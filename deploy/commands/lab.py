@@ -1,4 +1,9 @@
-"""`kit lab`: make real hosts on this machine, break and mend them. `lab.lab_cluster.Lab` is the same for programs."""
+"""Make real hosts on this one machine, to try kit on.
+
+Each has its own network, host name, processes, disk and sshd, and can be broken. Needs root, and Linux. `kit
+lab up` writes an inventory for `kit up`; nothing else on the machine is touched, and `kit lab down` removes
+all of it, what the hosts wrote included, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.lab.lab_cluster import Lab
 
-DESCRIPTION = """\
-Several real hosts on this one Linux machine, to try kit on and to break: each with its own network, host
-name, processes, disk and sshd. Needs root. `kit lab up` writes an inventory for `kit up`; nothing else on the
-machine is touched, and `kit lab down` removes all of it, what the hosts wrote included, and nothing else."""
 
 HOST_COMMANDS = {
     "crash": "end every process of a host at once; peers see its connections reset",
@@ -27,7 +27,6 @@ HOST_COMMANDS = {
 
 
 def add_arguments(lab: argparse.ArgumentParser) -> None:
-    """Add the commands of `kit lab`."""
     commands = lab.add_subparsers(dest="lab_command", metavar="COMMAND", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -139,11 +138,3 @@ def _nodes(lab: Lab) -> tuple[dict[str, str], KitError | None]:
         return (lab.slurm.node_states() if lab.has_slurm else {}), None
     except KitError as error:
         return {}, error
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="real hosts on this one machine, to try kit on",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

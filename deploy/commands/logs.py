@@ -1,4 +1,15 @@
-"""`kit logs`: the output of a run's ranks."""
+"""Print the output of a run's ranks.
+
+All nodes' and all ranks' lines are printed in the order of time, the nodes' clocks put right by what they
+were off. A line is dated to within half a second. Earlier attempts are there too; what was left out because
+the logs had grown too large (logs.keep in the inventory) is told in its place.
+
+In a terminal each line has its time (yours) and its node a colour; in a pipe it is `NODE:RANK | LINE`. What
+is filtered is filtered on the nodes, and does not travel.
+
+--fetch copies the logs to this machine, each time what is new; so do kit down --fetch and, at the end of a
+run, `logs: {fetch: true}` in the inventory. Where a node cannot be reached any more, its copy is shown.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +25,6 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.deploy.records.loglines import Wanted
 
-DESCRIPTION = """\
-Print what the ranks of a run have written: all nodes' and all ranks' lines in the
-order of time, the nodes' clocks put right by what they were off. A line is dated to
-within half a second. Earlier attempts are there too; what was left out
-because the logs had grown too large (logs.keep in the inventory) is told in its place.
-
-In a terminal each line has its time (yours) and its node a colour; in a pipe it is
-`NODE:RANK | LINE`. What is filtered is filtered on the nodes, and does not travel.
-
---fetch copies the logs to this machine, each time what is new; so do kit down --fetch
-and, at the end of a run, `logs: {fetch: true}` in the inventory. Where a node cannot
-be reached any more, its copy is shown.
-"""
 EPILOG = """\
 examples:
   kit logs                               all of the latest run
@@ -45,7 +43,6 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit logs` takes."""
     command.usage = "kit logs [RUN] [options]"
     arguments.add_run(command)
     command.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
@@ -120,12 +117,3 @@ def _wanted(args: argparse.Namespace) -> Wanted:
         until=parse_when(args.until, now=now, option="--until") if args.until else None,
         grep=args.grep,
     )
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="the output of a run's ranks",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

@@ -1,16 +1,7 @@
-"""`kit notify`: who is told of a run, and whether that works."""
+"""Show who is told of a run, and test whether that works.
 
-from __future__ import annotations
-
-import argparse
-import shlex
-import sys
-
-from nodekit.deploy.commands import arguments
-
-DESCRIPTION = """\
-Who is told when a run starts, when something has failed, when training goes on after that, and at the end:
-`notify:` of an inventory. With --test, a message is sent now.
+`notify:` of an inventory names who is told when a run starts, when something has failed, when training goes
+on after that, and at the end. With --test, a message is sent now.
 
   notify:
     on: [failure, end]                     # of start, failure, recovery, end (all)
@@ -20,9 +11,19 @@ Who is told when a run starts, when something has failed, when training goes on 
     #   url_from: SLACK_WEBHOOK
     #   headers_from: {Authorization: MY_TOKEN}
 
-A run never waits for it, and does not fail of it: that something was not delivered is told once, among the run's
-events. It is done where the run is supervised from: on this machine, under Slurm on the job's first node.
+A run never waits for it, and does not fail of it: that something was not delivered is told once, among the
+run's events. It is done where the run is supervised from: on this machine, under Slurm on the job's first
+node.
 """
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from nodekit.deploy.commands import arguments
+
 EPILOG = """\
 the JSON: kind, run, time, text, node, step, total_steps, state, goodput; what is not known is null. A command finds
 NODEKIT_NOTIFY (the kind), NODEKIT_RUN_ID, NODEKIT_TEXT, NODEKIT_NODE and NODEKIT_STEP in its environment, too.
@@ -39,7 +40,6 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit notify` takes."""
     arguments.add_inventory(command)
     command.add_argument("--test", action="store_true", help="send a message now, each way")
 
@@ -65,12 +65,3 @@ def run(args: argparse.Namespace) -> int:
             problems += 1
             print(f"kit: {name}: {error}" + (f"\n{error.said}" if error.said else ""), file=sys.stderr)
     return 1 if problems else 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="who is told of a run, and whether that works",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

@@ -1,20 +1,18 @@
-"""`kit predict`: the labels that a run's weights give to texts."""
+"""Label texts by a run's weights.
+
+Print the label of each text, and its probability. Computed by the run's own code on a node that has the
+weights.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from nodekit.deploy.commands import arguments, test
+from nodekit.deploy.commands import test
 from nodekit.inventory.errors import KitError
-
-DESCRIPTION = """\
-Print the label that a run's weights give to each text, and its probability.
-Computed by the run's own code on a node that has the weights.
-"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit predict` takes."""
     command.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
     command.add_argument("texts", metavar="TEXT", nargs="*", help="what to label")
     command.add_argument("--file", metavar="F", help="in place of TEXT: a text on each line; - for stdin")
@@ -32,11 +30,3 @@ def run(args: argparse.Namespace) -> int:
         raise KitError("kit predict: found an empty text, wanted some words")
     run = runs.find(args.run_id)
     return apply.predict(run, args.texts or apply.read_texts(args.file), test.options(args))
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="the labels that a run's weights give to texts",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

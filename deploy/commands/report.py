@@ -1,4 +1,10 @@
-"""`kit report`: write a run's report."""
+"""Write a run's report: one HTML page to keep, send and print.
+
+In it are a summary, who was in when, curves with restarts marked, what the time went into, snapshots, use of
+network, GPUs and CPUs, versions, failures with their tracebacks, the inventory and all events. It needs no
+network to be read, and no host to be written: those that can be reached within seconds give a finer loss
+curve. Secrets and values of variables are left out. Only you can read the file.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +15,8 @@ from pathlib import Path
 from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-DESCRIPTION = """\
-Write what a run was and what became of it as one HTML page: summary, who was in
-when, curves with restarts marked, what the time went into, snapshots, use of
-network, GPUs and CPUs, versions, failures with their tracebacks, the inventory
-and all events. It needs no network to be read, and no host to be written:
-those that can be reached within seconds give a finer loss curve. Secrets and
-values of variables are left out. Only you can read the file.
-"""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit report` takes."""
     arguments.add_run(command)
     command.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="write it there, - for stdout (RUN.html, here)"
@@ -54,11 +50,3 @@ def run(args: argparse.Namespace) -> int:
         f"{path.resolve()} is written ({len(text.encode()) / 1000:,.0f} kB); any browser shows and prints it"
     )
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="write a run's report: one HTML page to keep, send and print",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

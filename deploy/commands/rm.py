@@ -1,4 +1,12 @@
-"""`kit rm`: remove runs: their folders on the nodes, and the record."""
+"""Remove runs: their folders on the nodes, and the record.
+
+Only runs that are over: first go their folders on the nodes (code, logs, output, snapshots), then the record
+here. What goes, and how large it is, is said first, and asked for.
+
+Only `<workdir>/runs/<id>` is removed, where the run's own files say that it is that run's, and its snapshots
+in a folder that hosts share. A run that runs is refused; so is one that a host has which cannot be reached.
+What could not be removed keeps its record, and the same command goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +21,6 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.deploy.records.runs import Run
 
-DESCRIPTION = """\
-Remove runs that are over: first their folders on the nodes (code, logs, output, snapshots), then the record here.
-What goes, and how large it is, is said first, and asked for.
-
-Only `<workdir>/runs/<id>` is removed, where the run's own files say that it is that run's, and its snapshots in a
-folder that hosts share. A run that runs is refused; so is one that a host has which cannot be reached. What could not
-be removed keeps its record, and the same command goes on with it.
-"""
 EPILOG = """\
 examples:
   kit rm lab-1122-0601                   asks
@@ -36,7 +36,6 @@ exit codes:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit rm` takes."""
     command.add_argument("runs", metavar="RUN", nargs="*", help="a run's id or its beginning, or a sweep's")
     command.add_argument("--older-than", metavar="AGE", help="those that ended longer ago, as 30d, 12h or 2w")
     command.add_argument("--yes", action="store_true", help="do not ask")
@@ -116,12 +115,3 @@ def _is_wanted(lines: Sequence[str], args: argparse.Namespace) -> bool:
     if args.dry_run:
         return False
     return args.yes or input("remove it? [y/N] ").strip().lower() in ("y", "yes")
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="remove runs: their folders on the nodes, and the record",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

@@ -1,4 +1,13 @@
-"""`kit runs`: the runs on record; how they compare."""
+"""List the runs on record, oldest first; compare some.
+
+Of each run: when it was started and how long it was up, how far it came, the best value of its metric, its
+goodput (share of its time that trained steps which count), its state and how it ended. A step with ~ is
+guessed, from a tqdm bar or a line as `iter 100: loss 3.1` among the last that rank 0 printed; a script that
+writes STEP/TOTAL to the file $NODEKIT_PROGRESS_FILE tells it itself.
+
+Nothing but this machine is asked. `left` is a run that is on record as running while nobody looks after it:
+it may still train. In Slurm's queue, a run is on record as running until `kit status` or `kit up` looks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +21,6 @@ from pathlib import Path
 from nodekit.deploy.commands import arguments
 from nodekit.inventory.errors import KitError
 
-DESCRIPTION = """\
-The runs on record on this machine, oldest first: when each was started and how long it was up, how far it came, the
-best value of its metric, its goodput (share of its time that trained steps which count), its state and how it ended.
-A step with ~ is guessed, from a tqdm bar or a line as `iter 100: loss 3.1` among the last that rank 0 printed; a script
-that writes STEP/TOTAL to the file $NODEKIT_PROGRESS_FILE tells it itself.
-
-Nothing but this machine is asked. `left` is a run that is on record as running while nobody looks after it: it may
-still train. In Slurm's queue, a run is on record as running until `kit status` or `kit up` looks.
-"""
 EPILOG = """\
 examples:
   kit runs                               all
@@ -32,7 +32,6 @@ examples:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit runs` takes."""
     command.usage = (
         "kit runs [NAME] [--last N] [--json]\n       kit runs --compare RUN RUN… [--html FILE] [--json]"
     )
@@ -97,12 +96,3 @@ def _compare(args: argparse.Namespace) -> int:
     elif not args.html:
         runs_compare.show(compared)
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="the runs on record, oldest first; how they compare",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-)

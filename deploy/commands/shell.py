@@ -1,4 +1,15 @@
-"""`kit shell`: run a command on the hosts of an inventory, or log in."""
+"""Run a command on the hosts of an inventory, or log in.
+
+The command runs on all hosts at once. Each line of its output stands behind its host's name, as it comes and
+never torn; how it ended on each host is told at the end. A host that cannot be reached does not keep the
+others from their work.
+
+The command is given to each host's kernel as it stands after the `--`: no shell reads it, so use `sh -c '…'`
+for pipes and variables. It runs in the home folder, with nothing on its stdin; `python` is the interpreter
+that the inventory names. Ctrl-C ends it on every host, with all that it started.
+
+Without a command it opens a shell on the one host that is named.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +25,6 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.inventory.schema import Host
 
-DESCRIPTION = """\
-Run a command on the hosts of an inventory, all at once. Each line of its output
-stands behind its host's name, as it comes and never torn; how it ended on each
-host is told at the end. A host that cannot be reached does not keep the others
-from their work.
-
-The command is given to each host's kernel as it stands after the `--`: no shell
-reads it, so use `sh -c '…'` for pipes and variables. It runs in the home folder,
-with nothing on its stdin; `python` is the interpreter that the inventory names.
-Ctrl-C ends it on every host, with all that it started.
-
-Without a command it opens a shell on the one host that is named.
-"""
 EPILOG = """\
 examples:
   kit shell lab.yaml -- nvidia-smi -L
@@ -41,10 +39,10 @@ exit codes:
   2    wrong usage of the command line
   130  stopped by Ctrl-C
 """
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit shell` takes."""
     command.usage = "kit shell INVENTORY [HOSTS] [options] [-- COMMAND ARG…]"
     arguments.add_inventory(command)
     command.add_argument("hosts", metavar="HOSTS", nargs="?", help="these only, as gpu[1-3] (all)")
@@ -114,13 +112,3 @@ def _run_command(hosts: Sequence[Host], args: argparse.Namespace) -> int:
     if commands.was_interrupted:
         return 130
     return 0 if all(each.is_good for each in in_order) else 1
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="run a command on the hosts of an inventory, or log in",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    takes_command=True,
-)

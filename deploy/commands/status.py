@@ -1,4 +1,4 @@
-"""`kit status`: what each node of a run is doing."""
+"""Show what each node of a run is doing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from nodekit.deploy.commands import arguments
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit status` takes."""
     arguments.add_run(command, "a run's id or its beginning, or a sweep's (the latest run)")
     arguments.add_ssh(command)
     command.add_argument("--json", action="store_true", help="for programs")
@@ -37,6 +36,3 @@ def run(args: argparse.Namespace) -> int:
     if run.state == "failed":
         print(f"why: kit why {run.run_id}")
     return 0
-
-
-COMMAND = arguments.Command(run=run, summary="what each node of a run is doing", add_arguments=add_arguments)

@@ -1,4 +1,4 @@
-"""`kit supervise`, which `kit up -d` leaves running: act for a run, unwatched. Not for people."""
+"""Supervise a run that nobody watches: what `kit up -d` leaves running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from nodekit.deploy.commands import arguments
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit supervise` takes."""
     command.add_argument("run_id")
     arguments.add_metrics(command)
     arguments.add_ssh(command)
@@ -29,10 +28,3 @@ def run(args: argparse.Namespace) -> int:
         ssh=arguments.ssh_options(args),
     )
     return SshBackend().supervise(run, options)
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="what `kit up -d` leaves running: act for a run, unwatched",
-    add_arguments=add_arguments,
-)

@@ -1,4 +1,8 @@
-"""`kit test`: how good a run's weights are on the task's test data; and what it has in common with `kit predict`."""
+"""Measure a run's weights on the task's test data.
+
+Print precision, recall and F1 of each class, and which were taken for which. Computed by the run's own code
+on the first of its nodes that has the newest weights; nothing is written there.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,8 @@ from nodekit.deploy.commands import arguments
 if TYPE_CHECKING:
     from nodekit.deploy.results.apply import Options
 
-DESCRIPTION = """\
-Print precision, recall and F1 of each class, and which were taken for which, of
-a run's weights on its task's test data. Computed by the run's own code on the
-first of its nodes that has the newest weights; nothing is written there.
-"""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit test` takes."""
     arguments.add_run(command)
     add_weights(command)
 
@@ -53,11 +50,3 @@ def run(args: argparse.Namespace) -> int:
     from nodekit.deploy.results import apply
 
     return apply.test(runs.find(args.run_id), options(args))
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="how good a run's weights are on the task's test data",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

@@ -1,4 +1,17 @@
-"""`kit up`: bring up the job of an inventory, and watch it."""
+"""Bring up the job of an inventory and watch it.
+
+Check the hosts, sync the code, start an agent on each node, stream every rank's output, and tell how it
+ended.
+
+Safe to run again: on a running job it attaches, after `kit down` or a failure it goes on from the newest
+snapshot. Ctrl-C stops the job on every node; a second Ctrl-C kills it at once.
+
+In a terminal it shows a live view, that of `kit watch`: ? lists its keys, q leaves the job running. --plain
+and -q print lines there too.
+
+Where the inventory has `slurm:` in place of `hosts:`, it submits the job and follows it through the queue to
+its end; Ctrl-C cancels it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +19,7 @@ import argparse
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Bring up the job of an inventory and watch it: check the hosts, sync the code, start an agent on each
-node, stream every rank's output, and tell how it ended.
-
-Safe to run again: on a running job it attaches, after `kit down` or a failure it goes on from the
-newest snapshot. Ctrl-C stops the job on every node; a second Ctrl-C kills it at once.
-
-In a terminal it shows a live view, that of `kit watch`: ? lists its keys, q leaves the job running. --plain
-and -q print lines there too.
-
-Where the inventory has `slurm:` in place of `hosts:`, it submits the job and follows it through the queue
-to its end; Ctrl-C cancels it.
-"""
-EXAMPLES = """\
+EPILOG = f"""\
 examples:
   kit up                                 two nodes on this machine train the shared module
   kit up inventory/lab.yaml              the job the inventory names
@@ -27,11 +27,11 @@ examples:
   kit up lab.yaml --dry-run              print what each node would run, and run nothing
   kit up slurm.yaml --sweep lr=1e-3,3e-4 --sweep seed=0,1     four runs, as a Slurm array
 
-"""
+{arguments.EXIT_CODES}"""
+TAKES_COMMAND = True
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit up` takes."""
     command.usage = "kit up [INVENTORY] [options] [-- SCRIPT.py ARGS…]"
     arguments.add_inventory(command, is_optional=True)
     command.add_argument(
@@ -85,13 +85,3 @@ def run(args: argparse.Namespace) -> int:
     )
     inventory = load_inventory(options.inventory)
     return backend_of(inventory).up(inventory, options)
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="bring up the job of an inventory and watch it",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-    epilog=EXAMPLES + arguments.EXIT_CODES,
-    takes_command=True,
-)

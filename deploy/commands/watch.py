@@ -1,4 +1,11 @@
-"""`kit watch`: a live view of a run."""
+"""Watch a run in a live view.
+
+It has a row for each node with what it does and uses, the loss, what is left to do, what has happened. Keys:
+arrows or a number mark a node, l follows its output, d drains it, s stops the job (after a question), q
+leaves, ? lists them all. Looking changes nothing: the run goes on when the view is closed, by q, Ctrl-C or a
+lost connection. Where the output is no terminal, lines are printed in its place. Of a run that is over the
+last state and the verdict are shown.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,8 @@ import argparse
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-A live view of a run: a row for each node with what it does and uses, the loss, what is left to do, what has
-happened. Keys: arrows or a number mark a node, l follows its output, d drains it, s stops the job (after a
-question), q leaves, ? lists them all. Looking changes nothing: the run goes on when the view is closed, by q,
-Ctrl-C or a lost connection. Where the output is no terminal, lines are printed in its place.
-Of a run that is over the last state and the verdict are shown."""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit watch` takes."""
     arguments.add_run(command)
     command.add_argument(
         "--plain", action="store_true", help="lines in place of the live view, in a terminal too"
@@ -34,8 +33,3 @@ def run(args: argparse.Namespace) -> int:
     if run.state in runs.ENDED:
         return show_last(run, *backend.history(run, options))
     return backend.watch(run, options, plain=arguments.wants_lines(args))
-
-
-COMMAND = arguments.Command(
-    run=run, summary="a live view of a run", add_arguments=add_arguments, description=DESCRIPTION
-)

@@ -1,4 +1,11 @@
-"""`kit why`: why a run failed, or what it has recovered from, told again from its events."""
+"""Say why a run failed: the first cause, the cure, how to go on.
+
+It is told again from the run's events: which rank on which node failed first, by the clocks' corrected time,
+with its own words; what that did to the others; the known cause and its cure; what the kernel of that node
+said; where the full log is, and the command that goes on.
+
+Of a run that goes on: what it last recovered from.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,8 @@ import time
 
 from nodekit.deploy.commands import arguments
 
-DESCRIPTION = """\
-Why a run failed, told again from its events: which rank on which node failed
-first, by the clocks' corrected time, with its own words; what that did to the
-others; the known cause and its cure; what the kernel of that node said; where
-the full log is, and the command that goes on.
-
-Of a run that goes on: what it last recovered from.
-"""
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `kit why` takes."""
     arguments.add_run(command)
     command.add_argument("--json", action="store_true", help="for programs")
     arguments.add_ssh(command)
@@ -58,11 +55,3 @@ def run(args: argparse.Namespace) -> int:
         lines = verdict_screen.screen(found, run_id=run.run_id, width=width, height=height - 2)
         print("\n".join(lines).replace(" failed: ", ": ", 1))
     return 0
-
-
-COMMAND = arguments.Command(
-    run=run,
-    summary="why a run failed: the first cause, its cure, and how to go on",
-    add_arguments=add_arguments,
-    description=DESCRIPTION,
-)

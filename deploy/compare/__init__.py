@@ -1,4 +1,4 @@
-"""The same training by every engine, measured.
+"""Measures the same training with every engine.
 
 A feature: it imports no other feature and parses no arguments.
 """

@@ -46,11 +46,11 @@ class Options:
     """What the command line of `kit compare` says."""
 
     engines: str | None = None
-    """Names with commas between; default: all."""
+    """Comma-separated names; default: all."""
     nproc: str | None = None
-    """Numbers of ranks, likewise."""
+    """Comma-separated numbers of ranks."""
     arguments: tuple[str, ...] = ()
-    """The shared module's, for every run."""
+    """Arguments of the shared training module, for every run."""
     output: Path | None = None
     timeout_s: float = TIMEOUT_S
     """For each run."""
@@ -98,7 +98,7 @@ def compare(options: Options) -> int:
 
 
 class Comparison:
-    """Runs one after the other, and has a row for each that is over."""
+    """Executes the runs one after the other; `rows` has those that have ended."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], machine: Machine, timeout_s: float) -> None:
 
@@ -110,7 +110,7 @@ class Comparison:
         self._console = terminal.console(highlight=False, soft_wrap=True)
 
     def run(self, reasons: Mapping[Run, str | None]) -> None:
-        """Those without a reason not to."""
+        """Execute the runs that have no reason against them."""
         plan = [run for run, reason in reasons.items() if not reason]
         width = max(len(str(run)) for run in reasons)
         took: list[float] = []
@@ -204,7 +204,7 @@ def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str) -> Non
 
 
 def last_error(log: str) -> str:
-    """Why a run failed, of all that it said: in our own words, or the last error that was raised before torchrun's."""
+    """Return why a run failed: the training module's own message, else the last exception before torchrun's."""
     if worded := _WORDED.findall(log):
         return str(worded[-1])
     raised = [line for line in _RAISED.findall(log) if "ChildFailedError" not in line]
@@ -212,7 +212,7 @@ def last_error(log: str) -> str:
 
 
 def look() -> None:
-    """For a process of its own, since torch is slow and this one has no other need of it: refuse, or tell of here."""
+    """Check the task and describe this machine. Runs in a process of its own, as torch is slow to import."""
     import torch
 
     from nodekit.training.options import parse
@@ -229,7 +229,7 @@ def look() -> None:
 
 
 def _look_at_machine(arguments: Sequence[str]) -> Machine:
-    """This machine, once the task and its data are found to be right.
+    """Check the task and its data, and return this machine.
 
     Raises:
         NotPossible: they are not.
@@ -260,7 +260,7 @@ def _cpu() -> str:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End what is left of a run. Its ranks have sessions of their own: torchrun ends them, and the mark finds them."""
+    """End all processes of a run. Its ranks have their own sessions: torchrun ends them; `mark` finds any left."""
     try:
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""What a comparison runs: which engines on how many ranks, what speaks against one, and each one's command. Pure."""
+"""The runs of a comparison: engines, numbers of ranks, reasons against a run, commands. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 
 BASE = "single"
-"""What all others are compared with."""
+"""The baseline of the comparison."""
 VARIANTS = {
     **{str(stage): ("--zero", str(stage)) for stage in range(4)},
     "bf16": ("--amp", "bf16"),
@@ -43,14 +43,14 @@ _PROGRAM = "python -m nodekit.training: "
 
 
 class NotPossible(KitError):
-    """What was asked for cannot be compared."""
+    """The requested comparison is not possible."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Way:
-    """An engine with what makes it a row of its own."""
+    """An engine with its variants: one row of the comparison."""
 
     name: str
     arguments: tuple[str, ...]
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def file(self) -> str:
-        """What its files are called, without their endings."""
+        """The name of its files, without suffix."""
         return f"{self.way.name.replace(':', '-')}-{self.num_ranks}"
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where it is compared."""
+    """The machine that the comparison runs on."""
 
     torch: str
     """Its version."""
@@ -94,12 +94,12 @@ class Machine:
     num_cores: int
 
     def num_threads(self, num_ranks: int) -> int:
-        """For each of so many ranks."""
+        """Threads per rank."""
         return max(1, self.num_cores // num_ranks)
 
 
 def chosen(text: str | None) -> list[Way]:
-    """The ways of ``--engines``; by default all engines, what the others are compared with first.
+    """Parse ``--engines``; default: all engines, the baseline first.
 
     Raises:
         NotPossible: one does not exist.
@@ -125,7 +125,7 @@ def chosen(text: str | None) -> list[Way]:
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of ranks of ``--nproc``.
+    """Parse ``--nproc``.
 
     Raises:
         NotPossible: one is not a number of ranks.
@@ -138,12 +138,12 @@ def numbers(text: str) -> list[int]:
 
 
 def usual_numbers(machine: Machine) -> list[int]:
-    """Without ``--nproc``: 1, and as many as there are GPUs, or 2 without one."""
+    """Return the default of ``--nproc``: 1, and the number of GPUs, or 2 without GPUs."""
     return sorted({1, len(machine.gpus) or 2})
 
 
 def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
-    """The shared module's for every run: those given, and no snapshot but the last, which a run always takes.
+    """Return the training module's arguments for every run: those given, and no snapshots but the final one.
 
     Raises:
         NotPossible: one is what we give ourselves.
@@ -161,7 +161,7 @@ def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def runs(ways: Iterable[Way], nums_ranks: Iterable[int]) -> list[Run]:
-    """All, the fewest ranks first; those engines that are one process once, whatever the numbers of ranks."""
+    """Return all runs, the fewest ranks first; engines that use a single process run once."""
     ways = list(ways)
     alone = [Run(way, 1) for way in ways if way.engine in ALONE]
     others = [Run(way, num) for num in nums_ranks for way in ways if way.engine not in ALONE]
@@ -169,7 +169,7 @@ def runs(ways: Iterable[Way], nums_ranks: Iterable[int]) -> list[Run]:
 
 
 def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
-    """Why it cannot run here, if so, in the words of who refuses it."""
+    """Return why a run is not possible here, in the words of the component that refuses it; None if it is."""
     options = parsed((*arguments, *run.way.arguments))
     if isinstance(options, str):
         return options
@@ -185,7 +185,7 @@ def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
 
 
 def parsed(arguments: Sequence[str]) -> training.Options | str:
-    """The shared module's options, or why it refuses them."""
+    """Return the training module's options, or why it refuses them."""
     try:
         return training.read(arguments, {})
     except training.OptionsError as error:
@@ -193,7 +193,7 @@ def parsed(arguments: Sequence[str]) -> training.Options | str:
 
 
 def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:
-    """What is executed."""
+    """Return the command of a run."""
     module = ["-m", "nodekit.training", *arguments, *run.way.arguments, "--output", str(output)]
     if run.way.is_spawned:
         return [sys.executable, *module, "--nproc-per-node", str(run.num_ranks)]
@@ -202,7 +202,7 @@ def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:
 
 
 def environment(run: Run, machine: Machine, ours: Mapping[str, str]) -> dict[str, str]:
-    """Its variables: ours, without what a job's ranks are told, and with as many threads as there are cores."""
+    """Return the environment of a run: ours without the variables of a job's ranks; threads share all cores."""
     kept = {name: value for name, value in ours.items() if name not in _OF_A_JOB}
     return {**kept, "OMP_NUM_THREADS": str(machine.num_threads(run.num_ranks))}
 
@@ -210,7 +210,7 @@ def environment(run: Run, machine: Machine, ours: Mapping[str, str]) -> dict[str
 def heading(
     options: training.Options, given: Sequence[str], machine: Machine, plan: Sequence[Run]
 ) -> tuple[str, str]:
-    """What is trained, and where and how."""
+    """Return two lines: what is trained, and where and how."""
     what = (
         f"{options.task}, {count(options.epochs, 'epoch')}, {count(options.batch_size, 'sample')} a step "
         f"over all ranks, seed {options.seed}"

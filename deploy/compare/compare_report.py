@@ -1,4 +1,4 @@
-"""What a comparison has measured: as a table, as CSV and as a bar chart."""
+"""The results of a comparison as a table, as CSV and as a bar chart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GREY = "#555555"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of one engine on so many ranks."""
+    """The result of one engine on a number of ranks."""
 
     engine: str
     """As it was asked for: ``deepspeed:3``."""
@@ -46,7 +46,7 @@ class Row:
     peak_memory_bytes: int | None = None
     accuracy: float | None = None
     loss: float | None = None
-    """Of the last evaluation, as the accuracy is."""
+    """Of the last evaluation, like the accuracy."""
     first_step_s: float | None = None
     train_seconds: float | None = None
     steps: int | None = None
@@ -73,7 +73,7 @@ def base_of(rows: Sequence[Row]) -> float | None:
 
 
 def speedup(row: Row, base: float | None) -> float | None:
-    """How many times `single`'s throughput it has."""
+    """Return the throughput relative to `single`'s."""
     return row.samples_per_s / base if row.samples_per_s and base else None
 
 
@@ -119,7 +119,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_chart(rows: Sequence[Row], path: Path, *, title: str, subtitle: str) -> bool:
-    """Samples/s of what has trained, as bars, those of as many ranks together; False without matplotlib."""
+    """Write a bar chart of samples/s, grouped by number of ranks; False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and an extra

@@ -8,9 +8,11 @@ import functools
 import importlib.util
 import itertools
 import json
+import logging
 import queue
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -19,6 +21,8 @@ from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.connect.ssh import SshConnection
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,8 +36,8 @@ OFFERED = (
     "accept", "files", "hostshell", "ports", "present", "processes", "programs", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
     "node.agents", "node.fence", "node.leftovers", "node.made", "node.removal", "node.schema", "node.status",
-    "probes.hostfacts", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics",
-    "probes.probes", "probes.survey",
+    "probes.hostfacts", "probes.kernel", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate",
+    "probes.nics", "probes.probes", "probes.survey",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 
@@ -198,7 +202,7 @@ class Link:
         self, op: str, on_part: Callable[[Any], None], *, silence_s: float = SILENCE_S, **args: Any
     ) -> Any:
         """Run `op`, hand each part it sends to `on_part`, and return its result; errors as in `call`."""
-        number = next(self._ids)
+        number, began, outcome = next(self._ids), time.monotonic(), ""
         waiter: queue.Queue[dict[str, Any]] = queue.Queue()
         self._waiting[number] = waiter
         try:
@@ -223,8 +227,13 @@ class Link:
                 if "result" in message:
                     return message["result"]
                 on_part(message["part"])
+        except HostError as error:
+            outcome = f": {type(error).__name__}"
+            raise
         finally:
             del self._waiting[number]
+            # What it was called with, and what was said, may hold secrets.
+            _LOG.debug("%s: %s: %.0f ms%s", self.host, op, (time.monotonic() - began) * 1000, outcome)
 
     def close(self) -> None:
         """End the server on the host and the connection; agents it started live on."""

@@ -1,4 +1,4 @@
-"""Faults, made on purpose in a job, to see that it survives them.
+"""Fault injection: breaks a job on purpose, to check that it survives.
 
 A feature: it imports no other feature and parses no arguments.
 """

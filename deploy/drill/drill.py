@@ -1,4 +1,4 @@
-"""`kit drill`: runs a job once unbroken and then once per fault, and tells whether it survived each."""
+"""`kit drill`: runs a job once without a fault and then once per fault, and reports which it survived."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.drill import drill_report
+from nodekit.deploy.drill.drill_lab import Lab
 from nodekit.deploy.drill.drill_report import Result
 from nodekit.deploy.drill.drill_run import Drill
-from nodekit.deploy.drill.drill_site import Lab, Site
+from nodekit.deploy.drill.drill_site import Site
 from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import sigterm_interrupts
@@ -34,7 +35,7 @@ _STYLES = {"survived": "green", "not survived": "bold red", "not tried": "yellow
 
 
 class NotPossible(KitError):
-    """What was asked for cannot be tried on this inventory."""
+    """A requested fault is not possible on this inventory."""
 
     exit_code = 2
 
@@ -49,7 +50,7 @@ class Options:
     command: tuple[str, ...] = ()
     json: bool = False
     load_lab: Callable[[Path], Lab]
-    """Opens the lab of a folder, where the hosts are a lab's."""
+    """Opens the lab in a folder."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
@@ -111,25 +112,25 @@ def chosen(names: Sequence[str], inventory: Inventory, lab: Lab | None) -> list[
 
 
 class Voice:
-    """Tells what happens, as it happens."""
+    """Prints the progress."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._last = ""
 
     def line(self, text: str) -> None:
-        """A line."""
+        """Print a line."""
         print(text, file=self._file, flush=True)
 
     def say(self, name: str, text: str) -> None:
-        """A line, or several, about one run; its name stands before the first."""
+        """Print lines about one run, its name before the first."""
         for line in text.splitlines():
             shown, self._last = "" if name == self._last else name, name
             self.line(f"{shown.ljust(_NAME_WIDTH)}  {line}".rstrip())
 
 
 def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
-    """Print what came of it all, and keep it in the folder."""
+    """Print the results, and write them to the folder."""
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
@@ -147,7 +148,7 @@ def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """All results, a line each."""
+    """Return a table with a row per result."""
     from rich.table import Table
     from rich.text import Text
 

@@ -21,7 +21,7 @@ class Job:
     """The `kit up` of one run, and its output in a file."""
 
     def __init__(self, inventory: Path, command: Sequence[str], output: Path, *, new_keys: bool) -> None:
-        """Nothing is started yet.
+        """Prepare; nothing is started yet.
 
         Args:
             inventory: the file.
@@ -37,7 +37,7 @@ class Job:
         self._is_down_on_purpose = False
 
     def start(self, *, new: bool) -> None:
-        """Start it; `new`: a new run, else for the one that is there."""
+        """Start `kit up`, for a new run or for the one that exists."""
         with self.output.open("ab") as output:
             # A session of its own: a Ctrl-C in the terminal is for the drill, which then ends the run.
             self._process = subprocess.Popen(
@@ -50,7 +50,7 @@ class Job:
         self._is_down_on_purpose = False
 
     def kill(self, *, on_purpose: bool = False) -> None:
-        """SIGKILL, to this process alone; `on_purpose`: another one is going to be started."""
+        """Kill this process alone; `on_purpose`: another one will be started."""
         self._is_down_on_purpose = on_purpose
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, or is to be started again."""
+        """None while it runs or is about to be started again."""
         if self._process is None or self._is_down_on_purpose:
             return None
         return self._process.poll()
@@ -72,7 +72,7 @@ class Job:
         return None
 
     def last_words(self, num_lines: int = 6) -> str:
-        """The end of its output."""
+        """Return the last lines of its output."""
         lines = [line for line in self._said().splitlines() if line.strip()]
         return "\n".join(lines[-num_lines:])
 
@@ -83,7 +83,7 @@ class Job:
 
 
 def copied(path: Path, *, name: str) -> str:
-    """An inventory file under another name, to lie in another folder, and without `notify:`."""
+    """Return an inventory's text under another name, for another folder, and without `notify:`."""
     from nodekit.inventory.source import parse
 
     data = parse(path.read_text(encoding="utf-8")).data

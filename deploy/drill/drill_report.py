@@ -1,4 +1,4 @@
-"""What a drill has shown: from what was seen of a run to detection, resumption, lost steps and curves. Pure."""
+"""Evaluates a drill: detection, resumption, lost steps and loss curve of an observed run. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ROUNDING = 1e-3
-"""Sums over another number of ranks round differently, and the difference grows with the steps: so far apart, in
-parts of the curve's height, two curves may be that are the same."""
+"""Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently, and
+the difference grows with the steps."""
 _ROUTINE = ("phase", "first-progress", "run-ended", "drill")
 _ROUTINE_STATES = ("running", "waiting", "succeeded")
 _UNSAVED = re.compile(r"no snapshot of step|NO SNAPSHOT FOR")
@@ -21,24 +21,24 @@ Sameness = Literal["equal", "same", "different", "unknown"]
 
 @dataclass(frozen=True)
 class Step:
-    """One step that a node has told of."""
+    """One step that a node has reported."""
 
     time: float
     step: int
     loss: float | None = None
-    """None where only the progress file told of it."""
+    """None if only the progress file has it."""
     attempt: str = ""
-    """"" for: the last one that was started before `time`."""
+    """Empty: the last one that was started before `time`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What was seen of one run, by the control machine's clock."""
+    """The observations of one run, by the control machine's clock."""
 
     events: Sequence[Mapping[str, Any]] = ()
     """The nodes' and the run's, by time."""
     steps: Sequence[Step] = ()
-    """By time; a step that was done again is there again."""
+    """By time; a repeated step is listed again."""
     said: Sequence[tuple[float, str]] = ()
     """Lines of the job's output."""
     nproc: Mapping[str, int] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One round of workers."""
+    """One set of workers, from start to end."""
 
     name: str
     started: float
@@ -61,12 +61,12 @@ class Curve:
     sameness: Sameness
     text: str
     greatest_difference: float | None = None
-    """In parts of the reference curve's height."""
+    """Relative to the mean of the reference curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of one fault."""
+    """The result of one fault."""
 
     fault: str
     where: str = ""
@@ -86,7 +86,7 @@ class Result:
 
 
 def attempts(trace: Trace) -> list[Attempt]:
-    """The rounds of workers, in the order of their start."""
+    """Return the attempts in the order of their start."""
     members: dict[str, list[str]] = {}
     started: dict[str, float] = {}
     for event in trace.events:
@@ -103,7 +103,7 @@ def attempts(trace: Trace) -> list[Attempt]:
 
 
 def detected(trace: Trace, struck: float) -> tuple[float, str] | None:
-    """When the fault was first noticed by anyone, and how that was put."""
+    """Return when the fault was first noticed, and by which event."""
     signs = [
         (float(event["time"]), _sign(event))
         for event in trace.events
@@ -129,7 +129,7 @@ def _sign(event: Mapping[str, Any]) -> str:
 
 
 def resumed(trace: Trace, struck: float) -> Step | None:
-    """The first step of an attempt that was started after the fault; its step is -1 for a script that tells none."""
+    """Return the first step of an attempt started after the fault; step -1 for a script that reports none."""
     for attempt, steps in _by_attempt(trace):
         if attempt.started > struck and (steps or not trace.steps):
             return steps[0] if steps else Step(attempt.started, -1, attempt=attempt.name)
@@ -137,7 +137,7 @@ def resumed(trace: Trace, struck: float) -> Step | None:
 
 
 def steps_lost(trace: Trace) -> int | None:
-    """How many steps had to be done again, in all attempts; None for a script that tells none."""
+    """Return how many steps were repeated in all attempts; None for a script that reports none."""
     if not trace.steps:
         return None
     lost, furthest = 0, 0
@@ -149,7 +149,7 @@ def steps_lost(trace: Trace) -> int | None:
 
 
 def world_sizes(trace: Trace) -> tuple[int, ...]:
-    """The world sizes that it trained with, one after the other."""
+    """Return the successive world sizes of the training."""
     sizes: list[int] = []
     for attempt, steps in _by_attempt(trace):
         if (steps or not trace.steps) and attempt.world_size and attempt.world_size != (sizes or [0])[-1]:
@@ -158,7 +158,7 @@ def world_sizes(trace: Trace) -> tuple[int, ...]:
 
 
 def _by_attempt(trace: Trace) -> list[tuple[Attempt, list[Step]]]:
-    """Each attempt with the steps that were first told of in it, by number."""
+    """Return each attempt with the steps first reported in it, by number."""
     found = attempts(trace)
     steps: dict[str, dict[int, Step]] = {attempt.name: {} for attempt in found}
     for each in trace.steps:
@@ -172,7 +172,7 @@ def _by_attempt(trace: Trace) -> list[tuple[Attempt, list[Step]]]:
 
 
 def losses(trace: Trace) -> dict[int, float]:
-    """Each step's loss, as it was last computed."""
+    """Return step → its loss, as last computed."""
     last: dict[int, Step] = {}
     for each in trace.steps:
         if each.loss is not None and (each.step not in last or last[each.step].time <= each.time):
@@ -181,7 +181,7 @@ def losses(trace: Trace) -> dict[int, float]:
 
 
 def compare(reference: Trace, trace: Trace) -> Curve:
-    """Whether a run's loss curve is the unbroken run's: bit for bit, or to rounding where its world size changed."""
+    """Compare a loss curve with the reference: bitwise, or within rounding if the world size changed."""
     wanted, found = losses(reference), losses(trace)
     if not wanted:
         return Curve("unknown", "no metrics.jsonl")
@@ -215,7 +215,7 @@ def judge(
     run: str = "",
     took_s: float = 0.0,
 ) -> Result:
-    """What came of a fault.
+    """Return the result of a fault.
 
     Args:
         fault: its name.
@@ -248,7 +248,7 @@ def judge(
 
 
 def are_survived(results: Iterable[Result], *, asked_for: bool) -> bool:
-    """Whether all were; what could not be tried counts only when it was `asked_for` by name."""
+    """Whether all faults were survived; one that was not tried counts only if `asked_for` by name."""
     bad = ("not survived", "not tried") if asked_for else ("not survived",)
     return not any(result.outcome in bad for result in results)
 
@@ -257,7 +257,7 @@ COLUMNS = ("fault", "on", "detected", "resumed", "lost", "world", "curve", "")
 
 
 def row(result: Result) -> tuple[str, ...]:
-    """A result as the table shows it."""
+    """Return the table row of a result."""
     curve = {"equal": "equal", "same": result.curve.text, "different": "differs", "unknown": "–"}
     return (
         result.fault,
@@ -272,7 +272,7 @@ def row(result: Result) -> tuple[str, ...]:
 
 
 def sentence(result: Result) -> str:
-    """How it came out, in words."""
+    """Return the result in words."""
     if result.problem:
         return f"{result.outcome}: {result.problem}"
     curve = {
@@ -283,7 +283,7 @@ def sentence(result: Result) -> str:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """The last line."""
+    """Return the last line of the report."""
     survived = sum(result.outcome == "survived" for result in results)
     parts = [f"{survived} of {len(results)} faults survived"]
     for outcome in ("not survived", "not tried"):

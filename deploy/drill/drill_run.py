@@ -1,4 +1,4 @@
-"""The runs of a drill, one after the other: the unbroken one, then one per fault, each cleared up behind."""
+"""Executes the runs of a drill: one without a fault, then one per fault; cleans up after each."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ OWN_JOB = (
     "-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "14",
     "--snapshot-every", "20", "--lr", "0.0005",
 )  # fmt: skip
-"""322 steps of digits at a walking pace, 20 s or more, with a snapshot every second or so."""
+"""322 slowed-down steps of digits: at least 20 s, with a snapshot about every second."""
 STRIKE_AT_STEP = 75
 STRIKE_AT = 0.35
-"""Where a user's own job is struck, in parts of its length."""
+"""When the fault is injected into a user's own job, as a share of its length."""
 START_TIMEOUT_S = 300.0
 PATIENCE_S = 240.0
-"""Without a new step for this long, a job is not surviving: a hang may be noticed after minutes only."""
+"""Without a new step for this long, the job has not survived. A hang may take minutes to detect."""
 LONGEST = 4
-"""Nor if it takes as many times the unbroken run's time, and the patience on top."""
+"""Nor has it if it takes longer than this many times the run without a fault, plus `PATIENCE_S`."""
 SETTLED_S = 0.5
-"""What happened so long ago has been seen on all nodes, so that what was first can be told."""
+"""Events older than this have arrived from all nodes, so that the first one is known."""
 _POLL_S = 0.1
 
 
 class GaveUp(Exception):
-    """The run does not get to where it should; the message says why."""
+    """The run makes no progress, or takes too long; the message says why."""
 
 
 class Drill:
-    """Runs the job, breaks it, and keeps what came of it in `results`."""
+    """Runs the job, injects faults, and collects `results`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Drill:
         folder: Path,
         say: Callable[[str, str], None],
     ) -> None:
-        """Nothing is started yet.
+        """Prepare the folder; nothing is started yet.
 
         Args:
             site: the hosts, and their lab.
@@ -80,10 +80,10 @@ class Drill:
         self._unbroken = Trace()
         self._training_s = 0.0
         self.run_s = 0.0
-        """How long the unbroken run took, with its start."""
+        """Duration of the run without a fault, including its start."""
 
     def unbroken(self) -> None:
-        """Run the job as it is.
+        """Run the job without a fault.
 
         Raises:
             KitError: it does not train to its end even so.
@@ -112,7 +112,7 @@ class Drill:
         self._say("unbroken", told)
 
     def try_fault(self, fault: Fault) -> None:
-        """One fault, in a run of its own."""
+        """Inject one fault, in a run of its own."""
         started = time.monotonic()
         self._say(fault.name, fault.text)
         struck, problem, run_id, trace = None, "", "", Trace()
@@ -160,7 +160,7 @@ class Drill:
 
     @contextlib.contextmanager
     def _running(self, name: str) -> Iterator[tuple[Job, Watch]]:
-        """A run that is under way, watched; ended and cleared up behind it, whatever happens."""
+        """Start a run and watch it; end it and clean up on exit."""
         new_keys = self._options.accept_new_host_keys
         job = Job(self._inventory, self._command, self._folder / f"{name}.log", new_keys=new_keys)
         try:
@@ -187,7 +187,7 @@ class Drill:
             time.sleep(_POLL_S)
 
     def _until(self, condition: Callable[[], bool], job: Job, watch: Watch) -> None:
-        """Until that is so or the job has ended.
+        """Wait until the condition holds or the job has ended.
 
         Raises:
             GaveUp: it makes no progress, or takes far too long.
@@ -203,7 +203,7 @@ class Drill:
             time.sleep(_POLL_S)
 
     def _strike(self, fault: Fault, job: Job, watch: Watch) -> Struck:
-        """Wait until the job is well under way, and strike."""
+        """Wait until the job is well under way, and inject the fault."""
         began = time.time()
         if self._num_steps:
             step = STRIKE_AT_STEP if self._is_own_job else max(1, round(STRIKE_AT * self._num_steps))
@@ -218,7 +218,7 @@ class Drill:
         return struck
 
     def _follow(self, fault: Fault, struck: Struck, job: Job, watch: Watch) -> None:
-        """From the strike to the end of the run, telling what happens and taking the fault back."""
+        """Follow the run from the fault to its end, report events, and undo the fault in time."""
         told: set[str] = set()
         back_at = time.monotonic() + fault.back_after_s
 
@@ -241,7 +241,7 @@ class Drill:
         self._until(look, job, watch)
 
     def _clear_up(self, job: Job) -> None:
-        """End the run on every node, and make a lab whole."""
+        """End the run on every node, and repair the lab."""
         job.kill()
         lab = self.site.lab
         if lab is not None:
@@ -264,7 +264,7 @@ class Drill:
 
 @contextlib.contextmanager
 def _no_interrupts(say: Callable[[], None]) -> Iterator[None]:
-    """No Ctrl-C while it is cleared up: half of that would leave hosts broken."""
+    """Ignore Ctrl-C during the clean-up: an unfinished one would leave hosts broken."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda *_: say()) for number in numbers}
     try:

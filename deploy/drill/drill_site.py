@@ -1,44 +1,23 @@
-"""Where a fault of a drill strikes: the run that is under way, its nodes, and the lab they may be hosts of."""
+"""The target of a drill's faults: the current run, its nodes, and the lab that they may be hosts of."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nodekit.deploy.drill.drill_job import Job
+from nodekit.deploy.drill.drill_lab import SAVE_TIMEOUT_S, Lab, NotTried
 from nodekit.deploy.drill.drill_watch import Watch
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
-SAVE_TIMEOUT_S = 60.0
-
-
-class NotTried(KitError):
-    """A fault that could not be brought about."""
-
-
-class Lab(Protocol):
-    """What the faults need of `nodekit.deploy.lab`, by the lab's names of its hosts; `kit drill` hands it in."""
-
-    @property
-    def hosts(self) -> Mapping[str, Any]: ...  # noqa: D102
-    def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]: ...  # noqa: D102
-    def is_alive(self, host: str) -> bool: ...  # noqa: D102
-    def status(self, host: str) -> str: ...  # noqa: D102
-    def crash(self, host: str) -> None: ...  # noqa: D102
-    def revive(self, host: str) -> None: ...  # noqa: D102
-    def cut(self, host: str) -> None: ...  # noqa: D102
-    def slow(self, host: str, *, delay_ms: float, loss_percent: float) -> None: ...  # noqa: D102
-    def mend(self, host: str) -> None: ...  # noqa: D102
-
 
 class Site:
-    """What faults may ask and do; `enter` a run before they strike."""
+    """The operations that faults need; `enter` a run before injecting one."""
 
     def __init__(self, inventory: Inventory, load_lab: Callable[[Path], Lab]) -> None:
         self.inventory = inventory
@@ -50,15 +29,15 @@ class Site:
         self._watch: Watch | None = None
 
     def enter(self, job: Job, watch: Watch) -> None:
-        """A run is under way."""
+        """Set the current run."""
         self._job, self._watch = job, watch
 
     def leave(self) -> None:
-        """It is over."""
+        """Unset the current run."""
         self._job = self._watch = None
 
     def measure(self, run: Run) -> None:
-        """Remember where the runs are on each node, and on a lab's how large one is."""
+        """Remember each node's folder of runs and, on a lab, the size of a run."""
         for name, node in run.nodes.items():
             folder = Path(node["node_dir"]).parent
             self._folders[name] = str(folder.parent)
@@ -70,23 +49,23 @@ class Site:
 
     @property
     def small_disk_node(self) -> str:
-        """The node that is given a small disk before a run: the last to take part, as the first has the rendezvous."""
+        """The node that gets a small disk before a run: the last one in use, as the first hosts the rendezvous."""
         return self._hosts[min(self.inventory.nodes.max, len(self._hosts)) - 1]
 
     @property
     def small_disk(self) -> str:
-        """Where that is mounted; "" before a run was measured."""
+        """Mount point of the small disk; "" before `measure`."""
         return self._folders.get(self.small_disk_node, "")
 
     @property
     def nodes(self) -> list[str]:
-        """Those that train now; without a run, all of the inventory's."""
+        """The nodes that train now; without a run, all of the inventory's."""
         statuses = self._watch.statuses if self._watch is not None else {}
         return [name for name in self._hosts if statuses.get(name, {}).get("workers")] or self._hosts
 
     @property
     def host(self) -> str:
-        """The node that keeps the rendezvous."""
+        """The node that hosts the rendezvous."""
         assert self._watch is not None
         run = self._watch.run
         run.reload()
@@ -102,7 +81,7 @@ class Site:
         return self.host
 
     def inject(self, node: str, target: str, number: int, **how: Any) -> float:
-        """Signal what runs on a node (`inject` in deploy/host/remote.py); when that was, by the clock here.
+        """Send a signal to processes of a node (`inject` in deploy/host/remote.py); returns the local time of it.
 
         Raises:
             NotTried: nobody got the signal.
@@ -122,26 +101,26 @@ class Site:
         return self._watch.local_time(node, done["time"])
 
     def lab_name(self, node: str) -> str:
-        """What the lab calls a node."""
+        """Return the lab's name of a node."""
         return self._lab_names[node]
 
     def runs_of(self, node: str) -> tuple[str, int]:
-        """Where the runs are on a node, and how large one becomes, in bytes."""
+        """Return a node's folder of runs, and the size of a run in bytes."""
         return self._folders[node], self._sizes.get(node, 0)
 
     def kill_kit(self) -> None:
-        """SIGKILL to the `kit up` of this run."""
+        """Kill the `kit up` of this run."""
         assert self._job is not None
         self._job.kill(on_purpose=True)
 
     def start_kit(self) -> None:
-        """Another `kit up` for this run."""
+        """Start another `kit up` for this run."""
         assert self._job is not None
         self._job.start(new=False)
 
 
 def lab_of(inventory: Inventory, load_lab: Callable[[Path], Lab]) -> tuple[Lab | None, Mapping[str, str]]:
-    """The lab whose hosts these are, with each one's name there; None if they are not all of one lab's."""
+    """Return the lab that all hosts belong to, and host → its name there; None if there is none."""
     folders = [inventory.path.resolve().parent]
     for host in inventory.hosts:
         folders += [Path(path).parent for path in (host.identity_file, host.known_hosts) if path]

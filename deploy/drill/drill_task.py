@@ -1,4 +1,4 @@
-"""The task of a drill: digits at a walking pace, so that the job lasts as long on a cluster of GPUs as on a laptop."""
+"""The task of a drill: slowed-down digits, so that the job takes as long on a GPU cluster as on a laptop."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STEP_S = 0.06
 
 
 class Paced(Digits):
-    """One step every `STEP_S` seconds and no more, whatever the world size; the losses are those of digits."""
+    """At most one step every `STEP_S` seconds, whatever the world size; the losses are those of digits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._next_s = 0.0
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """As the parent's, when it is time for it."""
+        """Wait until the next step is due, and return the parent's loss."""
         now_s = time.monotonic()
         time.sleep(max(0.0, self._next_s - now_s))
         self._next_s = max(self._next_s, now_s) + STEP_S

@@ -1,4 +1,4 @@
-"""Watches a run from the side, through links of its own: statuses, events and metrics, as they come."""
+"""Observes a run through connections of its own: statuses, events and metrics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FILE_BYTES = 64 << 20
 
 
 class Watch:
-    """What the nodes of one run say; times are by this machine's clock."""
+    """Polls the nodes of one run; times are by this machine's clock."""
 
     def __init__(self, run: Run, hosts: Mapping[str, Host], options: SshOptions, output: Path) -> None:
-        """Nothing happens before the ``with`` block.
+        """Polling starts with the ``with`` block.
 
         Args:
             run: on record, with its nodes.
@@ -42,7 +42,7 @@ class Watch:
         """
         self.run = run
         self.statuses: dict[str, dict[str, Any]] = {}
-        """The last of each node."""
+        """Node → its last status."""
         self.moved_at = time.monotonic()
         """When a new step was last seen."""
         self._hosts = {name: host for name, host in hosts.items() if name in run.nodes}
@@ -78,7 +78,7 @@ class Watch:
 
     @property
     def trace(self) -> Trace:
-        """All that was seen so far."""
+        """Everything observed so far."""
         self._read_own()
         with self._lock:
             events = [event for found in self._events.values() for event in found]
@@ -92,12 +92,12 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """The greatest that was told of; 0 for none."""
+        """The highest step reported; 0 for none."""
         with self._lock:
             return max((each.step for each in (self._steps or self._progress).values()), default=0)
 
     def link(self, name: str) -> Link:
-        """A link to a node, opened anew where it was lost."""
+        """Return a link to a node, reopened if it was lost."""
         with self._lock:
             link = self._links.get(name)
         if link is None:
@@ -111,11 +111,11 @@ class Watch:
         return link
 
     def local_time(self, name: str, when: float) -> float:
-        """A time of a node's clock, by ours."""
+        """Convert a time by a node's clock to ours."""
         return when - self.run.clock_offsets.get(name, 0.0)
 
     def close(self) -> None:
-        """Look once more, at what the nodes say after the end, and stop looking."""
+        """Poll once more, for what the nodes report at the end, and stop."""
         self._closing.set()
         for thread in self._threads:
             thread.join(CALL_TIMEOUT_S * 4)
@@ -176,7 +176,7 @@ class Watch:
             self._progress.setdefault((name, attempt, step.step), step)
 
     def _file(self, link: Link, path: str) -> list[dict[str, Any]]:
-        """The lines that a JSON lines file has got since it was last read; all of them if it was rewritten."""
+        """Return the lines added to a JSON Lines file since the last read; all if it was rewritten."""
         text = link.call("read_file", timeout_s=CALL_TIMEOUT_S * 2, path=path, limit_bytes=FILE_BYTES) or ""
         return self._new_lines((link.host, path), text)
 
@@ -193,7 +193,7 @@ class Watch:
                 self._said += [(time.time(), line) for line in lines]
 
     def _new_events(self, name: str, read: Callable[[str, int], list[list[Any]]]) -> list[dict[str, Any]]:
-        """What has happened by a file of events since it was last read."""
+        """Return the events added to a file since the last read."""
         told: list[dict[str, Any]] = []
         while found := read(*self._events_at.get(name, ("", 0))):
             self._events_at[name] = found[-1][0], found[-1][1]

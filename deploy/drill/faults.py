@@ -1,4 +1,4 @@
-"""The faults of `kit drill`: what each is, where it strikes, and how it is taken back."""
+"""The faults of `kit drill`: how each is injected, into which node, and how it is undone."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.drill.drill_site import SAVE_TIMEOUT_S, Lab, NotTried, Site
+from nodekit.deploy.drill.drill_lab import SAVE_TIMEOUT_S, Lab, NotTried
+
+if TYPE_CHECKING:
+    from nodekit.deploy.drill.drill_site import Site
 
 BACK_AFTER_S = 6.0
-"""A lost host is back after this; long enough that its loss is noticed before."""
+"""A lost host is restored after this; long enough for its loss to be detected."""
 FLAPS = 4
 FLAP_S = 0.7
 SLOW_MS, SLOW_LOSS_PERCENT = 40.0, 1.0
 SPARE_BYTES = 64 << 20
-"""What a small disk has more than one run needs: then it is filled."""
+"""Free space of a small disk beyond one run's size, before it is filled."""
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault that has been brought about."""
+    """A fault that has been injected."""
 
     where: str
     """The node or nodes."""
     what: str
-    """For people: what was done to them."""
+    """What was done to them, for people."""
     at: float
     """When, by this machine's clock."""
 
@@ -40,11 +43,11 @@ class Fault:
     """One sentence for `--help`."""
     strike: Callable[[Site], Struck]
     back: Callable[[Site], str] | None = None
-    """Takes it back, `BACK_AFTER_S` after it struck: what it says then."""
+    """Undoes the fault `back_after_s` after its injection; returns what to print."""
     prepare: Callable[[Site], None] | None = None
-    """Before the run is started."""
+    """Called before the run is started."""
     needs_lab: str = ""
-    """Why only a lab's hosts can be treated so."""
+    """Why it is possible only on hosts of a lab; empty if it is possible anywhere."""
     min_nodes: int = 1
     back_after_s: float = BACK_AFTER_S
 
@@ -53,7 +56,7 @@ class Fault:
 
 
 def bystander(site: Site, but: Sequence[str] = ()) -> str:
-    """The last node that neither keeps the rendezvous nor has rank 0; a node that is left if there is none."""
+    """Return the last node that neither hosts the rendezvous nor has rank 0; else any other node."""
     left = [node for node in site.nodes if node not in but]
     free = [node for node in left if node not in (site.host, site.rank0)]
     rest = [node for node in left if node != site.host]
@@ -72,7 +75,7 @@ def _signal(
     node: Callable[[Site], str] = bystander,
     **how: Any,
 ) -> Fault:
-    """A signal to what runs on a node; `how`: more for `inject` in deploy/host/remote.py."""
+    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/remote.py."""
 
     def strike(site: Site) -> Struck:
         where = node(site)
@@ -96,7 +99,7 @@ def _supervise_again(site: Site) -> str:
 
 
 def _lab(site: Site) -> Lab:
-    """The lab, of faults that need one."""
+    """Return the lab, for faults that need one."""
     assert site.lab is not None
     return site.lab
 
@@ -112,7 +115,7 @@ def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone"
 
 
 def make_whole(lab: Lab, *, small_disks_at: str = "") -> list[str]:
-    """Revive and mend every host of a lab, and take the small disks away: the hosts that were not whole."""
+    """Restore every host of a lab, and unmount small disks; returns the hosts that needed it."""
     mended = []
     for host in lab.hosts:
         if small_disks_at and lab.is_alive(host):
@@ -188,7 +191,7 @@ _HOSTS = "it takes down or cuts off a host, which kit can do, and undo, only on 
 
 
 def _on_lab(name: str, text: str, strike: Callable[[Site], Struck], back: str = "", **more: Any) -> Fault:
-    """A fault of a lab's hosts, all of which are made whole again; `back`: what is said then, of these hosts."""
+    """A fault of a lab's hosts; undoing it restores them all. `back`: what to print then, of these hosts."""
 
     def mend(site: Site) -> str:
         return back.format(", ".join(make_whole(_lab(site))))
@@ -271,7 +274,7 @@ FAULTS: dict[str, Fault] = {
         ),
     )
 }  # fmt: skip
-"""In the order in which they are tried."""
+"""In the order of execution."""
 
 
 def why_not(fault: Fault, *, num_nodes: int, lab: Lab | None) -> str:

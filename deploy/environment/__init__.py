@@ -1,4 +1,4 @@
-"""How the packages that a job needs get to the hosts.
+"""Installs the packages that a job needs on the hosts.
 
 It may import what `deploy.sync` may, and `deploy.sync`.
 """

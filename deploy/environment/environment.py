@@ -1,4 +1,4 @@
-"""The phase `environment` of `kit up`: the venv that the inventory asks for, on every node, made where it is not.
+"""The phase `environment` of `kit up`: builds the venv of the inventory on every node that lacks it.
 
 What a venv is made of decides its folder, ``<workdir>/envs/<key>``: the file and the options, the host's
 interpreter and platform. `deploy/host/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches for
@@ -25,12 +25,12 @@ from nodekit.inventory.schema import Environment, Host
 
 LOOK_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 15.0
-HERE = "here"  # the name of this machine in what is told of the progress
+HERE = "here"  # the name of this machine in the progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One host's place for the venv."""
+    """The venv of one host."""
 
     host: Host
     link: Link
@@ -46,10 +46,14 @@ class Seat:
         """The venv's interpreter."""
         return f"{self.workdir}/envs/{self.key}/bin/python"
 
+    def do(self, action: str, *, limit_s: float = LOOK_TIMEOUT_S, **args: Any) -> dict[str, Any]:
+        """Run an action of `deploy/host/venvs.py` on the host (`_on_host`)."""
+        return _on_host(self.link, self.host, action, limit_s=limit_s, **args)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entered:
-    """How it went."""
+    """The result of `enter`."""
 
     file: str
     python: Mapping[str, str]
@@ -57,12 +61,12 @@ class Entered:
     built: tuple[str, ...] = ()
     reused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Where it is still to be made: only when asked not to."""
+    """Hosts whose venv is still to be built; only with build=False."""
     fetched: bool = False
     """Whether packages were sent from here."""
 
     def line(self) -> str:
-        """For the phase's line."""
+        """Return the result as a line."""
         told = []
         if self.built:
             how = ", from wheels fetched here" if self.fetched else ""
@@ -73,12 +77,12 @@ class Entered:
 
 
 class _LateError(HostError):
-    """It took too long."""
+    """The time limit was exceeded."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a build needs to know, the same for all hosts."""
+    """The parameters of a build that are the same for all hosts."""
 
     asked: Asked
     environment: Environment
@@ -99,18 +103,18 @@ def enter(
     progress: Callable[[str, float, str], None] = nothing,
     build: bool = True,
 ) -> Entered:
-    """Have every host's venv, made if need be, and its link go on with that interpreter.
+    """Build every host's venv if needed, and switch its link to that interpreter.
 
     Args:
         links: to the hosts.
-        hosts: of which some may have no link.
+        hosts: some may have no link.
         environment: what the inventory asks for.
         timeout_s: for all of it.
-        progress: is told the host, the seconds, and what its pip said last.
-        build: make what is not there; else it is `missing`, and those links stay as they are.
+        progress: is called with the host, the seconds, and pip's last line.
+        build: build missing venvs; if False they are listed in `missing`, and those links do not switch.
 
     Raises:
-        KitError: with each host where it failed; what the others have made stays.
+        KitError: with each host where it failed; the venvs of the others are kept.
     """
     asked, indexes = requirements.read(environment), requirements.indexes(environment)
     job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
@@ -122,7 +126,8 @@ def enter(
     for seat in seats.values():
         if not seat.is_there:
             makers.setdefault((seat.workdir_id, seat.key), seat)
-    built, fetched = _build_all(job, [*makers.values()]) if build and makers else ((), False)
+    todo = {seat.host.name: seat for seat in makers.values()}
+    built, fetched = _build_all(job, todo) if build and todo else ((), False)
     ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
     all_or_raise(on_all(ready, lambda seat: seat.link.switch(seat.python)))
     return Entered(
@@ -159,8 +164,8 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
     )
 
 
-def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]:
-    """Make the venvs, all at once: where that was still to be done, and whether packages were sent from here.
+def _build_all(job: _Job, seats: Mapping[str, Seat]) -> tuple[tuple[str, ...], bool]:
+    """Build the venvs in parallel; returns the hosts that built one, and whether packages were sent from here.
 
     Raises:
         KitError: with each host where it failed, when the others are done.
@@ -169,7 +174,7 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
     job = replace(job, asked=replace(job.asked, requirements=text))
     offline = _offline(job, seats)
     folders: dict[Platform, sync.Tree] = {}
-    for platform in dict.fromkeys(seat.platform for seat in seats if seat.host.name in offline):
+    for platform in dict.fromkeys(seats[name].platform for name in offline):
         hosts = [name for name, reason in offline.items() if reason]
         try:
             folder = wheels.fetch(
@@ -178,7 +183,9 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
                 platform,
                 job.indexes,
                 timeout_s=job.left_s(),
-                has=_installed(job, [seat for seat in seats if seat.platform == platform]),
+                has=_installed(
+                    job, {name: seat for name, seat in seats.items() if seat.platform == platform}
+                ),
                 say=lambda seconds, said: job.progress(HERE, seconds, said),
             )
         except KitError as error:
@@ -189,13 +196,13 @@ def _build_all(job: _Job, seats: Sequence[Seat]) -> tuple[tuple[str, ...], bool]
     def one(seat: Seat) -> bool:
         return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
 
-    results = on_all({seat.host.name: seat for seat in seats}, one)
+    results = on_all(seats, one)
     _raise_failures(results)
     return tuple(name for name, built in results.items() if built), bool(offline)
 
 
 def _raise_failures(results: Mapping[str, Any]) -> None:
-    """One error for all hosts that failed; what went wrong on several in the same way is told once."""
+    """Raise one error for all hosts that failed; the same problem on several hosts is listed once."""
     failed = {name: result for name, result in results.items() if isinstance(result, HostError)}
     good = [name for name, result in results.items() if not isinstance(result, Exception)]
     if len(failed) + len(good) < len(results) or len(results) == len(failed) == 1:
@@ -211,26 +218,18 @@ def _raise_failures(results: Mapping[str, Any]) -> None:
     raise KitError("\n".join(lines)) from next(iter(failed.values()))
 
 
-def _export(asked: Asked, seats: Sequence[Seat]) -> str:
-    """A uv.lock as requirements, made by uv here, or by that of a host.
+def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
+    """Convert a uv.lock to requirements, with uv on this machine or on a host.
 
     Raises:
         KitError: there is none, or it does not take the file.
     """
     if venvs.find_uv():
         answer = venvs.export(asked.lock, asked.export)
-    elif with_uv := [seat for seat in seats if seat.has_uv]:
-        first = with_uv[0]
-        answer = _on_host(
-            first.link,
-            first.host,
-            "export",
-            limit_s=LOOK_TIMEOUT_S,
-            files=dict(asked.lock),
-            argv=asked.export,
-        )
+    elif with_uv := [seat for seat in seats.values() if seat.has_uv]:
+        answer = with_uv[0].do("export", files=dict(asked.lock), argv=asked.export)
     else:
-        names = ", ".join(seat.host.name for seat in seats)
+        names = ", ".join(seats)
         raise KitError(
             f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}; install it here "
             "(pip install uv), or give what it makes of the file: uv export > requirements.txt"
@@ -240,37 +239,29 @@ def _export(asked: Asked, seats: Sequence[Seat]) -> str:
     return requirements.checked(str(answer["out"]), asked.file)
 
 
-def _offline(job: _Job, seats: Sequence[Seat]) -> dict[str, str]:
-    """The hosts that get their packages from here: name → why they cannot reach the index, "" if not asked."""
+def _offline(job: _Job, seats: Mapping[str, Seat]) -> dict[str, str]:
+    """Return the hosts that need packages sent: name → why they cannot reach the index, "" if not asked."""
     if job.environment.offline or job.indexes.folders:
-        return {seat.host.name: "" for seat in seats}
+        return dict.fromkeys(seats, "")
     if job.environment.offline is False:
         return {}
-
-    def reach(seat: Seat) -> dict[str, Any]:
-        return _on_host(seat.link, seat.host, "reach", limit_s=LOOK_TIMEOUT_S, url=job.indexes.index_url)
-
-    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, reach))
+    answers = all_or_raise(on_all(seats, lambda seat: seat.do("reach", url=job.indexes.index_url)))
     return {
         name: f"{answer['url']}: {answer['problem']}" for name, answer in answers.items() if answer["problem"]
     }
 
 
-def _installed(job: _Job, seats: Sequence[Seat]) -> list[Any]:
-    """The packages that all of these hosts have beside the venv, in the same versions."""
+def _installed(job: _Job, seats: Mapping[str, Seat]) -> list[Any]:
+    """Return the packages that all hosts have outside the venv, in the same versions."""
     if not job.environment.system_site_packages:
         return []
-
-    def ask(seat: Seat) -> dict[str, Any]:
-        return _on_host(seat.link, seat.host, "installed", limit_s=LOOK_TIMEOUT_S)
-
-    answers = all_or_raise(on_all({seat.host.name: seat for seat in seats}, ask))
+    answers = all_or_raise(on_all(seats, lambda seat: seat.do("installed")))
     first, *others = [{tuple(each[:2]): each for each in answer["packages"]} for answer in answers.values()]
     return [first[key] for key in sorted(first) if all(key in other for other in others)]
 
 
 def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
-    """Make one; False if another kit has done so meanwhile."""
+    """Build one venv; False if another kit has built it meanwhile."""
     name, folder = seat.host.name, f"{seat.workdir}/envs"
     args: dict[str, Any] = {"requirements": job.asked.requirements}
     env = dict(job.indexes.env)
@@ -287,9 +278,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
             all_or_raise(results)
     limit_s = job.left_s()
     try:
-        answer = _on_host(
-            seat.link,
-            seat.host,
+        answer = seat.do(
             "build",
             limit_s=limit_s,
             env=env,
@@ -318,7 +307,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
 
 
 def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: float) -> dict[str, Any]:
-    """What sync keeps for the next time is made whole first: the folder is removed when it has been used."""
+    """Complete sync's cache before the build, which removes the folder of wheels after use."""
     return sync.settle(targets, timeout_s=timeout_s)
 
 
@@ -338,11 +327,11 @@ def _on_host(
     beat: Callable[[float], None] = nothing,
     **args: Any,
 ) -> dict[str, Any]:
-    """Have `deploy/host/venvs.py` do something, in a process of its own that ends with the link.
+    """Run an action of `deploy/host/venvs.py` in a process that ends with the link.
 
     Raises:
-        HostError: it did not.
-        _LateError: it was ended, for the time was over.
+        HostError: it failed.
+        _LateError: it exceeded the limit.
     """
     source = program(
         ("probes.nics", "programs", "probes.hostfacts", "venvs"), f"module.run({do!a}, **{args!a})"

@@ -1,4 +1,4 @@
-"""What `environment:` asks for, read from the user's file as one flat requirements text; nothing is fetched here."""
+"""Reads the files that `environment:` names into one flat requirements text; fetches nothing."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _INDEX_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What goes into a venv."""
+    """The content of a venv."""
 
     file: str
     """The name of the user's file."""
     digest: str
-    """Of its content and of the options; no password is part of it."""
+    """Hash of the content and the options, without passwords."""
     requirements: str = field(default="", repr=False)
-    """A requirements file, whole; "" for a uv.lock, which uv has to read."""
+    """The requirements as one text; "" for a uv.lock, which uv has to read."""
     constraints: str = field(default="", repr=False)
     lock: Mapping[str, str] = field(default_factory=dict)
     """The files that uv reads, by name."""
     export: tuple[str, ...] = ()
-    """What uv is told to make requirements of them."""
+    """uv's arguments to convert them to requirements."""
 
 
 def read(environment: Environment) -> Asked:
-    """Read the file that an environment names, and those that it leads to.
+    """Read the file that an environment names, and the files that it includes.
 
     Raises:
         KitError: with file and line: it is not there, or wants what is only on this machine.
@@ -89,7 +89,7 @@ def _text(path: Path) -> str:
 
 
 def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """The lines of a requirements file and of those that it names: ``("-r", line)``, or ``("-c", line)``.
+    """Return the lines of a requirements file and of those that it includes: ``("-r", line)``, or ``("-c", line)``.
 
     Raises:
         KitError: a line names what the nodes do not have.
@@ -117,7 +117,7 @@ def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterat
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines that say something, numbered; one that ends in a backslash goes on in the next."""
+    """Return the numbered lines that are not empty, with continuation lines joined."""
     begin, held = 1, ""
     for number, raw in enumerate([*text.splitlines(), ""], 1):
         begin = begin if held else number
@@ -139,8 +139,15 @@ def _is_path(line: str) -> bool:
     return line.startswith((".", "/", "~", "file:")) or re.search(r"@\s*file:", line) is not None
 
 
+def _only_here(file: Path | str, line: str) -> KitError:
+    return KitError(
+        f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
+        "and send it with the code (job.code)"
+    )
+
+
 def without_indexes(requirements: str) -> str:
-    """Requirements that name no index: where all is in a folder, none is to be asked."""
+    """Return requirements without their index options, for installation from a folder."""
     lines = [line for line in requirements.splitlines() if _option(line)[0] not in _INDEX_OPTIONS]
     return "".join(f"{line}\n" for line in lines)
 
@@ -187,10 +194,7 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
             else:
                 lines.append(line)
     if paths := [line for line in lines if _is_path(line)]:
-        raise KitError(
-            f"environment: {path}: found {paths[0]}, which is on this machine and not on the nodes; leave it out, "
-            "and send it with the code (job.code)"
-        )
+        raise _only_here(path, paths[0])
     return lines
 
 
@@ -199,23 +203,20 @@ def _plain(name: str) -> str:
 
 
 def uv_export(extras: Sequence[str]) -> tuple[str, ...]:
-    """What uv is told to make requirements of a uv.lock."""
+    """Return uv's arguments to convert a uv.lock to requirements."""
     argv = ["export", "--frozen", "--no-dev", "--no-emit-project", "--no-header", "--no-annotate"]
     return (*argv, "--color=never", "--format=requirements-txt", *(f"--extra={extra}" for extra in extras))
 
 
 def checked(text: str, file: str) -> str:
-    """What uv made of a lock.
+    """Check the requirements that uv made of a lock file.
 
     Raises:
         KitError: the nodes do not have what it names.
     """
     for _, line in logical_lines(text):
         if _is_path(line) or _option(line)[0] in ("-e", "--editable"):
-            raise KitError(
-                f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
-                "and send it with the code (job.code)"
-            )
+            raise _only_here(file, line)
     return text
 
 
@@ -237,19 +238,19 @@ def _expanded(text: str, *, what: str = "") -> str:
 
 @dataclass(frozen=True)
 class Indexes:
-    """Where packages come from, passwords in it: for the environment of a process, and nothing else."""
+    """Package indexes with their passwords: only for the environment of a process."""
 
     env: Mapping[str, str] = field(repr=False)
     secrets: tuple[str, ...] = field(repr=False)
-    """What must be in no output."""
+    """Values to remove from output."""
     index_url: str = field(repr=False)
-    """Of what can be asked whether it is in reach; "" for pip's own."""
+    """The URL to test for reachability; "" for pip's own."""
     folders: tuple[str, ...]
     """Folders on this machine."""
 
 
 def indexes(environment: Environment) -> Indexes:
-    """Where packages come from.
+    """Return the package indexes.
 
     Raises:
         KitError: a variable is not set here, or a folder not there.

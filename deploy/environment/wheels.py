@@ -39,21 +39,21 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Platform:
-    """What wheels have to fit."""
+    """The platform that wheels must support."""
 
     markers: tuple[tuple[str, str], ...]
-    """The values that requirements' conditions are read with."""
+    """Values of the environment markers."""
     libc: tuple[str, str]
 
     @classmethod
     def of(cls, markers: Mapping[str, str], libc: Sequence[str]) -> Platform:
-        """From what a host said; its kernel's version, which differs from host to host, is left out."""
+        """Return the platform of a host, without its kernel version, which may differ between hosts."""
         kernel = ("platform_release", "platform_version")
         told = sorted(each for each in markers.items() if each[0] not in kernel)
         return cls(tuple(told), (libc[0], libc[1]))
 
     def options(self) -> list[str]:
-        """For `pip download`."""
+        """Return the options of `pip download`."""
         told = dict(self.markers)
         version, machine = told["python_version"], told["platform_machine"]
         implementation = {"cpython": "cp", "pypy": "pp"}.get(told["implementation_name"], "py")
@@ -67,7 +67,7 @@ class Platform:
 
 
 def platform_tags(machine: str, libc: str, version: str) -> list[str]:
-    """The platforms of wheels that run there, the best ones first."""
+    """Return the platform tags of compatible wheels, best first."""
     major, minor = (int(part) for part in [*re.findall(r"\d+", version), "0", "0"][:2])
     if libc != "glibc" or major != 2:
         return [*(f"musllinux_1_{n}_{machine}" for n in (2, 1, 0)), f"linux_{machine}"]
@@ -90,16 +90,16 @@ def fetch(
     has: Sequence[Sequence[Any]] = (),
     say: Callable[[float, str], None] = nothing,
 ) -> Path:
-    """The folder with all wheels that the requirements need on a platform; fetched once, and kept in the cache.
+    """Return a folder with all wheels for a platform, from the cache or downloaded.
 
     Args:
-        asked: what is asked for.
+        asked: the content of the venv.
         requirements: its requirements, also where those are in a uv.lock.
         platform: the nodes'.
-        indexes: where to get them from.
+        indexes: to download from.
         timeout_s: for all of it.
-        has: what the nodes have anyway, as `venvs.installed` tells it: not fetched, if it will do.
-        say: is told the seconds and what pip said last.
+        has: packages that the nodes have already, from `venvs.installed`: not downloaded if suitable.
+        say: is called with the seconds and pip's last line.
 
     Raises:
         KitError: with pip's last lines.
@@ -169,10 +169,10 @@ def _download(
 
 
 def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) -> dict[str, str]:
-    """Empty wheels with the names, versions and needs of packages that are there: file → what pins its version.
+    """Write empty wheels for packages that the nodes have; returns file → its version pin.
 
-    `pip download` takes no notice of what is installed, here or there; but it takes these before any other of the
-    same version, for they fit best and are the latest build.
+    `pip download` ignores installed packages, but prefers these wheels to any other of the same version: they have the
+    best tags and the highest build number.
     """
     tags = platform.options()[platform.options().index("--platform") + 1 :: 2]
     version = dict(platform.markers)["python_version"].replace(".", "")
@@ -199,7 +199,7 @@ def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) ->
 def _run(
     argv: list[str], text: str, indexes: Indexes, timeout_s: float, say: Callable[[float, str], None]
 ) -> tuple[int, list[str]]:
-    """Run pip, ended with us and when the time is over: its exit status, and what it said."""
+    """Run pip, ended with us or after the timeout; returns its exit status and output."""
     if shutil.which("setpriv"):
         argv = ["setpriv", "--pdeathsig", "TERM", *argv]
     begin, lines = time.monotonic(), list[str]()

@@ -1,4 +1,4 @@
-"""The job of an inventory as files for other tools.
+"""Writes the job of an inventory as files for other tools.
 
 A feature: it imports no other feature and parses no arguments.
 """

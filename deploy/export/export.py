@@ -1,4 +1,4 @@
-"""`kit export`: the job of an inventory as files for another tool, or for no tool at all."""
+"""`kit export`: the job of an inventory as files for another tool, or as plain scripts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 
 FOLDERS = ("accelerate", "deepspeed", "shell")
-"""What is several files."""
+"""Formats of several files."""
 PORT = 29500
-"""torchrun's own: unlike one that was found free today, it is none that another program may be given tomorrow."""
+"""torchrun's own. A port found free today could belong to another program tomorrow."""
 
 
 def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
-    """The files for anything but sbatch; the hosts are asked where the inventory alone does not tell.
+    """Return the files of any format but sbatch; asks the hosts if the inventory is not enough.
 
     Raises:
         KitError: a host cannot be reached, or will not do, or the tool could not run this job.
@@ -56,14 +56,14 @@ def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
 
 
 def to_text(files: Sequence[File]) -> str:
-    """The files for a person to read, as head(1) shows several."""
+    """Return the files as one text, several as head(1) prints them."""
     if len(files) == 1:
         return files[0].text
     return "\n".join(f"==> {file.name} <==\n{file.text}" for file in files)
 
 
 def write(files: Sequence[File], to: str, output: Path) -> str:
-    """Write one file, or several into a folder; what to say of it.
+    """Write one file, or several into a folder; returns what to print.
 
     Raises:
         KitError: they cannot be written there.

@@ -72,7 +72,7 @@ def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
 def _service(
     node: NodePlan, run_id: str, name: str, code: str, address: str, gpus: Sequence[str]
 ) -> dict[str, Any]:
-    """A node's container; `gpus`: the machine's that it has."""
+    """Return a node's service; `gpus`: indexes of the machine's GPUs for it."""
     check_text(node.argv, node.env)
     environment: dict[str, str | None] = {
         **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
@@ -100,7 +100,7 @@ def _service(
 
 
 def _volumes(node: NodePlan, service: str) -> list[dict[str, str]]:
-    """Where snapshots and output are kept; docker makes the folders."""
+    """Return the volumes for snapshots and output."""
     snapshots = "snapshots" if node.env.get("NODEKIT_SNAPSHOT_SHARED") else f"{service}-snapshots"
     wanted = {"NODEKIT_SNAPSHOT_DIR": snapshots, "NODEKIT_OUTPUT_DIR": f"{service}-output"}
     return [
@@ -118,7 +118,7 @@ def _in_containers(
     run_id: str,
     kit_digest: str,
 ) -> Plan:
-    """The plan for hosts that are containers: what would be found on them is known."""
+    """Return the plan for containers, whose facts are known without asking."""
     update = {"connection": "ssh", "interface": "eth0", "python": "python", "workdir": _NODEKIT}
     facts: dict[str, Facts] = {}
     inside = []
@@ -157,7 +157,7 @@ def _in_containers(
 
 
 def _service_names(names: Sequence[str]) -> dict[str, str]:
-    """Host → a name fit for a service, a container's host name and a volume."""
+    """Return host → a valid name for a service, a container and a volume."""
     found: dict[str, str] = {}
     for name in names:
         fit = re.sub(r"[^A-Za-z0-9-]", "-", name).strip("-") or "host"
@@ -168,7 +168,7 @@ def _service_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _dollars(text: str) -> str:
-    """As docker compose reads it: ``$`` begins a variable of its own.
+    """Escape ``$`` for docker compose, which would expand variables.
 
     Raises:
         KitError: YAML cannot hold it.

@@ -35,7 +35,7 @@ class File:
 
 
 def slots_of(inventory: Inventory) -> dict[str, int] | None:
-    """Host → the number of processes it takes, as far as the inventory tells; None: only the hosts know."""
+    """Return host → its number of processes; None if only the hosts know."""
     found: dict[str, int] = {}
     for host in inventory.hosts[: inventory.nodes.max]:
         num_gpus = len(host.gpus) if isinstance(host.gpus, tuple) else host.gpus
@@ -73,7 +73,7 @@ def hostfile(source: Source, slots: Mapping[str, int]) -> list[File]:
 
 
 def _ssh_names(inventory: Inventory) -> dict[str, str]:
-    """Host → what ssh is to call it: its address, or, where another has that too (at another port), its name."""
+    """Return host → its name for ssh: the address, or the host's name if several hosts have that address."""
     remote = [host.address for host in inventory.hosts if host.connection == "ssh"]
     names = {
         host.name: host.name if remote.count(host.address) > 1 else host.address for host in inventory.hosts
@@ -82,7 +82,7 @@ def _ssh_names(inventory: Inventory) -> dict[str, str]:
 
 
 def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
-    """What ~/.ssh/config needs for ssh to go the inventory's way, hosts with the same settings together."""
+    """Return the ~/.ssh/config for the inventory's settings, hosts with the same settings in one block."""
     blocks: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
         if host.connection == "local":
@@ -107,7 +107,7 @@ def _config_path(path: str) -> str:
 
 
 class _Verbatim(str):
-    """A text that Ansible must not read as a template."""
+    """A text that Ansible must not expand as a template."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -138,7 +138,7 @@ def to_yaml(values: Any) -> str:
 
 
 def _verbatim(text: str | None) -> str | None:
-    """A text as Ansible takes it for what it is.
+    """Return a text in a form that Ansible takes literally.
 
     Raises:
         KitError: YAML cannot hold it.
@@ -303,7 +303,7 @@ def deepspeed(planned: Plan, source: Source) -> list[File]:
 
 
 def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[str]]:
-    """The variables that deepspeed gives to all nodes alike as they are, and the names of those that it cannot."""
+    """Return the variables that deepspeed can set on all nodes, and the names of those that it cannot."""
     env: dict[str, str] = {}
     left_out = []
     for name in dict.fromkeys(name for node in nodes for name in node.env):
@@ -323,7 +323,7 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
 
 
 def _survives(value: str) -> bool:
-    """Whether a value comes out as it was: deepspeed strips it and quotes with ``"``, pdsh has a meaning for ``%``."""
+    """Whether a value survives: deepspeed strips it and quotes with ``"``, and pdsh expands ``%``."""
     return value.isprintable() and value == value.strip() and not re.search(r"[\"$`\\%!]", value)
 
 

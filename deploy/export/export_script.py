@@ -1,4 +1,4 @@
-"""A job as a bash script for each host, which does by plain torchrun what `kit up` would; pure."""
+"""A job as a bash script per host that runs it with plain torchrun instead of `kit up`; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nodekit.inventory.schema import Host, Inventory
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is exported, and when."""
+    """The job to export, and the time."""
 
     inventory: Inventory
     command: tuple[str, ...] | None
@@ -25,12 +25,12 @@ class Source:
 
     @property
     def kit_up(self) -> str:
-        """What would start the job."""
+        """The `kit up` command of the job."""
         own = ["--", *self.command] if self.command else []
         return one_line(shlex.join(["kit", "up", self.inventory.path.name, *own]))
 
     def head(self, what: str, **about: str) -> list[str]:
-        """The lines that every file begins with: what it is, from where, and then `about` in two columns."""
+        """Return the comment at the top of every file: what it is, its origin, and `about` in two columns."""
         width = max(map(len, about), default=0)
         told = []
         for name, text in about.items():
@@ -41,18 +41,18 @@ class Source:
         return [f"# {line}".rstrip() for line in lines]
 
     def secrets(self, how: str = "before that: export {}") -> dict[str, str]:
-        """What to tell of the secrets, if the job has some."""
+        """Return a note on the secrets, if the job has any."""
         names = " ".join(f"{name}=…" for name in self.inventory.job.secrets)
         return {"secrets": f"none is in here; {how.format(names)}"} if names else {}
 
 
 def one_line(text: str) -> str:
-    """Of what stands in a comment, that it ends with its line, and says nothing to a terminal."""
+    """Return a text for a comment: on one line, without control characters."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def check_text(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raises KitError for what no program can be given."""
+    """Raise KitError for text that cannot be passed to a program."""
     named = [("the command", text) for text in argv] + [(f"env.{name}", text) for name, text in env.items()]
     for where, text in named:
         try:
@@ -81,7 +81,7 @@ def _bytes_of(char: str) -> bytes:
 
 
 def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
-    """How torchrun is told what this node is, as it would be by hand; an option and its value each.
+    """Return torchrun's options for a node, each with its value.
 
     Where the number of nodes is fixed, ranks are in the inventory's order, as with kit; an elastic job needs torch's
     c10d rendezvous, which has them in the order of addresses.
@@ -111,7 +111,7 @@ def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
 
 
 def torchrun_env(node: NodePlan) -> dict[str, str]:
-    """What kit's agent sees to, and torchrun does not."""
+    """Return the variables that kit's agent sets and torchrun does not."""
     if node.min_nodes == node.max_nodes:
         return {"PYTHONUNBUFFERED": "1", "NODE_RANK": str(node.node_rank)}
     # Or survivors would meet at the address of the one that was lost.
@@ -119,7 +119,7 @@ def torchrun_env(node: NodePlan) -> dict[str, str]:
 
 
 def launched(argv: Sequence[str], python: str) -> list[str]:
-    """The command as a launcher of torch's family takes it: its flags, the script or program, and the arguments.
+    """Return the command for torchrun and similar launchers: flags, script or program, arguments.
 
     Raises:
         KitError: the launcher would take the program for an option of its own.
@@ -138,7 +138,7 @@ def launched(argv: Sequence[str], python: str) -> list[str]:
 
 
 def torchrun_words(argv: Sequence[str], python: str) -> list[str]:
-    """`launched`, so that it comes out of torchrun as it was: it replaces ``${local_rank}``, and ``$$`` by ``$``."""
+    """Return `launched`, escaped for torchrun, which expands ``${local_rank}`` and replaces ``$$`` by ``$``."""
     words = launched(argv, python)
     flags = words[: words[0] in ("--module", "--no-python")]
     program, *arguments = words[len(flags) :]
@@ -148,7 +148,7 @@ def torchrun_words(argv: Sequence[str], python: str) -> list[str]:
 
 
 def copying(source: Source, host: Host, code_dir: str) -> str:
-    """The command that brings the code to a host."""
+    """Return the rsync command that copies the code to a host."""
     code = str(Path(source.inventory.job.code).expanduser().resolve())
     argv = ["rsync", "-a", "--mkpath", "--filter=:- .gitignore", "--exclude=.git"]
     if host.connection == "ssh" and (host.port or host.identity_file or host.known_hosts):
@@ -161,7 +161,7 @@ def copying(source: Source, host: Host, code_dir: str) -> str:
 
 
 def script(node: NodePlan, plan: Plan, source: Source) -> str:
-    """What runs on one node.
+    """Return the script of one node.
 
     Raises:
         KitError: the command or a variable cannot be given to a program.

@@ -1,7 +1,7 @@
 """Accept connections until closed, whatever goes wrong, and keep few of those that have not shown who they are.
 
 Anyone who reaches a port can open connections to it and say nothing: each would hold a descriptor and a thread for
-ever. Standard library only, and Python 3.8 syntax: it runs on the hosts, too (`deploy/host/probes/linkspeed.py`).
+ever.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Caller:
         self.address = address
         self.came = time.monotonic()
         self.is_proven = self.is_ended = False
+        self.thread: threading.Thread
+        """That serves it."""
 
 
 class Acceptor:
@@ -74,8 +76,11 @@ class Acceptor:
         self._thread.join()
         self._listener.close()
         with self._changed:
-            while self._unproven:
-                self._end(self._unproven[0])
+            ended = self._unproven[:]
+            for caller in ended:
+                self._end(caller)
+        for caller in ended:
+            caller.thread.join()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -91,10 +96,11 @@ class Acceptor:
                 self._closed.wait(_PAUSE_S)
                 continue
             caller = Caller(connection, str(address[0]))
+            caller.thread = threading.Thread(target=self._serve, args=(caller,), name=self._name, daemon=True)
             with self._changed:
                 self._unproven.append(caller)
             try:
-                threading.Thread(target=self._serve, args=(caller,), name=self._name, daemon=True).start()
+                caller.thread.start()
             except RuntimeError:  # there are no threads left
                 with self._changed:
                     self._end(caller)

@@ -1,7 +1,4 @@
-"""Files on a host: read again where a server is slow to answer, written whole or not at all, and private (0600).
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Read and write the files of a host: retried where a file server is slow, whole or not at all, private (0600)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import os
 import threading
 import time
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, List, Optional, TypeVar
 
 T = TypeVar("T")
 
@@ -63,6 +60,14 @@ def read_text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def names(folder: str) -> List[str]:
+    """Return the names in a folder, sorted; none where it is missing or cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def load(path: str) -> Any:

@@ -1,7 +1,7 @@
-"""Runs one command for `kit shell` and sends what it says. Sent to the host with `deploy/host/remote.py`.
+"""Run one command for `kit shell` and send its output.
 
-Standard library only, and Python 3.8 syntax. The command is a child of this server, which adopts what its own
-children leave behind: whoever descends from the server belongs to the command, and is ended with it.
+The command is a child of this server, which adopts the orphans of its own children: every descendant of the server
+belongs to the command, and is ended with it.
 """
 
 from __future__ import annotations

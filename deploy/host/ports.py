@@ -1,7 +1,4 @@
-"""Ports of a host: listened on, kept for an agent, or found free.
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Listen on a port of a host, keep one for an agent, or find a free one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What is so at present, in a file of events: one line of kind ``status`` for each node, rewritten where it stands.
+"""Keep the current status of each node in a file of events: one line of kind ``status``, rewritten in place.
 
-All else in such a file is only ever added to, so whoever reads it by offset is not disturbed: a status has room to
-grow, and where that is too little another line further on takes its place. A line that is read while it is written does
-not fit its sum, and is read again. Offered to the links (deploy/connect/link.py): standard library only, Python 3.8
-syntax.
+All other lines are only appended, so readers that go by offset are not disturbed: a status line has room to grow, and
+where that is too little another line further on takes its place. A torn read fails the line's CRC and is retried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of a host, as /proc lists them. Runs on the host's own python, 3.8 or newer: standard library only."""
+"""Find the processes of a host in /proc, and send them signals."""
 
 from __future__ import annotations
 

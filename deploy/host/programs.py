@@ -1,7 +1,6 @@
-"""What the file is that a command runs: Python, or another program. Sent to the host with `deploy/host/remote.py`.
+"""What the file is that a command runs: Python, or another program.
 
 torchrun runs whatever it is given by its own python: the name, the ``#!`` and the mode of a script say nothing to it.
-Standard library only, and Python 3.8 syntax.
 """
 
 from __future__ import annotations

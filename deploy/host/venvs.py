@@ -159,16 +159,21 @@ def reach(url: str) -> Dict[str, Any]:
 
 
 def _pip_index() -> str:
-    done = subprocess.run(
-        [sys.executable, "-I", "-m", "pip", "config", "list"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    done = _run([sys.executable, "-I", "-m", "pip", "config", "list"])
+    found = re.findall(r"^(?:global|install|:env:)\.index-url='(.*)'$", done.stdout, re.MULTILINE)
+    return str(found[-1]) if found else ""
+
+
+def _run(argv: Sequence[str], folder: Optional[str] = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        argv,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         universal_newlines=True,
         check=False,
     )
-    found = re.findall(r"^(?:global|install|:env:)\.index-url='(.*)'$", done.stdout, re.MULTILINE)
-    return str(found[-1]) if found else ""
 
 
 def export(files: Mapping[str, str], argv: Sequence[str]) -> Dict[str, Any]:
@@ -179,15 +184,7 @@ def export(files: Mapping[str, str], argv: Sequence[str]) -> Dict[str, Any]:
         for name, text in files.items():
             with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
                 file.write(text)
-        done = subprocess.run(
-            [uv, *argv],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            universal_newlines=True,
-            check=False,
-        )
+        done = _run([uv, *argv], folder)
     return {"out": done.stdout, "problem": done.stderr.strip() if done.returncode else ""}
 
 

@@ -1,4 +1,4 @@
-"""An inventory, written from what the hosts say of themselves.
+"""Writes an inventory from a survey of the hosts.
 
 A feature: it imports no other feature and parses no arguments.
 """

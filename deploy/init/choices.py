@@ -1,6 +1,6 @@
-"""What `kit init` decides from what it saw: the network that hosts share, and the interpreter with torch. Pure.
+"""The decisions of `kit init`: the network that all hosts share, and the interpreter with torch. Pure.
 
-A thing is decided only where there is one answer; else all answers are kept, for a person to choose from.
+Anything with more than one possible answer is left to the user, with all answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEVER = re.compile(
     r"|kube.*|nodelocaldns|weave.*|nerdctl.*|vmnet.*|vboxnet.*|dummy.*|ifb.*|ovs-system|idrac|usb\d+"
 )
 _OWN_CABLE = ("veth", "macvlan", "ipvlan")
-"""What a container has for a network card."""
+"""Drivers of a container's network card."""
 _NO_NETWORK = ("dummy", "ifb", "nlmon", "vcan", "can")
 
 
@@ -36,9 +36,9 @@ class Shared:
     nics: Mapping[str, tuple[Nic, ...]]
     """Host → its interfaces in it."""
     rank: int
-    """That of the worst interface, see `rank`."""
+    """Rank of the worst interface, see `rank`."""
     speed_mbit: int | None
-    """That of the slowest interface; None where one does not say."""
+    """Speed of the slowest interface; None if one is unknown."""
 
     def names(self) -> str:
         """The interfaces in it, each name once: ``eth0/ens5``."""
@@ -46,7 +46,7 @@ class Shared:
 
 
 def rank(nic: Nic, nics: Iterable[Nic]) -> int | None:
-    """How good an interface is to train over: 0 a real one, 1 a container's, 2 a tunnel; None: never.
+    """Return how suitable an interface is: 0 a physical one, 1 a container's, 2 a tunnel; None: unusable.
 
     A bridge is what it is over: a machine's own card makes it real, Docker's has none.
     """
@@ -68,7 +68,7 @@ def is_usable(nic: Nic) -> bool:
 
 
 def shared_networks(surveys: Mapping[str, Survey]) -> list[Shared]:
-    """The networks that every host has a usable interface in, the best first.
+    """Return the networks that every host has a usable interface in, best first.
 
     An address that two hosts have (docker0's 172.17.0.1) is no way from one to the other.
     """
@@ -108,7 +108,7 @@ def shared_networks(surveys: Mapping[str, Survey]) -> list[Shared]:
 
 
 def choose_network(found: Sequence[Shared]) -> Shared | None:
-    """The one network to train over: the only one of its worth, or the fastest where all tell their speed."""
+    """Return the network to train over: the only one of the best rank, or the fastest if all speeds are known."""
     best = [
         each
         for each in found
@@ -123,7 +123,7 @@ def choose_network(found: Sequence[Shared]) -> Shared | None:
 
 
 def choose_nic(nics: Sequence[Nic]) -> Nic | None:
-    """The one interface of several in one network: the fastest where all tell their speed."""
+    """Return one of several interfaces in a network: the fastest, if all speeds are known."""
     speeds = sorted((nic["speed_mbit"] or 0 for nic in nics), reverse=True)
     if len(nics) == 1 or (min(speeds) > 0 and speeds[0] > speeds[1]):
         return max(nics, key=lambda nic: nic["speed_mbit"] or 0)
@@ -138,13 +138,13 @@ class Pythons:
     """Which interpreter the hosts are to use."""
 
     everywhere: str | None = None
-    """The one that all hosts have, with the same torch."""
+    """The interpreter that all hosts have, with the same torch."""
     of_host: Mapping[str, str]
-    """Where that is not one path: each host's only one, all with the same torch. Else empty."""
+    """Host → its only interpreter, if the paths differ but all have the same torch. Else empty."""
     choices: tuple[str, ...] = ()
-    """Where several are on all hosts: these."""
+    """The interpreters to choose from, if all hosts have several."""
     torch: str = ""
-    """The version of torch, where it is decided."""
+    """The version of torch, if decided."""
 
 
 def fits(python: Mapping[str, Any]) -> bool:
@@ -154,7 +154,7 @@ def fits(python: Mapping[str, Any]) -> bool:
 
 
 def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
-    """The interpreter with torch that all hosts have, or what there is to choose from."""
+    """Choose the interpreter with torch that all hosts have, or list the choices."""
     usable = {
         host: {each["path"]: each["torch"] for each in survey["pythons"] if fits(each)}
         for host, survey in surveys.items()

@@ -1,4 +1,4 @@
-"""The text that `kit init` writes: what was found as keys, what a person must decide as comments. Pure."""
+"""The inventory that `kit init` writes: findings as keys, decisions for the user as comments. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INTERFACE = re.compile(r"[^\s/,^=:-][^\s/,^=:]{0,14}")
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """One host and what was seen of it."""
+    """One host and its survey."""
 
     host: FoundHost
     survey: Survey | None = None
@@ -51,7 +51,7 @@ class Looked:
 def from_hosts(
     looked: Sequence[Looked], *, name: str, file: str, command: str, date: str, notes: Sequence[str] = ()
 ) -> Draft:
-    """The inventory of these hosts.
+    """Return the inventory of these hosts.
 
     Args:
         looked: the hosts, in their order.
@@ -117,7 +117,7 @@ def _hosts_summary(
 
 
 def _twins(looked: Sequence[Looked]) -> dict[str, str]:
-    """Hosts that are there already under another name → which one; an inventory takes each once."""
+    """Return host → another name of the same machine, listed before it; an inventory takes each machine once."""
     places: dict[Any, str] = {}
     found: dict[str, str] = {}
     for each in looked:
@@ -143,7 +143,7 @@ def _twins(looked: Sequence[Looked]) -> dict[str, str]:
 
 
 def _common(hosts: Sequence[FoundHost]) -> dict[str, str | int]:
-    """What a source says of how to reach a host, where it is the same for all of several hosts."""
+    """Return the login settings that are the same for all hosts, if there are several."""
     found: dict[str, str | int] = {}
     for key in ("user", "port", "identity_file"):
         values = {getattr(host, key) for host in hosts}
@@ -267,7 +267,7 @@ def _host_lines(
 
 
 def _mixture_lines(seen: Mapping[str, Survey]) -> list[str]:
-    """What kit would refuse later: hosts with GPUs and hosts without."""
+    """A comment if only some hosts have GPUs, which `kit up` refuses."""
     without = [name for name, survey in seen.items() if not survey["gpus"]]
     if not without or len(without) == len(seen):
         return []
@@ -310,7 +310,7 @@ def _host_python_lines(name: str, survey: Survey, pythons: Pythons) -> list[str]
 
 
 def _nic_lines(host: FoundHost, survey: Survey, network: Shared | None) -> list[str]:
-    """Each interface to train over as a line to uncomment; `interface:` where the network leaves two."""
+    """Return each suitable interface as a commented line; `interface:` if two are in the chosen network."""
     if host.connection == "local":
         return []
     lines: list[str] = []
@@ -337,7 +337,7 @@ def _nic_lines(host: FoundHost, survey: Survey, network: Shared | None) -> list[
 
 
 def _is_interface(nic: Nic) -> bool:
-    """Whether an inventory can hold its name: the kernel takes nearly anything for one."""
+    """Whether the name is valid in an inventory: the kernel accepts nearly anything."""
     return nic["name"].isprintable() and _INTERFACE.fullmatch(nic["name"]) is not None
 
 
@@ -350,7 +350,7 @@ def _nic_comment(nic: Nic) -> str:
 
 
 def _slot_lines(looked: Sequence[Looked]) -> list[str]:
-    """Where a hostfile's slots are not GPUs, they are processes."""
+    """Return the slots of hosts without GPUs, as a commented `nproc_per_node:`."""
     slots = {
         each.host.slots
         for each in looked

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CHOOSE = "CHOOSE"
-"""What a comment begins with that wants a decision."""
+"""Start of a comment that asks for a decision."""
 WIDTH = 100
 _COMMENT_COLUMN = 34
 _PLAIN = re.compile(r"[A-Za-z_/~][A-Za-z0-9_./~-]*")
@@ -23,16 +23,16 @@ _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """An inventory's text, and what to say of it."""
+    """An inventory's text, and a summary of it."""
 
     text: str
     summary: str
     num_choices: int
-    """How many comments want a decision."""
+    """Number of comments that ask for a decision."""
 
     @classmethod
     def of(cls, lines: Iterable[str], summary: str) -> Draft:
-        """From its lines."""
+        """Return the draft with these lines."""
         text = "\n".join(line.rstrip() for line in lines) + "\n"
         num_choices = sum(f"# {CHOOSE}" in line for line in text.splitlines())
         return cls(text=text, summary=summary, num_choices=num_choices)
@@ -44,7 +44,7 @@ def gib(mib: int) -> str:
 
 
 def scalar(value: object) -> str:
-    """A value as YAML: plain where nobody can misread it, else in double quotes."""
+    """Return a value as YAML: plain if unambiguous, else in double quotes."""
     text = str(value)
     if isinstance(value, int) or re.fullmatch(r"[0-9a-fA-F.:]+/[0-9]+", text):
         return text
@@ -60,7 +60,7 @@ def key_of(name: str) -> str:
 
 
 def visible(text: str) -> str:
-    """On one line, and without what a terminal or YAML takes for more than text."""
+    """Return a text on one line, without control characters of a terminal or YAML."""
     return "".join(each for each in " ".join(text.split()) if each.isprintable())
 
 
@@ -82,7 +82,7 @@ def comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
 
 
 def heading(written: str, *tries: str, name: str) -> list[str]:
-    """The top of an inventory: how it came about, what to try with it, and its name."""
+    """Return the top of an inventory: its origin, commands to try, and its name."""
     choose = f"Lines with {CHOOSE} want a decision of yours. `kit schema` has every key that can be set."
     hints = [f"#   {each}" for each in tries]
     return [*comment(written), "#", *hints, "#", *comment(choose), "", f"name: {scalar(name)}", ""]

@@ -1,4 +1,4 @@
-"""`kit init`: writes an inventory by looking: who the hosts are says a file or the user, what they have, they say."""
+"""`kit init`: writes an inventory from a list of hosts (the user's, or a file's) and a survey of each host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nodekit.inventory.errors import HostError, InventoryError, KitError
 from nodekit.inventory.importers import FoundHost, Imported
 
 SURVEY_TIMEOUT_S = 25.0
-"""From the call to the answer; connecting has its own deadline, `cluster.CONNECT_TIMEOUT_S`."""
+"""For the survey of a host; connecting has its own timeout, `cluster.CONNECT_TIMEOUT_S`."""
 MAX_FILE_BYTES = 16 * 1024**2
 
 
@@ -32,35 +32,35 @@ class Options:
     """What the command line of `kit init` says."""
 
     hosts: tuple[str, ...] = ()
-    """Hosts; beside a source, patterns of those to take from it."""
+    """Hosts; with another source, patterns of the hosts to take from it."""
     ssh_config: bool = False
     hostfile: Path | None = None
     ansible: Path | None = None
     group: str | None = None
-    """Of the Ansible inventory: only this one."""
+    """Only this group of the Ansible inventory."""
     slurm: bool = False
     output: Path = Path("cluster.yaml")
     """``-`` is stdout."""
     force: bool = False
-    """Write over an existing file."""
+    """Overwrite an existing file."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `kit init` did."""
+    """The result of `kit init`."""
 
     draft: Draft
     num_reached: int
-    """Hosts that answered; under Slurm 1: it did."""
+    """Number of hosts that answered; 1 for Slurm."""
 
 
 def init(options: Options, say: Callable[[str], None]) -> Written:
-    """Look, and write the inventory.
+    """Survey the hosts, and write the inventory.
 
     Args:
         options: the command line's.
-        say: is told how far it is, a line at a time.
+        say: is called with lines of progress.
 
     Raises:
         KitError: a source cannot be read or names no host, or the file is there already.
@@ -145,7 +145,7 @@ def _hosts(options: Options) -> Imported:
 
 
 def _with_absolute_keys(found: Imported, file: Path) -> Imported:
-    """Ansible takes a relative key from where it is run, kit from beside its inventory."""
+    """Make paths of keys absolute: Ansible resolves them from the working folder, kit from its inventory's."""
     hosts = tuple(
         replace(host, identity_file=str(Path.cwd() / host.identity_file))
         if host.identity_file and not host.identity_file.startswith("~")
@@ -195,7 +195,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
 
 
 def look(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]) -> list[Looked]:
-    """What there is on each host, all asked at once; one that cannot be asked has the reason."""
+    """Survey all hosts in parallel; a host that could not be surveyed has the reason."""
     say(f"looking at {len(hosts)} host{'s' * (len(hosts) != 1)}")
     width = min(max(len(host.name) for host in hosts), 30)
     lock = threading.Lock()
@@ -258,7 +258,7 @@ def _seen(looked: Looked) -> str:
 
 
 def _write(text: str, output: Path | None, name: str, *, force: bool) -> None:
-    """Put the file in its place whole, once kit's own loader takes it.
+    """Check the text with kit's own loader, and write it atomically.
 
     Raises:
         KitError: it cannot be written, or what was found makes no inventory.

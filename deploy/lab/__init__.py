@@ -1,4 +1,4 @@
-"""Several real hosts on one Linux machine, to try kit on and to break.
+"""Several real hosts on one Linux machine, for trying kit and injecting faults.
 
 A feature: it imports no other feature and parses no arguments.
 """

@@ -37,7 +37,7 @@ SSH_DEADLINE_S = 15
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """A lab that is there, and what can be done to it. Everything here needs root."""
+    """An existing lab, and operations on it. All of them need root."""
 
     folder: Path
     name: str
@@ -59,7 +59,7 @@ class Lab:
         slurm: bool = False,
         accounting: bool = False,
     ) -> "Lab":
-        """Make a lab of n hosts and wait until each answers by SSH; a lab that is there is left as it is.
+        """Make a lab of n hosts and wait until each answers by SSH; an existing lab is left as it is.
 
         Args:
             n: how many hosts.
@@ -185,7 +185,7 @@ class Lab:
         return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
 
     def down(self) -> None:
-        """Remove the lab; what it did not make in its folder stays."""
+        """Remove the lab; files in its folder that it did not create are kept."""
         down(self.folder)
 
     def run(self, host: str, argv: Sequence[str], **kwargs: Any) -> "subprocess.CompletedProcess[Any]":
@@ -194,7 +194,7 @@ class Lab:
         return subprocess.run(self.enter_argv(host, *argv), **kwargs)
 
     def enter_argv(self, host: str, *argv: str) -> list[str]:
-        """What to run on this machine so that argv runs inside a host, in its folder ``/``."""
+        """Return the command on this machine that runs argv inside a host, in its folder ``/``."""
         init = self._init(host)
         if init is None or not init.is_alive:
             raise HostError(host, f"has crashed: `kit lab revive {host}` starts it again")
@@ -207,14 +207,14 @@ class Lab:
         return {"PATH": path, "HOME": str(lab_disk.root_home()), "USER": "root", "LANG": "C.UTF-8"}
 
     def ssh_argv(self, host: str, *command: str) -> list[str]:
-        """What to run on this machine to log in to a host with the stock ssh client."""
+        """Return the command on this machine that logs in to a host with the system's ssh client."""
         files = {"UserKnownHostsFile": self.known_hosts, "IdentityFile": self.identity_file}
         options = [f"-o{option}={_quote_for_ssh(path)}" for option, path in files.items()]
         login = f"root@{self._host(host).address}"
         return ["ssh", "-F", "none", *options, "-oIdentitiesOnly=yes", "-oBatchMode=yes", login, *command]
 
     def is_alive(self, host: str) -> bool:
-        """Whether the host runs, cut off or not."""
+        """Whether the host runs, even if it is cut off."""
         init = self._init(host)
         return init is not None and init.is_alive
 
@@ -310,13 +310,13 @@ class Lab:
 
 
 def down(folder: Path | None = None) -> list[str] | None:
-    """Remove what is left of the lab in a folder, exactly that.
+    """Remove a lab, and only what `kit lab up` created in its folder.
 
     Returns:
-        What is left in the folder, for `kit lab up` did not make it; None if there is no lab.
+        The files left in the folder, which are not the lab's; None if there is no lab.
 
     Raises:
-        KitError: what is there is no lab, or something else is mounted in it; nothing was touched.
+        KitError: the folder is no lab, or something else is mounted in it; nothing was changed.
     """
     lab_needs.require_root()
     folder = lab_folder(folder)
@@ -333,7 +333,7 @@ def down(folder: Path | None = None) -> list[str] | None:
 
 
 def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
-    """Remove what was made in a lab's folder, and its record at the end; no link is followed, and no mount entered."""
+    """Remove the files that a lab created, and its record last; follows no link and enters no mount."""
     hosts = (
         []
         if (place / "hosts").is_symlink()
@@ -358,7 +358,7 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
 
 
 def _kind(*, slurm: bool, accounting: bool) -> str:
-    """A kind of lab, in words."""
+    """Describe the kind of a lab."""
     return "with Slurm and its accounting" if accounting else "with Slurm" if slurm else "without Slurm"
 
 
@@ -371,7 +371,7 @@ def lab_folder(folder: Path | None) -> Path:
 
 
 def _quote_for_ssh(path: Path) -> str:
-    """A file's name in ssh's configuration language, which an option on the command line is read as, too."""
+    """Quote a file's name for ssh's configuration syntax, which also applies to ``-o``."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
@@ -389,7 +389,7 @@ def _greet(host: LabHost) -> None:
 
 
 def _is_listening(init: ProcessRecord) -> bool:
-    """Whether something listens on port 22 in a host: asked of the kernel, for its cable may be cut."""
+    """Whether port 22 is listened on in a host, from /proc, as its cable may be cut."""
     with contextlib.suppress(OSError):
         sockets = Path(f"/proc/{init.pid}/net/tcp").read_text().splitlines()[1:]
         return any(line.split()[1].endswith(":0016") and line.split()[3] == "0A" for line in sockets)
@@ -397,7 +397,7 @@ def _is_listening(init: ProcessRecord) -> bool:
 
 
 def _each(hosts: dict[str, LabHost], function: Callable[[LabHost], T]) -> dict[str, T]:
-    """Call a function for all hosts at once; if it failed for some, one error has every host's reason."""
+    """Call a function for all hosts in parallel; raises one error with every failed host's reason."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), 16)) as pool:
         futures = {name: pool.submit(function, host) for name, host in hosts.items()}
     errors = {name: error for name, future in futures.items() if (error := future.exception())}

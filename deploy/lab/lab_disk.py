@@ -1,4 +1,4 @@
-"""What is written before a lab starts: each host's disk, the keys, and the inventory that `kit up` reads.
+"""Writes the files of a lab before it starts: each host's disk, the keys, and the inventory for `kit up`.
 
 A host's disk is the upper folder of an overlay whose lower is the machine's ``/``, so all that the machine
 has is there: python, torch, rsync. What must be the host's own is laid over it here. Files that the machine
@@ -160,7 +160,7 @@ workdir: ~/nodekit
 
 
 def make_folder(disk: Path, path: Path) -> Path:
-    """A folder on the disk, with the owners and modes that the machine has along the way."""
+    """Create a folder on the disk, with owners and modes of the machine's folders along the path."""
     source, target = Path("/"), disk
     for part in path.parts[1:]:
         source, target = source / part, target / part
@@ -173,12 +173,12 @@ def make_folder(disk: Path, path: Path) -> Path:
 
 
 def _unlock_root(shadow: str) -> str:
-    """No password for root, nor the ``!`` of a locked account, which sshd refuses even with a key."""
+    """Unlock root without a password: sshd refuses locked accounts (``!``) even with a key."""
     lines = (line.split(":") for line in shadow.splitlines())
     return "".join(":".join(["root", "*", *line[2:]] if line[0] == "root" else line) + "\n" for line in lines)
 
 
 def _is_missing_in_host(prefix: Path, hidden: list[Path]) -> bool:
-    """Whether the overlay does not show a folder: it is hidden, or on another file system than ``/``."""
+    """Whether a folder is missing in the overlay: hidden, or on another file system than ``/``."""
     real = prefix.resolve()
     return real.stat().st_dev != Path("/").stat().st_dev or any(real.is_relative_to(path) for path in hidden)

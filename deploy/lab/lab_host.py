@@ -1,4 +1,4 @@
-"""PID 1 of a lab host: mounts the host's disk, becomes its root, starts its daemons and buries orphans.
+"""PID 1 of a lab host: mounts the host's disk, becomes its root, starts its daemons and reaps orphans.
 
 A script of its own, run as ``python -I -S lab_host.py`` inside the host's network namespace, in the host's
 folder: standard library only, and nothing of ours, so that a host starts in tens of milliseconds.

@@ -1,4 +1,4 @@
-"""What a lab needs of the machine: root, a few programs, and a file system for the hosts' disks."""
+"""Checks the requirements of a lab: root, a few programs, and a file system for the hosts' disks."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ DEBIAN_PACKAGES = {
     "mount": "mount",
     "umount": "mount",
 }
-"""Program → the package that has it."""
+"""Program → its Debian package."""
 SLURM_PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 ACCOUNTING_PACKAGES = {
     "slurmdbd": "slurmdbd",
@@ -29,13 +29,13 @@ ACCOUNTING_PACKAGES = {
 
 
 def require_root() -> None:
-    """KitError unless we are root."""
+    """Raise KitError if we are not root."""
     if os.geteuid() != 0:
         raise KitError("a lab needs root, for its namespaces and mounts: run this as root, or with sudo")
 
 
 def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
-    """KitError that names the programs that are missing and what to install."""
+    """Raise KitError with the missing programs and the packages to install."""
     wanted = {
         **DEBIAN_PACKAGES,
         **(SLURM_PACKAGES if slurm else {}),
@@ -47,9 +47,9 @@ def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
 
 
 def provide_disks(folder: Path) -> None:
-    """See to it that overlays can have their upper folders below ``hosts``: on disk, or else in memory.
+    """Make sure that overlays can have their upper folders below ``hosts``: on disk, or else in memory.
 
-    Not every file system will do; another overlay, such as the root of a container, will not.
+    Not every file system supports it; another overlay, such as the root of a container, does not.
     """
     try:
         _try_overlay(folder / "hosts/trial")

@@ -1,4 +1,4 @@
-"""The lab's network: a switch, a cable to each host and one to this machine, and what can go wrong with them.
+"""The lab's network: a switch, a cable to each host and one to this machine, and faults of these.
 
 The switch is a bridge in a network namespace of its own, so that neither this machine's firewall (Docker's
 may drop bridged frames) nor its routes have a say, and all of it goes when the namespace does.
@@ -27,9 +27,9 @@ INTERFACES = ("eth0", "ens5", "enp3s0f1", "ib0", "eno1", "bond0", "enp129s0np0",
 LINK_DEADLINE_S = 10
 """The kernel takes up to 1 s to notice that a cable is back."""
 NOWHERE = "02:00:00:00:00:00"
-"""A hardware address that no one has."""
+"""An unused hardware address."""
 SHARE_OF_NEIGHBOURS = 0.25
-"""Of the kernel's one neighbour table for all namespaces: other labs, and this machine itself, need the rest."""
+"""A lab's share of the kernel's neighbour table, which all namespaces of the machine share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class LabHost:
 
 
 def hardware_address(host: LabHost) -> str:
-    """The one of its interface: locally administered, and as different as the address."""
+    """Return a host's hardware address: locally administered, derived from its IP address."""
     return ":".join(f"{byte:02x}" for byte in (2, 0, *ipaddress.IPv4Address(host.address).packed))
 
 
 def neighbours_fit(num_hosts: int, limit: Path = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")) -> bool:
-    """Whether the kernel's table has room for what the hosts of a lab learn of each other.
+    """Whether the kernel's neighbour table has room for the hosts of a lab.
 
     Args:
         num_hosts: of the lab; each learns of every other one, and of this machine.
@@ -64,12 +64,12 @@ def neighbours_fit(num_hosts: int, limit: Path = Path("/proc/sys/net/ipv4/neigh/
 
 
 def script_argv(name: str) -> list[str]:
-    """The command that runs a script beside this file, without site-packages: it starts in 15 ms."""
+    """Return the command that runs a script in this folder, without site-packages, to start in 15 ms."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name(name))]
 
 
 def call(argv: Sequence[str], *, doing: str, cwd: Path, stdin: str = "") -> str:
-    """Run a program of the machine's; returns its output, KitError with its own words if it fails."""
+    """Run a program on this machine; returns its output, or raises KitError with its message."""
     answer = subprocess.run(
         argv, input=stdin, capture_output=True, text=True, timeout=30, cwd=cwd, env=environment()
     )
@@ -262,12 +262,12 @@ class LabNetwork:
 
 
 def _knows(host: LabHost, other: LabHost) -> str:
-    """What tells a host where another one is, once and for all."""
+    """Return the command that adds a permanent neighbour entry of another host."""
     return f"neighbour replace {other.address} lladdr {hardware_address(other)} nud permanent dev {host.interface}"
 
 
 def unmount(folder: Path) -> None:
-    """Let go of the network namespaces, whose links go with them, and of the disks if they are in memory."""
+    """Unmount the network namespaces, which removes their links, and disks in memory."""
     on_switch = ["nsenter", "--net=switch"]
     mounts = [*folder.glob("hosts/*/net"), folder / "switch", folder / "hosts"]
     if os.path.ismount(folder / "switch"):

@@ -1,7 +1,7 @@
-"""The record of a lab, in its folder: written by `kit lab up` before it makes anything there.
+"""The record of a lab, in its folder: written by `kit lab up` before it creates anything there.
 
-Everything that is done to a lab is done as root, and by what stands in its folder. So a folder is taken for a lab only
-where nobody but root can have written the record, and where the record says that it is of this very folder.
+Operations on a lab run as root and trust its folder. So a folder is accepted as a lab only if nobody but root can have
+written the record, and if the record names this very folder.
 """
 
 import json
@@ -20,7 +20,7 @@ DRAFT = "lab.json.draft"
 
 
 def begin(folder: Path, made: dict[str, Any]) -> None:
-    """Make a lab's folder, or take one that is empty, and write down what will be made in it.
+    """Create a lab's folder, or take an empty one, and record what will be created in it.
 
     Args:
         folder: the lab's, absolute.
@@ -42,14 +42,14 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
 
 
 def complete(folder: Path, lab: dict[str, Any]) -> None:
-    """Add what the lab is, now that it is whole."""
+    """Add the description of the finished lab to the record."""
     draft = folder / DRAFT
     draft.write_text(json.dumps({**lab, "made": read(folder)["made"]}, indent=2) + "\n")
     draft.rename(folder / FILE)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The record of the lab in a folder: what was ``made``; once it is whole, what it is, too.
+    """Return the record of the lab in a folder: what was ``made`` and, once finished, its description.
 
     Raises:
         FileNotFoundError: there is no lab.
@@ -61,7 +61,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A path to a lab's folder that stays the same folder's, whatever becomes of its name, and the record.
+    """Yield a path to a lab's folder that stays valid if the folder is renamed, and the record.
 
     Raises:
         FileNotFoundError: there is no lab.
@@ -103,7 +103,7 @@ def _not_ours(folder: Path, why: str) -> KitError:
 
 
 def mounts_below(folder: Path) -> Iterable[str]:
-    """What is mounted below a folder, relative to it."""
+    """Return the mount points below a folder, relative to it."""
     prefix = f"{os.path.realpath(folder)}/"
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")[:-1]:
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])

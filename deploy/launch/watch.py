@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -174,6 +175,8 @@ def leave_a_supervisor(run: Run, options: Options) -> None:
     """Start a process that goes on supervising a run when this one is gone."""
     place = options.metrics
     served = [f"--metrics-port={place.port}", f"--metrics-address={place.address}"] if place else []
+    if logging.getLogger(__name__).isEnabledFor(logging.DEBUG):
+        served.append("--debug")
     with _log_of_supervisor(run) as log:
         subprocess.Popen(
             [sys.executable, "-m", "nodekit.deploy.commands.cli", "supervise", run.run_id, *served],

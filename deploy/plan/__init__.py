@@ -1,4 +1,4 @@
-"""What each node will run, from the inventory and the facts of the hosts; pure but for gathering these.
+"""Plans what each node runs, from the inventory and the facts of the hosts; pure, except for gathering these.
 
 It may import `inventory`, `training`, and the folders of `deploy` up to `environment`.
 """

@@ -1,4 +1,4 @@
-"""What was found on the hosts, and whether a job can start on them."""
+"""The facts of the hosts, and whether a job can start on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found on one host."""
+    """The facts of one host."""
 
     host: str
     hostname: str
@@ -48,19 +48,19 @@ class Facts:
     torch: str | None
     """The version of torch there; None: no torch."""
     modules: tuple[str, ...]
-    """Which of the libraries are there that only some ways to train need."""
+    """Installed libraries of engines and trackers."""
     clock_offset_s: float
     """The host's clock minus ours, to within `clock_error_s`."""
     cpus: int
     interfaces: tuple[Interface, ...]
     routes: Mapping[str, str | None]
-    """Address of another host → the address this one sends from to reach it."""
+    """Address of another host → the source address used to reach it."""
     num_gpus: int
     workdir: str
     """Absolute."""
     workdir_problem: str | None
     workdir_id: str = ""
-    """The same on two hosts when they share the folder."""
+    """Equal on two hosts if they share the folder."""
     free_bytes: int = 0
     rsync: bool
     boot_id: str
@@ -68,11 +68,11 @@ class Facts:
     rtt_s: float = 0.0
     """The shortest round trip of a call."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What the command runs there: an absolute path, or a program of the PATH → its `programs.kind`."""
+    """Absolute path, or program on the PATH, that the command runs → its `programs.kind`."""
 
     @property
     def clock_error_s(self) -> float:
-        """How wrong `clock_offset_s` may be: the answer was on its way for some part of the round trip."""
+        """Maximum error of `clock_offset_s`: half of the round trip."""
         return self.rtt_s / 2
 
 
@@ -107,7 +107,7 @@ def gather(
 
 
 def facts_of(link: Link, found: Mapping[str, Any]) -> Facts:
-    """What `hostfacts.facts` has found on a host, and what the link itself tells: its round trip, and the clock.
+    """Return the facts of a host, from `hostfacts.facts` and a measurement of round trip and clock.
 
     Raises:
         HostError: the connection is gone.
@@ -117,7 +117,7 @@ def facts_of(link: Link, found: Mapping[str, Any]) -> Facts:
 
 
 def _ask_time(link: Link) -> tuple[float, float]:
-    """A round trip, and the host's clock minus ours in its middle."""
+    """Return a round trip, and the host's clock minus ours at its middle."""
     before, started = time.time(), time.perf_counter()
     there = link.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
     rtt_s = time.perf_counter() - started
@@ -138,7 +138,7 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
 
 
 def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
-    """Have links go on in the environments the inventory asks for; those still to be made: host → interpreter."""
+    """Switch links to the inventory's environments; returns host → interpreter of those not built yet."""
     if inventory.environment is None:
         return {}
     from nodekit.deploy.environment import environment  # most inventories have none
@@ -149,12 +149,12 @@ def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict
 
 
 def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> list[Finding]:
-    """All but what was said of the software of hosts whose environment is still to be made."""
+    """Return the findings without those of the software of hosts whose environment is not built yet."""
     return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
 
 
 def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """The hosts grouped by the workdir they share: first of a group → all of it."""
+    """Group hosts that share a workdir: first host → all hosts of the group."""
     groups: dict[str, list[str]] = {}
     for name, found in facts.items():
         groups.setdefault(found.workdir_id or name, []).append(name)
@@ -162,12 +162,12 @@ def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
 
 
 def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
-    """Everything that would keep the job from running, on every host; pure."""
+    """Return everything that would keep the job from running, as errors; pure."""
     return [HostError(each.host, each.text) for each in needed(inventory, facts)]
 
 
 def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
-    """What `examine` tells of: a failure for each thing without which no job can start; pure."""
+    """Return everything that would keep the job from running, as findings; pure."""
     problems: list[Finding] = []
     torches = collections.Counter(found.torch for found in facts.values() if found.torch)
     common = torches.most_common(1)[0][0] if torches else None
@@ -188,7 +188,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
-    """How far each host's clock is from the others', against the time after which a node counts as lost; pure."""
+    """Return a finding per host on its clock, compared with the time after which a node is lost; pure."""
     if not facts:
         return []
     limit_s = inventory.timings.keep_alive * inventory.timings.lost_after
@@ -211,7 +211,7 @@ def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def _middle_clock(facts: Sequence[Facts]) -> Facts:
-    """Whose clock is taken for right: the middle one, for it may be ours that is not; of two the one nearer to ours."""
+    """Return the host with the median clock, as ours may be wrong; of two, the one closer to ours."""
     if len(facts) == 2:
         return min(facts, key=lambda found: abs(found.clock_offset_s))
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
@@ -290,7 +290,7 @@ def _workdir_cure(problem: str, found: Facts) -> str:
 
 
 def make_room(found: Facts) -> str:
-    """What to do about a full disk: the folder itself may not be there yet."""
+    """Return the cure of a full disk; the workdir itself may not exist yet."""
     parent = shlex.quote(posixpath.dirname(found.workdir) or "/")
     return f"see what fills it with `du -xhd2 {parent}`, or set `workdir:` to another disk"
 
@@ -334,7 +334,7 @@ def choose_interfaces(
     facts: Mapping[str, Facts],
     peers: Mapping[str, tuple[str, ...]],
 ) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
-    """Host → the interface and address of `choose_interface`, and host → why there is none; pure."""
+    """Return host → interface and address (`choose_interface`), and host → why there is none; pure."""
     chosen: dict[str, tuple[str, str]] = {}
     problems: dict[str, HostError] = {}
     for host in hosts:
@@ -346,7 +346,7 @@ def choose_interfaces(
 
 
 def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, ...]) -> tuple[str, str]:
-    """The interface the job's traffic takes on a host, and its address there; pure.
+    """Return the interface for the job's traffic on a host, and its address; pure.
 
     The one the inventory names, else the one with an address in `network:`, else the one that routes to the
     other hosts.

@@ -1,4 +1,4 @@
-"""What a check found in one place of one host: the cells of `kit check`."""
+"""A finding of `kit check`: one cell of its table."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Finding:
     """The row; "a → b" for an ordered pair."""
     level: Level
     found: str = ""
-    """What is there. Of an ok one: a few words, or nothing."""
+    """What was found. If ok: a few words, or nothing."""
     wanted: str = ""
-    """What should be there in its place."""
+    """What was wanted instead."""
     cure: str = ""
-    """The command that mends it, or the line of the inventory to change."""
+    """The command to run, or the line of the inventory to change."""
     hosts: tuple[str, ...] = ()
-    """Which rows it counts for; of a single host: that one."""
+    """The rows that it applies to; default: `host`."""
 
     @property
     def text(self) -> str:
-        """All of it in a line, without the host."""
+        """The finding in a line, without the host."""
         wanted = f", wanted: {self.wanted}" if self.wanted else ""
         return f"{self.found}{wanted}" + (f"; {self.cure}" if self.cure else "")
 

@@ -1,4 +1,4 @@
-"""What each node will run, exactly: pure, from the inventory and what was found on the hosts."""
+"""The plan of a run: what each node executes, from the inventory and the facts of the hosts; pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NodePlan:
 
     name: str
     node_rank: int
-    """The rank the node takes when all nodes are there; rank 0's node holds `master_addr`."""
+    """The node's rank when all nodes are present; `master_addr` is the address of rank 0's node."""
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
@@ -58,9 +58,9 @@ class NodePlan:
     """The GPUs its workers use, by nvidia-smi's index; empty: CPU and gloo."""
     max_restarts: int
     env: Mapping[str, str]
-    """What the workers get besides torchrun's own variables; secrets are not among it."""
+    """Environment of the workers, besides torchrun's own variables and secrets."""
     secrets: tuple[str, ...]
-    """Names of the variables whose values travel apart and are written nowhere."""
+    """Names of secret variables; their values are sent separately and never written."""
     argv: tuple[str, ...]
     python: str
     code_dir: str
@@ -71,7 +71,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: what all its nodes will do."""
+    """The plan of one run."""
 
     run_id: str
     nodes: tuple[NodePlan, ...]
@@ -118,7 +118,7 @@ class Plan:
 def argv_of(
     inventory: Inventory, command: Sequence[str] | None, kinds: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """What a rank runs: the command line's command, the inventory's, or the shared module.
+    """Return the command of a rank: the command line's, the inventory's, or the training module.
 
     ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered. As under
     torchrun, a script is Python whatever its name, its ``#!`` and its mode are; other programs are executed.
@@ -149,7 +149,7 @@ def argv_of(
 
 
 def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) -> tuple[str, ...]:
-    """A command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced, for scripts that read no environment.
+    """Return a command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced.
 
     All else stays byte for byte, other braces too: ``{{node}}``, ``${node}``, ``{"a": 1}``.
     """
@@ -158,7 +158,7 @@ def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) ->
 
 
 def _refuse_launcher(target: tuple[str, ...]) -> None:
-    """Each rank would launch a world of its own, and train apart from all others with nothing looking wrong."""
+    """Refuse a launcher: each rank would silently train alone, in a world of its own."""
     name = target[1] if target[0] == "-m" and len(target) > 1 else Path(target[0]).name
     if name not in _LAUNCHERS:
         return
@@ -178,17 +178,17 @@ def refuse_options(
     env: Mapping[str, str],
     modules: Mapping[str, Collection[str]],
 ) -> None:
-    """Look at what the shared training module would be asked for, if that is what runs, before anything is started.
+    """Check the options of the shared training module, if the command runs it.
 
     Args:
         argv: what would run.
         code: the folder that is synced: rows of text in it are looked at, too.
         world_size: the number of ranks.
-        env: what they would find in their environment.
-        modules: host → those of engine_info.LIBRARIES and trackers.TRACKERS that are there.
+        env: their environment.
+        modules: host → the installed ones of engine_info.LIBRARIES and trackers.TRACKERS.
 
     Raises:
-        KitError: it would refuse that.
+        KitError: the module would refuse them.
     """
     asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)})
     if asked is None:
@@ -215,10 +215,10 @@ def refuse_options(
 
 
 def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Options | None:
-    """What a command asks of the shared training module; None where it is another's, or asks for its help.
+    """Return the training module's options in a command; None for another command, or for its --help.
 
     Raises:
-        KitError: the module would refuse that.
+        KitError: the module would refuse them.
     """
     if tuple(argv[2:4]) != TRAINING_MODULE:
         return None
@@ -256,7 +256,7 @@ def build(
     kit_digest: str,
     command: Sequence[str] | None = None,
 ) -> Plan:
-    """Put together what each node runs; hosts that no facts are of are left out, and keep their node_rank.
+    """Build the plan of a run. Hosts without facts are left out, and keep their node_rank.
 
     Args:
         peers: host → addresses of the others, as `facts` has routes to them.
@@ -264,7 +264,7 @@ def build(
         command: the user's, in place of the inventory's.
 
     Raises:
-        KitError: with one line for each host whose interface or GPUs are not clear.
+        KitError: with one line for each host without a single interface, or with GPUs unlike the others.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
     kinds = next((found.files for found in facts.values() if found.files), {})
@@ -308,7 +308,7 @@ def build(
 
 
 def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise KitError with these problems, and with one more where only some hosts have GPUs."""
+    """Raise KitError with these problems, and with another one if only some hosts have GPUs."""
     with_gpus = [name for name, own in gpus.items() if own]
     if with_gpus and len(with_gpus) < len(gpus):
         without = [name for name, own in gpus.items() if not own]
@@ -323,7 +323,7 @@ def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
 def _environment(
     inventory: Inventory, found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
 ) -> dict[str, str]:
-    """What kit itself gives the workers of a node."""
+    """Return the variables that kit itself sets for the workers of a node."""
     env = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": nccl_name(interface, found),
@@ -345,10 +345,10 @@ def _environment(
 
 
 def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[str]) -> NodePlan:
-    """A node's plan when its host is back, perhaps at another address or with other names.
+    """Return a node's plan after its host has come back, perhaps with another address or interface.
 
     Raises:
-        HostError: its interface is not clear.
+        HostError: it has no single interface.
     """
     host = next(each for each in inventory.hosts if each.name == node.name)
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
@@ -374,28 +374,20 @@ def spec_of(
     skew_s: float = 0.0,
     joins: bool = False,
 ) -> AgentSpec:
-    """What a node's agent is given for one generation; pure."""
+    """Return the spec of a node's agent for one generation; pure."""
     timings = inventory.timings
+    names = {each.name for each in dataclasses.fields(NodePlan)}
+    own = {
+        each.name: getattr(node, each.name) for each in dataclasses.fields(AgentSpec) if each.name in names
+    }
     return AgentSpec(
+        **{**own, "master_addr": master_addr, "master_port": master_port},
         run_id=run_id,
         generation=electorate.generation,
-        name=node.name,
-        node_rank=node.node_rank,
         nodes=tuple(nodes),
         electorate=electorate.nodes,
         electorate_version=electorate.version,
-        min_nodes=node.min_nodes,
-        max_nodes=node.max_nodes,
-        nproc_per_node=node.nproc_per_node,
-        master_addr=master_addr,
-        master_port=master_port,
         is_host=is_host,
-        local_addr=node.local_addr,
-        max_restarts=node.max_restarts,
-        argv=node.argv,
-        env=node.env,
-        code_dir=node.code_dir,
-        node_dir=node.node_dir,
         grace_s=grace_s,
         keep_alive_s=timings.keep_alive,
         lost_after=timings.lost_after,
@@ -411,15 +403,15 @@ def spec_of(
 
 
 def nccl_name(interface: str, found: Facts) -> str:
-    """NCCL reads a name as a prefix: eth1 would take eth10 too, and then `=` asks for exactly this one."""
+    """Return the interface for NCCL, with a `=` if it is a prefix of another one: eth1 would match eth10, too."""
     others = [each.name for each in found.interfaces if each.name != interface]
     return f"={interface}" if any(name.startswith(interface) for name in others) else interface
 
 
 def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each host: those it names, or all; local hosts, which are one machine, share them evenly.
+    """Return the GPUs of each host: those in the inventory, or all. Local hosts share the machine's evenly.
 
-    With fewer GPUs than such hosts none of them takes one: two ranks on one GPU is an error to NCCL.
+    If there are fewer GPUs than local hosts, none gets one: NCCL does not allow two ranks on a GPU.
     """
     local = [host for host in hosts if host.connection == "local" and host.gpus is None]
     shares: dict[str, tuple[int, ...]] = {}
@@ -438,9 +430,9 @@ def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, t
 
 
 def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:
-    """OMP_NUM_THREADS for nodes that are one machine; elsewhere it is 1 for several workers, as torchrun has it.
+    """Return OMP_NUM_THREADS for nodes on the same machine; else 1 for several workers, as torchrun does.
 
-    Each would start a thread per core, and together they would spend their time waiting for each other.
+    Otherwise each worker would start a thread per core, and they would compete for the cores.
     """
     shared: dict[str, dict[str, str]] = {}
     for name, found in facts.items():

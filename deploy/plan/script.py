@@ -1,4 +1,4 @@
-"""What the job's script imports, read from the code as it lies here; nothing is run."""
+"""Finds the job's script and its imports by parsing the code on this machine; runs nothing."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the job runs, if that is Python of its own."""
+    """The Python script of a job."""
 
     name: str = ""
-    """As in the command; "" where there is none to look at."""
+    """Name in the command; "" if there is no script to examine."""
     source: str = ""
     imports: tuple[str, ...] = ()
-    """Top-level names that it needs to start, its own modules' too, without those that are in the code."""
+    """Top-level modules that it and its own modules import, without those in the code."""
 
 
 def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
-    """The file that a job's Python runs, in the code as it lies here; None for a module, a program, or the hosts' own.
+    """Return the job's Python file in the code; None for a module, a program, or a file that only hosts have.
 
     Raises:
-        KitError: it, or another file that the command cannot begin without, would not be on the hosts.
+        KitError: it, or another file that the command needs, would not be on the hosts.
     """
     argv = plan.argv_of(inventory, command)
     code = Path(inventory.job.code).expanduser()
@@ -73,7 +73,7 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
 
 
 def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
-    """What a command cannot begin without and only the hosts have: absolute paths, and programs of their PATH.
+    """Return the files that a command needs and only the hosts have: absolute paths, programs on the PATH.
 
     Args:
         argv: what a rank runs (`plan.argv_of`).
@@ -83,7 +83,7 @@ def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The programs of the PATH, and the files, that a command begins with, as far as that is known."""
+    """Return the programs on the PATH, and the files, that a command needs to start, as far as known."""
     program, *words = argv
     found: tuple[list[str], list[str]] = ([], [program]) if "/" in program else ([program], [])
     if program == plan.PYTHON:
@@ -102,7 +102,7 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | None:
-    """What an interpreter reads; None where that is no file: -c, -m, -s, or stdin."""
+    """Return the file that an interpreter runs; None for -c, -m, -s, or stdin."""
     is_value = False
     for number, word in enumerate(words):
         if is_value:
@@ -150,10 +150,10 @@ def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
 
 
 def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
-    """The script of a job.
+    """Read the script of a job.
 
     Raises:
-        KitError: it is not there.
+        KitError: it does not exist.
     """
     code = Path(inventory.job.code).expanduser()
     argv = plan.argv_of(inventory, command)
@@ -175,7 +175,7 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
 
 
 def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:
-    """Of names that a host lacks, those that the project has nowhere: some scripts change their sys.path."""
+    """Return the missing modules that are nowhere in the project, as some scripts change sys.path."""
     left = set(missing) if script.source else set()
     for number, (_, folders, files) in enumerate(os.walk(code)):
         if not left or number > _MAX_ENTRIES:
@@ -219,7 +219,7 @@ def _file_of(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
 
 
 def _imports(body: Sequence[ast.stmt]) -> Iterator[tuple[int, list[str]]]:
-    """Each import that is done whenever the module is: (level, parts of the name).
+    """Return the unconditional imports of a module: (level, parts of the name).
 
     Not those in functions, in an `if` (a version, TYPE_CHECKING), or in a `try` that is ready to do without.
     """

@@ -1,4 +1,4 @@
-"""Would the job run there? The examinations of `kit check`.
+"""Examines whether the job can run on the hosts: the checks of `kit check`.
 
 It may import the folders of `deploy` up to `plan`.
 """

@@ -1,4 +1,4 @@
-"""The words of `kit check`: a table host × check, below it what is wrong and how to mend it, and JSON; pure."""
+"""The output of `kit check`: a table host × check, the problems and their remedies, and JSON; pure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _cell(report: Report, host: str, column: str) -> str:
 
 
 def _grouped(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
-    """What is the same on several hosts is told once; failures come first."""
+    """Group equal findings of several hosts; failures first."""
     groups: dict[Finding, list[str]] = {}
     for each in findings:
         groups.setdefault(dataclasses.replace(each, host="", hosts=("",)), []).append(each.host)

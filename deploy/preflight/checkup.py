@@ -1,4 +1,4 @@
-"""`kit check`: looks at all hosts at once, never longer than it may, and says what would keep a job from running."""
+"""`kit check`: examines all hosts in parallel, within a time limit, for what would keep a job from running."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Options:
     command: tuple[str, ...] | None = None
     deep: bool = False
     timeout_s: float | None = None
-    """None: `QUICK_TIMEOUT_S`, and more as far as this machine has other things to do."""
+    """None: `QUICK_TIMEOUT_S`, longer if this machine is busy."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that was found."""
+    """The findings of `kit check`."""
 
     inventory: Path
     hosts: tuple[str, ...]
@@ -56,7 +56,7 @@ class Report:
 
 
 def run(options: Options) -> Report:
-    """Look at all hosts.
+    """Examine all hosts.
 
     Raises:
         KitError: the inventory cannot be used, or is Slurm's.
@@ -120,7 +120,7 @@ def survey(
     peers: Mapping[str, tuple[str, ...]],
     files: Sequence[str] = (),
 ) -> dict[str, Seen]:
-    """Look at hosts that there are links to, as `kit up` has them; `files` are those that the command runs there.
+    """Examine connected hosts, for `kit up`; `files` are those that the command runs there.
 
     Raises:
         KitError: with one line per host that gave no answer.
@@ -135,7 +135,7 @@ def survey(
 
 
 def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list[Finding]:
-    """Everything but access and network; pure, but for the runs on record here."""
+    """Return all findings but access and network; pure, except for the runs on record here."""
     facts = {name: each.facts for name, each in seen.items()}
     probes = {name: each.probe for name, each in seen.items()}
     found = [
@@ -150,11 +150,11 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
 
 
 def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> float:
-    """How many times longer than on an idle machine everything takes here: from 1 to `MOST_BUSY`.
+    """Return how many times longer everything takes here than on an idle machine: 1 to `MOST_BUSY`.
 
     Args:
         load: the file that has the load of the last minute, and how many processes want to run now.
-        cores: how many there are for us. None: as many as the kernel gives us.
+        cores: available to us. None: ask the kernel.
     """
     try:
         words = load.read_text().split()
@@ -165,7 +165,7 @@ def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> fl
 
 
 def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Finding], Script]:
-    """What can be told from here: whether the code and the secrets are there."""
+    """Check this machine: the code and the secrets."""
     hosts = tuple(host.name for host in inventory.hosts)
     found = []
     own = Script()
@@ -195,7 +195,7 @@ def _plan(
     command: Sequence[str] | None,
     peers: Mapping[str, tuple[str, ...]],
 ) -> list[Finding]:
-    """What `kit up` would refuse when it puts together what each node runs."""
+    """Return why `kit up` could not plan the job, if so."""
     facts = {name: each.facts for name, each in seen.items()}
     try:
         planned = plan.build(
@@ -241,7 +241,7 @@ def _deep(
     seen: Mapping[str, Seen],
     findings: Sequence[Finding],
 ) -> list[Finding]:
-    """A real rendezvous and an all-reduce, where nothing is known that would keep it from working."""
+    """Try a real rendezvous and an all-reduce, unless a failure is known already."""
     if any(each.level == "failure" for each in findings):
         hosts = tuple(host.name for host in inventory.hosts)
         wanted, cure = "no failure in the other columns", "mend those first, and run kit check --deep again"

@@ -1,4 +1,4 @@
-"""The column gpus of `kit check`: pure, from what nvidia-smi and the kernel have said on the hosts."""
+"""The column gpus of `kit check`, from the output of nvidia-smi and the kernel's log on the hosts; pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Told = tuple[Level, str, str, str]  # how bad, what was found, what was wanted,
 def findings(
     inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]]
 ) -> list[Finding]:
-    """What is wrong with the GPUs that the job would use; `check.needed` has those that are not there."""
+    """Return problems of the GPUs that the job would use; missing ones are in `check.needed`."""
     found: list[Finding] = []
     used = plan.share_gpus([host for host in inventory.hosts if host.name in facts], facts)
     kinds: dict[str, str] = {}
@@ -68,7 +68,7 @@ def findings(
 
 
 def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:
-    """How bad it is that a host has no GPUs to use: it may be meant."""
+    """Return the level of a host without usable GPUs: it may be intended."""
     wanted = next(each.gpus for each in inventory.hosts if each.name == host)
     if wanted is None:
         return "warning" if num_cards else "ok"
@@ -76,7 +76,7 @@ def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:
 
 
 def _other_models(inventory: Inventory, host: str, own: Sequence[Gpu]) -> list[Finding]:
-    """Those that are not what the inventory says."""
+    """Return a failure for GPUs of another model than the inventory's."""
     wanted = next(each.gpu_model for each in inventory.hosts if each.name == host)
     if wanted is None:
         return []
@@ -106,7 +106,7 @@ def _silent(host: str, problem: str, level: Level) -> Finding:
 
 
 def _own_pids(probe: Mapping[str, Any]) -> dict[int, str]:
-    """Processes of runs of ours: pid → the run."""
+    """Return the processes of our runs: pid → the run."""
     return {each["pid"]: run["run"] for run in probe["runs"].get("runs", ()) for each in run["processes"]}
 
 
@@ -130,7 +130,7 @@ def _host(
 
 
 def _users(gpu: Gpu, owners: Mapping[str, str], own_pids: Mapping[int, str]) -> Iterator[_Told]:
-    """Processes that use a GPU already."""
+    """Return processes that use a GPU already."""
     for process in gpu.processes:
         if process.kind == "G":  # a desktop's, small and always there
             continue
@@ -145,7 +145,7 @@ def _users(gpu: Gpu, owners: Mapping[str, str], own_pids: Mapping[int, str]) -> 
 
 
 def _health(gpu: Gpu) -> Iterator[_Told]:
-    """What a GPU says of its own memory and clocks."""
+    """Return problems that a GPU reports of its memory and clocks."""
     name, reset = f"GPU {gpu.index}", f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it)"
     if gpu.is_broken:
         yield (
@@ -166,7 +166,7 @@ def _health(gpu: Gpu) -> Iterator[_Told]:
 
 
 def _errors(gpu: Gpu, xids: Sequence[Xid]) -> Iterator[_Told]:
-    """What the driver has reported of a GPU in the kernel's log."""
+    """Return errors that the driver has logged of a GPU."""
     times = collections.Counter(xid.number for xid in xids if xid.bus == gpu.bus)
     for number in sorted(times.keys() & HARDWARE_XIDS.keys()):
         text = (
@@ -177,7 +177,7 @@ def _errors(gpu: Gpu, xids: Sequence[Xid]) -> Iterator[_Told]:
 
 
 def _unequal(kinds: Mapping[str, str], joined: Mapping[str, str]) -> list[Finding]:
-    """Hosts whose GPUs, or how these are joined, differ from most hosts'."""
+    """Return hosts whose GPUs, or their interconnect, differ from most hosts'."""
     pace = "the slowest sets the pace: leave it out, or give it a smaller share"
     topology = "compare `nvidia-smi topo -m` there; is an NVLink bridge or a BIOS setting missing?"
     found = differing("gpus", "its GPUs are", kinds, "warning", lambda *_: pace)

@@ -1,4 +1,4 @@
-"""What earlier runs of ours have left on the hosts: found for `kit check`, ended by `kit clean`, by recorded ids."""
+"""Processes left on hosts by earlier runs of ours: found by `kit check`, ended by `kit clean`, by recorded ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Standing = Literal["left", "forgotten", "running"]
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Something of one run on one host."""
+    """The remains of one run on one host."""
 
     host: str
     run: str
@@ -38,13 +38,13 @@ class Left:
     standing: Standing
     still_trains: bool
     text: str
-    """What it is."""
+    """Description for people."""
 
 
 def lefts(
     host: str, found: Sequence[Mapping[str, Any]], records: Mapping[str, Run], gpu_of: Mapping[int, int]
 ) -> list[Left]:
-    """From what `leftovers.runs` has found on a host; pure.
+    """Return the remains on a host, from the answer of `leftovers.runs`; pure.
 
     Args:
         records: run id → the run on record here; those that others have started are not among them.
@@ -119,7 +119,7 @@ def findings(
 def _first(
     boot_id: str, found: Sequence[Mapping[str, Any]], told: set[tuple[str, str]]
 ) -> list[Mapping[str, Any]]:
-    """Those not told of before: hosts may be folders of one machine, and then each of them sees the same."""
+    """Return those not in `told`: hosts may be folders of one machine, and each sees the same processes."""
     new = [each for each in found if (boot_id, each["node_dir"]) not in told]
     told.update((boot_id, each["node_dir"]) for each in new)
     return new
@@ -135,7 +135,7 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
 
 
 def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
-    """What is left on each host, running runs too; an exception where it cannot be told."""
+    """Return the remains on each host, running runs too; an exception if the host cannot be asked."""
     records = {run.run_id: run for run in runs.all_runs()}
     workdirs = {host.name: host.workdir for host in inventory.hosts}
     told: set[tuple[str, str]] = set()
@@ -156,7 +156,7 @@ def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left
 
 
 def end(links: Mapping[str, Link], inventory: Inventory, chosen: Sequence[Left]) -> dict[str, Exception]:
-    """End what was chosen, by what is recorded of it, looked up anew: host → what went wrong there."""
+    """End the chosen remains by their recorded ids; returns host → the error there."""
     workdirs = {host.name: host.workdir for host in inventory.hosts}
 
     def act(link: Link) -> None:

@@ -1,4 +1,4 @@
-"""Reads what nvidia-smi and its driver's lines in the kernel's log say, as drivers from 418 to 595 write it; pure."""
+"""Parses the output of nvidia-smi and the driver's lines in the kernel's log, of drivers 418 to 595; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 
 class SmiError(Exception):
-    """What nvidia-smi wrote is not what any of its versions writes."""
+    """The output is not that of any known nvidia-smi."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU; None where it, or its driver, does not say."""
+    """One GPU; None for what it, or its driver, does not report."""
 
     index: int
     name: str
@@ -42,11 +42,11 @@ class Gpu:
     uncorrectable: int | None
     """ECC errors that could not be corrected, since the driver was loaded."""
     needs_reset: bool
-    """A page or row is to be replaced, or the driver asks for it by itself."""
+    """A page or row is to be replaced, or the driver asks for a reset."""
     is_broken: bool
     """A row could not be replaced."""
     slowdowns: tuple[str, ...]
-    """Of SLOWDOWNS, those that hold now."""
+    """Active ones of SLOWDOWNS."""
     processes: tuple[GpuProcess, ...]
 
 
@@ -68,7 +68,7 @@ class Xid:
 
 
 def parse(xml: str) -> Smi:
-    """The output of ``nvidia-smi -q -x``.
+    """Parse the output of ``nvidia-smi -q -x``.
 
     Raises:
         SmiError: it is something else.
@@ -142,7 +142,7 @@ def _yes(text: str | None) -> bool:
 
 
 def gpu_of(xml: str) -> dict[int, int]:
-    """The GPU that each process uses, by pid, as far as that can be told."""
+    """Return pid → the GPU that it uses; nothing if the output cannot be parsed."""
     try:
         gpus = parse(xml).gpus
     except SmiError:
@@ -169,14 +169,14 @@ def parse_matrix(text: str) -> dict[tuple[int, int], str]:
 
 
 def links(matrix: Mapping[tuple[int, int], str], gpus: Iterable[int]) -> str:
-    """How the GPUs that are used are joined, in a word each: ``NV18``, ``NV12 SYS``; "" for a single one."""
+    """Return the kinds of links between GPUs: ``NV18``, ``NV12 SYS``; "" for a single GPU."""
     used = set(gpus)
     kinds = {cell for (one, other), cell in matrix.items() if one in used and other in used}
     return " ".join(sorted(kinds))
 
 
 def parse_xids(lines: Iterable[str]) -> list[Xid]:
-    """The errors in lines of the kernel's log."""
+    """Return the errors in lines of the kernel's log."""
     matches = (_XID.search(line) for line in lines)
     return [
         Xid(bus=match[1].lower()[-len("0000:00:00") :], number=int(match[2]), text=(match[3] or "").strip())

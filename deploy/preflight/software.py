@@ -1,4 +1,4 @@
-"""The columns workdir and software of `kit check`: pure, from what the hosts have answered."""
+"""The columns workdir and software of `kit check`, from the hosts' answers; pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 def differing(
     check: str, what: str, values: Mapping[str, str], level: Level, cure: Callable[[str, str], str]
 ) -> list[Finding]:
-    """A finding for each host whose value is not most hosts', with `cure(host, what most have)`."""
+    """Return a finding for each host whose value differs from most hosts', with `cure(host, common value)`."""
     if len(set(values.values())) < 2:
         return []
     common, number = collections.Counter(values.values()).most_common(1)[0]
@@ -52,7 +52,7 @@ _differ = functools.partial(differing, "software")
 def findings(
     inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]], script: Script
 ) -> list[Finding]:
-    """Everything but what `check.needed` finds."""
+    """Return all findings of these columns but those of `check.needed`."""
     found = []
     env = {host.name: {**host.env, **inventory.job.env} for host in inventory.hosts}
     for host in facts:
@@ -121,7 +121,7 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
 
 
 def over_quota(text: str) -> list[str]:
-    """Of what ``quota -w -p`` says, the file systems where the soft limit is passed: marked by an asterisk."""
+    """Return the file systems above their soft limit, marked by an asterisk in ``quota -w -p``."""
     found = []
     for line in text.splitlines():
         words = line.split()
@@ -204,6 +204,6 @@ def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Ite
 
 
 def unseen(check: str, host: str, error: str) -> Finding:
-    """A part of a host that could not be looked at."""
+    """Return the finding of a part of a host that could not be examined."""
     cure = "look at the host itself; tell us, if it is well"
     return Finding(check, host, "warning", f"could not be looked at: {error}", "an answer", cure)

@@ -1,4 +1,4 @@
-"""The visits of `kit check` to all hosts at once: what each has answered, and what kept it from answering."""
+"""Connects to all hosts in parallel for `kit check`, and collects their answers or errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLOW_RTT_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One host as it has answered."""
+    """The answer of one host."""
 
     facts: Facts
     probe: Mapping[str, Any]
@@ -51,7 +51,7 @@ def look(
     files: Sequence[str],
     timeout_s: float = check.FACTS_TIMEOUT_S,
 ) -> Seen:
-    """Ask one host for all that `kit check` wants to know of it."""
+    """Ask one host for everything that `kit check` needs."""
     paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
     found = link.call(
         "probes.probe",
@@ -69,13 +69,13 @@ def look(
 
 
 def split(problem: str) -> tuple[str, str]:
-    """What was found, and what to do: our errors have that after their last semicolon."""
+    """Split a message into the problem and the cure, which follows its last semicolon."""
     found, _, cure = problem.rpartition("; ")
     return (found, cure) if found else (problem, "")
 
 
 class Visits:
-    """The way to each host and back, each in its own thread; who is late is left behind."""
+    """Asks each host in a thread of its own; late hosts are left behind."""
 
     def __init__(
         self,
@@ -139,37 +139,37 @@ class Visits:
                 self._all_done.notify_all()
 
     def peers(self) -> Mapping[str, tuple[str, ...]]:
-        """For each host the addresses of the others; nothing where a name server takes too long."""
+        """Return host → addresses of the others; nothing if a name server takes too long."""
         return self._peers.get(max(0.1, self.deadline - time.monotonic())) or {}
 
     def wait(self, until: float) -> None:
-        """Until all are back, or that time has come."""
+        """Wait until all hosts have answered, or until that time."""
         with self._all_done:
             while self._stage and (left_s := until - time.monotonic()) > 0:
                 self._all_done.wait(left_s)
 
     def seen(self) -> dict[str, Seen]:
-        """Who has answered so far, in the inventory's order."""
+        """Return the answers so far, in the inventory's order."""
         with self._lock:
             return {
                 host.name: self._seen[host.name] for host in self._inventory.hosts if host.name in self._seen
             }
 
     def unmade(self) -> list[str]:
-        """Who has no environment yet, of those who have answered."""
+        """Return the hosts that have answered and whose environment is not built yet."""
         with self._lock:
             return [host.name for host in self._inventory.hosts if host.name in self._unmade]
 
     def links(self, hosts: Iterable[str]) -> dict[str, Link]:
-        """Links to some who have answered."""
+        """Return links to hosts that have answered."""
         with self._lock:
             return {name: self._links[name] for name in hosts}
 
     def access(self) -> list[Finding]:
-        """The column access.
+        """Return the column access.
 
         Raises:
-            Exception: a mistake of our own, with its traceback.
+            Exception: a bug of ours, with its traceback.
         """
         with self._lock:
             self._is_over = True
@@ -197,14 +197,14 @@ class Visits:
         return finding("failure", text, "a host that kit can log in to", cure)
 
     def leave(self) -> None:
-        """Close the links, as far as that takes no time."""
+        """Close the links, but do not wait long for it."""
         with self._lock:
             links = dict(self._links)
         Later(lambda: on_all(links, Link.close)).get(RESERVE_S)
 
 
 class Later(Generic[T]):
-    """A value that is worked out meanwhile."""
+    """A value computed in a thread."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._found: list[T | Exception] = []
@@ -219,7 +219,7 @@ class Later(Generic[T]):
             self._found.append(error)
 
     def get(self, timeout_s: float) -> T | None:
-        """The value, or None where it is not there in time."""
+        """Return the value, or None if it is not available in time."""
         self._thread.join(timeout_s)
         if self._found and isinstance(self._found[0], Exception):
             raise self._found[0]

@@ -1,4 +1,4 @@
-"""A run as one HTML page.
+"""Writes the report of a run as one HTML page.
 
 A feature: it imports no other feature and parses no arguments.
 """

@@ -1,7 +1,7 @@
-"""Charts as inline SVG that are as wide as there is room, each with its words for a screen reader; pure.
+"""Charts as inline SVG of full width, each with a description for screen readers; pure.
 
-What lies along the width is in percent and what lies along the height in pixels, so that letters keep their size on a
-telephone; labels lie in the drawing's padding. All texts go through markupsafe: none can become a tag. Colours and line
+Horizontal positions are in percent and vertical ones in pixels, so that text keeps its size on a telephone; labels are
+in the drawing's padding. All texts go through markupsafe: none can become a tag. Colours and line
 styles are the page's style sheet's.
 """
 
@@ -20,10 +20,10 @@ from nodekit.deploy.story.narrate import duration
 
 MOST_POINTS = 800
 MOST_READ = 240
-"""So many of a series' points can be pointed at."""
+"""Number of points of a series with a tooltip."""
 MOST_ROWS = 24
 MOST_LONG_MARKS = 12
-"""Of more marks than this each is short: they would hide the curve."""
+"""More marks than this are drawn short, as they would hide the curve."""
 _HEIGHT = 220.0
 _ROW = 24.0
 _STEPS = (1, 2, 2.5, 5, 10)
@@ -37,7 +37,7 @@ _TIMES = (
 
 
 def tag(name: str, *inside: Markup | str, **attributes: object) -> Markup:
-    """An element; of its attributes' names a ``_`` at the end is left out, others become ``-``."""
+    """Return an element. In names of attributes, a trailing ``_`` is removed and others become ``-``."""
     opening = Markup("<") + name
     for key, value in attributes.items():
         shown = f"{value:g}" if isinstance(value, float) else value
@@ -48,7 +48,7 @@ def tag(name: str, *inside: Markup | str, **attributes: object) -> Markup:
 
 
 def _drawing(key: str, title: str, summary: str, parts: Sequence[Markup], **attributes: object) -> Markup:
-    """A drawing that a screen reader reads as its title and its summary."""
+    """Return a drawing with a title and a summary for screen readers."""
     words = tag("title", title, id=f"{key}-t"), tag("desc", summary, id=f"{key}-d")
     labels = {"role": "img", "aria_labelledby": f"{key}-t", "aria_describedby": f"{key}-d"}
     return tag("svg", *words, *parts, **attributes, **labels)
@@ -61,12 +61,12 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()
-    """x, least and most, of what the line is the middle of."""
+    """(x, minimum, maximum) around the line."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment that all curves show."""
+    """A vertical mark with a label."""
 
     x: float
     label: str
@@ -79,22 +79,22 @@ class Chart:
     id: str
     title: str
     summary: str
-    """What one sees in it, in a sentence."""
+    """Description in a sentence."""
     x_name: str
     series: Sequence[Series]
     x_text: Callable[[float], str] = field(default=lambda value: f"{value:,.0f}")
     y_text: Callable[[float], str] = field(default=lambda value: f"{value:.4g}")
     y_tick: Callable[[float], str] | None = None
-    """Of the axis, where less is enough; None: as `y_text`."""
+    """Shorter text for the axis; None: as `y_text`."""
     marks: Sequence[Mark] = ()
     from_zero: bool = False
     most: float | None = None
-    """The top of the scale, where it has one of its own."""
+    """Fixed top of the scale; None: the largest value."""
     is_time: bool = False
 
     @property
     def is_log(self) -> bool:
-        """Whether the values span so much that only a logarithm shows it."""
+        """Whether the range of the values needs a logarithmic scale."""
         low, high = self._range()
         return not self.from_zero and low > 0 and high / low > 30
 
@@ -173,7 +173,7 @@ class Chart:
         return drawn
 
     def _readings(self, scale: _Scale) -> list[list[object]]:
-        """What to say where somebody points: share of the width, y in pixels, and the text."""
+        """Return the tooltips: share of the width, y in pixels, text."""
         found: list[list[object]] = []
         for each in self.series:
             own = f"{each.name}: " if len(self.series) > 1 else ""
@@ -183,7 +183,7 @@ class Chart:
         return found
 
     def rows(self) -> list[list[str]]:
-        """The values as a table, at most so many of them."""
+        """Return the values as a table of at most `MOST_ROWS` rows."""
         if len(self.series) == 1:
             return [[self.x_text(x), self.y_text(y)] for x, y in evenly(self.series[0].points, MOST_ROWS)]
         names = [dict(each.points) for each in self.series]
@@ -201,7 +201,7 @@ class Chart:
 
 
 class _Scale:
-    """From values to places."""
+    """Maps values to positions."""
 
     def __init__(self, left: float, right: float, low: float, high: float, *, is_log: bool) -> None:
         self.left, self.right = left, right
@@ -228,7 +228,7 @@ class _Scale:
 
 
 def linear_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`."""
+    """Return round numbers from at most `low` to at least `high`."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / (most - 1)
@@ -239,7 +239,7 @@ def linear_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, and their doubles and fives where there are few."""
+    """Return powers of ten, also times 2 and 5 if there are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     powers = [10.0**number for number in range(first, last + 1)]
     if len(powers) > 4:
@@ -256,7 +256,7 @@ def time_ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about so many points, the extremes of each stretch among them: a spike is not lost."""
+    """Return at most about so many points, with the extremes of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     found: list[tuple[float, float]] = []
@@ -269,7 +269,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[floa
 
 
 def pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """The points without the long gaps between them: what was not there has no line."""
+    """Split the points at long gaps, which get no line."""
     gaps = sorted(right[0] - left[0] for left, right in itertools.pairwise(points))
     if not gaps:
         return [list(points)]
@@ -283,26 +283,26 @@ def pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, floa
 
 
 def evenly(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """So many of them, the first and the last among them."""
+    """Return so many evenly spaced points, including the first and last."""
     if len(points) <= most:
         return list(points)
     return [points[round(number * (len(points) - 1) / (most - 1))] for number in range(most)]
 
 
 def nearest(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value of the point that is nearest."""
+    """Return the value of the nearest point."""
     return min(points, key=lambda point: abs(point[0] - x))[1]
 
 
 class Clock:
-    """The time that a run was up, as a scale: what lies between a stop and going on is left out."""
+    """The uptime of a run as a scale, without the breaks between sessions."""
 
     def __init__(self, sessions: Sequence[tuple[float, float]]) -> None:
         self._sessions = sessions
         self.total_s = sum(end - start for start, end in sessions) or 1.0
 
     def at(self, time: float) -> float:
-        """Seconds of being up until then."""
+        """Return the uptime in seconds until then."""
         up = 0.0
         for start, end in self._sessions:
             up += min(max(time - start, 0.0), end - start)
@@ -310,7 +310,7 @@ class Clock:
 
     @property
     def breaks(self) -> list[tuple[float, float]]:
-        """Where something is left out: at which second of being up, and how much."""
+        """The breaks: at which second of uptime, and how long."""
         return [
             (self.at(end), following - end) for (_, end), (following, _) in itertools.pairwise(self._sessions)
         ]
@@ -339,13 +339,13 @@ def timeline(
     *,
     summary: str,
 ) -> Markup:
-    """Who was in, when; a row for each node below one with the attempts.
+    """Return the timeline: a row with the attempts, and one per node.
 
     Args:
         spans: node → what it did.
-        attempts: (name, from, to, what to say of it), in seconds since 1970.
+        attempts: (name, start, end, description), in seconds since 1970.
         clock: the run's time.
-        summary: what one sees in it.
+        summary: description in a sentence.
     """
     total = clock.total_s
     height = (1 + len(spans)) * _ROW
@@ -371,7 +371,7 @@ def timeline(
 
 
 def _attempt(name: str, left: float, right: float, told: str) -> Markup:
-    """An attempt's bar, from and to a share of the time."""
+    """Return the bar of an attempt; `left` and `right` are shares of the uptime."""
     bar = tag("rect", class_="attempt", x=0, y=4, width="100%", height=_ROW - 8, rx=3)
     shown = tag("text", name if right - left > 0.035 else "", class_="inside", x=6, y=_ROW / 2 + 4)
     group = tag("g", tag("title", told), bar, shown)
@@ -387,7 +387,7 @@ def _attempt(name: str, left: float, right: float, told: str) -> Markup:
 
 
 def _row(top: float, node: str, spans: Sequence[Span], clock: Clock) -> list[Markup]:
-    """A node's name, and a bar for each thing that it did."""
+    """Return a node's name, and a bar per span."""
     name = node if len(node) <= 13 else f"{node[:12]}…"
     parts = [tag("text", name, tag("title", node), class_="row", x=-8, y=top + _ROW / 2 + 4)]
     for span in spans:
@@ -405,7 +405,7 @@ def _row(top: float, node: str, spans: Sequence[Span], clock: Clock) -> list[Mar
 
 
 def bar(parts: Sequence[tuple[str, float, str]], *, title: str, summary: str) -> Markup:
-    """A bar of (class, share, label) that add up to 1."""
+    """Return a stacked bar of (class, share, label); the shares add up to 1."""
     drawn, at = [], 0.0
     for name, share, label in parts:
         if share <= 0:

@@ -1,4 +1,4 @@
-"""`kit report`: writes what a run was, and what became of it, as one HTML page to keep, send and print."""
+"""`kit report`: writes a report of a run as one HTML page to keep, send and print."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:  # `kit --help` needs none of these
-    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.connect.link import Link
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run
@@ -27,14 +25,14 @@ if TYPE_CHECKING:  # `kit --help` needs none of these
     from nodekit.inventory.schema import Host
 
 ASK_TIMEOUT_S = 8.0
-"""For all that the hosts are asked: a report waits for none that is off."""
+"""Time limit for all questions to hosts: a report does not wait for hosts that are down."""
 LOSS_POINTS = 600
 END_MARGIN_S = 0.5
-"""A step's line may be a moment younger than the end of its attempt, by another node's clock."""
+"""A step's line may be slightly later than the end of its attempt, by another node's clock."""
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, in one step.
+    """Write a file atomically, readable only by its owner.
 
     Raises:
         KitError: it cannot be written.
@@ -53,7 +51,8 @@ def write(path: Path, text: str) -> None:
 
 
 def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, History]:
-    """The record, the events without secrets, what takes these out, and the history."""
+    """Return the record, the events without secrets, the redactor, and the history."""
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records import runs
     from nodekit.deploy.story.history import History
@@ -77,7 +76,7 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
 
 
 def to_json(run: Run, options: SshOptions) -> str:
-    """What the page is made from, but for the single events; without secrets."""
+    """Return the data of the page as JSON, without single events and without secrets."""
     run, _, redactor, history = _story(run, options)
     values = dataclasses.asdict(dataclasses.replace(history, samples={}))
     del values["samples"]
@@ -121,7 +120,7 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
 def _ask(
     run: Run, options: SshOptions, history: History
 ) -> tuple[list[Point], dict[str, dict[str, Any]], str]:
-    """A finer loss curve and the versions, from the hosts that answer in time; and what to say of that."""
+    """Ask the hosts for a finer loss curve and versions; returns these, and a note on who answered."""
     found: dict[str, dict[str, Any]] = {}
     curves: dict[str, list[list[float]]] = {}
     asking = threading.Thread(target=_ask_hosts, args=(run, options, found, curves), daemon=True)
@@ -141,7 +140,7 @@ def _ask(
 def finer(
     history: History, curves: Mapping[str, Sequence[Sequence[float]]], offsets: Mapping[str, float]
 ) -> list[Point]:
-    """The loss curve of some nodes' ``metrics.jsonl``, and of the samples where none of them took part; pure.
+    """Return the loss curve from nodes' ``metrics.jsonl``, or from the samples of attempts without any; pure.
 
     Args:
         history: of the run.
@@ -169,7 +168,7 @@ def finer(
 def _ask_hosts(
     run: Run, options: SshOptions, found: dict[str, dict[str, Any]], curves: dict[str, list[list[float]]]
 ) -> None:
-    """Ask all hosts at once; what comes in is put into `found` and `curves` as it comes."""
+    """Ask all hosts in parallel; fills `found` and `curves` as answers arrive."""
     import contextlib
 
     from nodekit.deploy.connect import cluster
@@ -177,7 +176,7 @@ def _ask_hosts(
     from nodekit.inventory.load import restore
 
     class Quiet(cluster.SshOptions):
-        """Asks nobody at the terminal: a question would outlast the deadline."""
+        """Never prompts at the terminal, which could exceed the time limit."""
 
         def ask_passphrase(self, path: str) -> str:
             raise KitError(f"{path} has a passphrase, and nobody is asked for it")
@@ -186,38 +185,25 @@ def _ask_hosts(
     until = time.monotonic() + ASK_TIMEOUT_S
 
     def ask(host: Host) -> None:
+        def call(op: str, **args: Any) -> Any:
+            return link.call(op, timeout_s=max(0.5, until - time.monotonic()), **args)
+
         with contextlib.suppress(KitError, HostError):
             link = cluster.open_link(host, quiet, timeout_s=ASK_TIMEOUT_S / 2)
             try:
-                _ask_one(run, link, host.name, until, found, curves)
+                path = f"{run.nodes[host.name]['node_dir']}/output/metrics.jsonl"
+                if points := call("points.losses", path=path, most=LOSS_POINTS):
+                    curves[host.name] = points
+                facts = call("hostfacts.facts", workdir="~")
+                gpus = [
+                    str(each.get("name", "GPU")) if isinstance(each, dict) else str(each)
+                    for each in facts["gpus"]
+                ]
+                own = {name: facts[name] for name in ("hostname", "python", "torch", "cpus")}
+                found[host.name] = {**own, "gpus": gpus}
             finally:
                 link.close()
 
     with contextlib.suppress(KitError):
         hosts = restore(run.inventory).hosts
         on_all({host.name: host for host in hosts if host.name in run.nodes}, ask)
-
-
-def _ask_one(
-    run: Run,
-    link: Link,
-    name: str,
-    until: float,
-    found: dict[str, dict[str, Any]],
-    curves: dict[str, list[list[float]]],
-) -> None:
-    left = max(0.5, until - time.monotonic())
-    path = f"{run.nodes[name]['node_dir']}/output/metrics.jsonl"
-    points = link.call("points.losses", timeout_s=left, path=path, most=LOSS_POINTS)
-    if points:
-        curves[name] = points
-    left = max(0.5, until - time.monotonic())
-    facts = link.call("hostfacts.facts", timeout_s=left, workdir="~")
-    gpus = [str(each.get("name", "GPU")) if isinstance(each, dict) else str(each) for each in facts["gpus"]]
-    found[name] = {
-        "hostname": facts["hostname"],
-        "python": facts["python"],
-        "torch": facts["torch"],
-        "cpus": facts["cpus"],
-        "gpus": gpus,
-    }

@@ -1,4 +1,4 @@
-"""The curves of a report: what a run reached by its steps, and what it used of its hosts over time; pure."""
+"""The curves of a report: loss and metrics by step, resource usage over time; pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nodekit.deploy.story.history import Attempt, History, Point
 from nodekit.deploy.story.narrate import count, duration, metric
 
 MOST_LINES = 5
-"""Of more nodes than this not each has a line in a chart."""
+"""More nodes than this are drawn as their median and range."""
 
 _Value = Callable[[Event], Any]
 
 
 def curves(history: History, clock: Clock, losses: Sequence[Point]) -> dict[str, Any]:
-    """Loss, evaluations and throughput, as the page's template takes them."""
+    """Return the charts of loss, evaluations and throughput, for the page's template."""
     marks = [
         Mark(each.resumed_at, f"{_attempt(each)}, went on from step {each.resumed_at:,}")
         for each in history.attempts[1:]
@@ -92,7 +92,7 @@ def _restarts(history: History, clock: Clock) -> list[Mark]:
 
 
 def usage(history: History, clock: Clock) -> dict[str, Any]:
-    """What the hosts' GPUs, CPUs, memory and network did, as the page's template takes it."""
+    """Return the charts and table of GPUs, CPUs, memory and network, for the page's template."""
     samples = {name: own for name, own in history.samples.items() if own}
     marks = _restarts(history, clock)
 
@@ -132,7 +132,7 @@ def _usage_row(name: str, own: Sequence[Event]) -> list[str]:
 def _lines(
     samples: Mapping[str, Sequence[Event]], value_of: _Value, clock: Clock
 ) -> dict[str, list[tuple[float, float]]]:
-    """Node → a value over the time that the run was up, of nodes that say it."""
+    """Return node → a value over the uptime, of nodes that report it."""
     lines = {}
     for node, own in samples.items():
         points = [(clock.at(each.time), value_of(each)) for each in own]
@@ -171,7 +171,7 @@ def _usage_chart(
 
 
 def _middle(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Series:
-    """One line for many nodes: their median over time, and from the least to the most of them."""
+    """Return one line for many nodes: their median, with minimum and maximum as the band."""
     begin = min(points[0][0] for points in lines.values())
     end = max(points[-1][0] for points in lines.values())
     middle, band = [], []
@@ -223,7 +223,7 @@ def _of(field: str) -> _Value:
 
 
 def share_text(value: float) -> str:
-    """A share, as `12.3 %`."""
+    """Return a share as `12.3 %`."""
     return f"{100 * value:.3g} %"
 
 
@@ -245,7 +245,7 @@ def _elapsed(seconds: float) -> str:
 
 
 def as_int(value: Any) -> int:
-    """A number that somebody has noted; 0 for anything else."""
+    """Return a recorded number; 0 for anything else."""
     return int(value) if isinstance(value, int | float) else 0
 
 

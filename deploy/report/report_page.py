@@ -1,7 +1,7 @@
-"""A run's report as one HTML page (report.html) that needs nothing but itself; pure.
+"""A run's report as one self-contained HTML page (report.html); pure.
 
-Nothing in it can become markup: Jinja2 escapes all that it is given, the charts are built by markupsafe, and the page's
-policy lets no script run but the page's own, known by its hash, and no request leave it.
+No value can become markup: Jinja2 escapes everything, the charts are built with markupsafe, and the page's content
+security policy allows only its own script, by its hash, and no requests.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a page is made from."""
+    """The data of a page."""
 
     run: Run
     history: History
     events: Sequence[Event]
     redactor: Redactor
     written: str
-    """By what, and when."""
+    """The program and time of writing."""
     losses: Sequence[Point] = ()
-    """A finer loss curve than the samples', where a node could be asked."""
+    """A finer loss curve than the samples', if a node answered."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """node → what it said now of its software; what it said when the run started comes before it."""
+    """node → its software versions now; those recorded at the start of the run take precedence."""
     asked: str = ""
-    """What the nodes were asked for this page, and what came of it."""
+    """A note on which nodes were asked and answered."""
 
 
 def page(source: Source) -> str:
-    """The page."""
-    # Here and nowhere else secrets are taken out: all of the page, its charts too, is made from what passes here.
+    """Return the page."""
+    # The only place where secrets are removed: the whole page, with its charts, is made from the result.
     source = source.redactor.tree(source)
     history, run = source.history, source.run
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -112,12 +112,12 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content security policy knows an inline script or style by."""
+    """Return the hash of an inline script or style, for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class _View:
-    """The parts of the page, each as what its template asks for."""
+    """The parts of the page, each as variables of the template."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -432,7 +432,7 @@ class _View:
 
 
 def _snapshot_row(key: tuple[int, int], notes: Sequence[Event]) -> list[str]:
-    """What nodes have noted of the snapshot of a step, in a generation."""
+    """Return the row of a snapshot: (step, generation), and the nodes' records of it."""
     size = max(as_int(each.get("bytes")) for each in notes)
     return [
         f"{key[0]:,}",
@@ -474,7 +474,7 @@ def _flat(value: Any) -> str:
 
 
 def _without_empty(value: Any) -> Any:
-    """An inventory without what was left open in it."""
+    """Return an inventory without its empty values."""
     if isinstance(value, Mapping):
         return {key: _without_empty(each) for key, each in value.items() if each not in (None, {}, [], ())}
     if isinstance(value, list | tuple):

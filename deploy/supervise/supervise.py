@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import queue
 import threading
 import time
@@ -30,6 +31,8 @@ from nodekit.deploy.supervise.judge import Action, Finish, NodeAction, Rules, Se
 from nodekit.deploy.supervise.observer import Observer, View
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
+
+_LOG = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 1.0
@@ -205,6 +208,7 @@ class Supervisor:
             self._disk_problem, self._write_at = problem, time.monotonic() + RETRY_S
 
     def _do(self, action: Action, state: State) -> None:
+        _LOG.debug("generation %d: %s", state.generation, action)
         if isinstance(action, judge.Say):
             self._view.say(action.text, is_event=True)
             self._note("said", text=action.text)
@@ -232,6 +236,7 @@ class Supervisor:
         except KitError as error:
             problem = error.problem if isinstance(error, HostError) else str(error)
             kind = "problem" if isinstance(action, judge.Start) else "refused"
+            _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
             self._queue.put((action.node, kind, problem))
 
     def _start(self, name: str, state: State, is_new: bool) -> None:

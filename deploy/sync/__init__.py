@@ -1,4 +1,4 @@
-"""How the user's code and kit's own package get to the hosts.
+"""Sends the user's code and kit's own package to the hosts.
 
 It may import `inventory`, `deploy.host`, `deploy.connect` and `deploy.output`.
 """

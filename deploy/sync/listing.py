@@ -1,4 +1,4 @@
-"""What the user's code is: the files git sees or a walk finds, each with its SHA-256, as one hashed list."""
+"""Lists the user's code: files found by git or by a walk, with SHA-256 each and for the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RACY_NS = 100_000_000
 
 
 class Entry(NamedTuple):
-    """One file or symbolic link; also a row of `deploy/host/tree.py`, whence the order of the fields."""
+    """One file or symbolic link; also a row of `deploy/host/tree.py`, which fixes the order of the fields."""
 
     path: str
     kind: str
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The user's code as it was when it was looked at."""
+    """A snapshot of the user's code."""
 
     root: Path
     entries: tuple[Entry, ...]
@@ -44,9 +44,9 @@ class Tree:
     digest: str
     """The content hash of the whole: equal if and only if all names, modes and contents are."""
     stats: dict[str, list[Any]] = field(repr=False)
-    """path -> what the file's stat was, to tell a file that changed since."""
+    """path → the file's stat, to detect changes."""
     ignored: Mapping[str, str | None] = field(repr=False)
-    """What .gitignore leaves out (`Selection.ignored`)."""
+    """Paths excluded by .gitignore (`Selection.ignored`)."""
 
     @property
     def num_files(self) -> int:
@@ -59,7 +59,7 @@ class Tree:
         return sum(entry.size for entry in self.entries)
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Those of `paths` that are not what they were when the tree was taken."""
+        """Return those of `paths` that have changed since."""
         return [path for path in paths if not _is_same(self.root / path, self.stats[path])]
 
 
@@ -168,7 +168,7 @@ def _links(root: Path, links: list[str], files: dict[str, Any], problems: list[s
 
 
 def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -> dict[str, list[Any]]:
-    """The stat and hash of each file, from the cache where its stat is unchanged."""
+    """Return stat and hash of each file, from the cache if its stat is unchanged."""
     cache = _cache_file(root)
     try:
         known = json.loads(cache.read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""How far a sync, or a build, is on each host: bars on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a sync or build on each host: bars on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUILD_LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One host's state in a sync."""
+    """The state of a sync on one host."""
 
     host: str
     phase: str
@@ -33,7 +33,7 @@ class Progress:
 def progress_bars(
     *, silent: bool = False, file: TextIO | None = None
 ) -> Iterator[Callable[[Progress], None]]:
-    """What to hand to `send`: bars where `file` (stdout) is a terminal, else lines, or nothing."""
+    """Yield the `progress` argument of `send`: bars if `file` (stdout) is a terminal, else lines, or nothing."""
     file = file or sys.stdout
     if silent:
         yield nothing
@@ -71,7 +71,7 @@ def progress_bars(
 
 
 def _lines(file: TextIO) -> Callable[[Progress], None]:
-    """What prints a line for each host, now and then."""
+    """Return a function that prints a line per host now and then."""
     lock = threading.Lock()
     last: dict[str, tuple[float, int]] = {}
 
@@ -97,14 +97,14 @@ def _lines(file: TextIO) -> Callable[[Progress], None]:
 
 
 def nothing(*_: object) -> None:
-    """What to tell where nobody looks."""
+    """Ignore the progress."""
 
 
 @contextmanager
 def build_lines(
     *, silent: bool = False, file: TextIO | None = None
 ) -> Iterator[Callable[[str, float, str], None]]:
-    """What to tell of a build, with host, seconds and what it said last: a line each on a terminal, or now and then."""
+    """Yield a function for the progress of builds, called with host, seconds and the last line of output."""
     file = file or sys.stdout
     if silent:
         yield nothing

@@ -1,6 +1,6 @@
-"""Which files of a folder are sent: what git would offer; ``.kitignore`` leaves out more, and puts back.
+"""Selects the files of a folder to send: those that git does not ignore, changed by ``.kitignore``.
 
-A ``!`` line in a ``.kitignore`` sends what ``.gitignore`` leaves out: a file, or a folder with all that is in it. A
+A ``!`` line in a ``.kitignore`` includes what ``.gitignore`` excludes: a file, or a folder with its content. A
 pattern without a slash in it (``!*.bin``) does not look into folders that ``.gitignore`` leaves out as a whole; one
 that names the folder (``!data/``, ``!data/corpus/*.bin``) does. What ``.kitignore`` itself leaves out as a folder
 stays out, as in git.
@@ -27,10 +27,10 @@ GIT_IGNORE_FILE = ".gitignore"
 
 @dataclass(frozen=True)
 class Selection:
-    """What is sent of a folder, and what is not."""
+    """The files of a folder to send, and those excluded."""
 
     paths: tuple[str, ...]
-    """Files, links and special files, sorted."""
+    """Sorted files, links and special files."""
     ignored: Mapping[str, str | None]
     """What .gitignore leaves out, folders with a slash at the end → the folder of the git repository that it is in,
     None where the rules were read without git. Some of it may have been put back."""
@@ -46,7 +46,7 @@ class Why(NamedTuple):
 
 
 def select(root: Path, problems: list[str]) -> Selection:
-    """List what is sent; folders that cannot be read are added to `problems`."""
+    """List the files to send; unreadable folders are added to `problems`."""
     kit = _Rules(root, IGNORE_FILE)
     ignored: dict[str, str | None] = {}
     if _in_work_tree(root):
@@ -59,13 +59,14 @@ def select(root: Path, problems: list[str]) -> Selection:
                 for path, repository in ignored.items()
                 if not (kit.folder(path[:-1]) if path.endswith("/") else kit(path))
             }
+            walk = _Walk(root, kit, problems, {})
             for path in ignored if kit.puts_back else ():
-                is_folder = path.endswith("/")
-                paths.update(_entry(root, path.rstrip("/"), is_folder, kit, None, problems, {}))
+                paths.update(walk.at(path, None))
             return Selection(tuple(sorted(paths)), ignored)
         ignored.clear()
     git = _Rules(root, GIT_IGNORE_FILE)
-    return Selection(tuple(sorted(_walk(root, "", kit, git, problems, ignored))), ignored)
+    walk = _Walk(root, kit, problems, ignored)
+    return Selection(tuple(sorted(walk.below("", git))), ignored)
 
 
 def why_left_out(root: Path, path: str) -> Why | None:
@@ -105,7 +106,7 @@ def _start_git(folder: Path, *arguments: str, **streams: Any) -> subprocess.Pope
 
 
 def _git(folder: Path, *arguments: str, text: str = "") -> list[str]:
-    """What git answers, from NUL to NUL; nothing where it fails."""
+    """Return git's NUL-separated output; empty if it fails."""
     process = _start_git(folder, *arguments, stdin=subprocess.PIPE)
     return os.fsdecode(process.communicate(os.fsencode(text))[0]).split("\0")[:-1]
 
@@ -148,51 +149,44 @@ def _is_folder(full: str) -> bool:
 # --- without git ----------------------------------------------------------------------------------------------
 
 
-def _walk(
-    root: Path,
-    folder: str,
-    kit: _Rules,
-    git: _Rules | None,
-    problems: list[str],
-    ignored: dict[str, str | None],
-) -> Iterator[str]:
-    """The files below a folder that are sent; `git` is None where .gitignore leaves all of it out."""
-    try:
-        entries = list(os.scandir(f"{root}/{folder}"))
-    except OSError as error:
-        problems.append(f"{folder}: {error.strerror}")
-        return
-    for entry in entries:
-        if entry.name != ".git":
-            is_folder = entry.is_dir(follow_symlinks=False)
-            yield from _entry(root, folder + entry.name, is_folder, kit, git, problems, ignored)
+@dataclass(frozen=True)
+class _Walk:
+    """Walks folders for files to send; adds others to `problems` and `ignored`."""
 
+    root: Path
+    kit: _Rules
+    problems: list[str]
+    ignored: dict[str, str | None]
 
-def _entry(
-    root: Path,
-    path: str,
-    is_folder: bool,
-    kit: _Rules,
-    git: _Rules | None,
-    problems: list[str],
-    ignored: dict[str, str | None],
-) -> Iterator[str]:
-    name = f"{path}/" if is_folder else path
-    said = kit.says(name)
-    if said:
-        return
-    is_out = said is None and (git is None or git.says(name) is True)
-    if is_out and git is not None:
-        ignored[name] = None
-    if not is_folder:
-        if not is_out:
-            yield path
-    elif not is_out or kit.reaches(path):
-        yield from _walk(root, name, kit, None if is_out else git, problems, ignored)
+    def below(self, folder: str, git: _Rules | None) -> Iterator[str]:
+        """Yield the files to send below a folder; `git` is None if .gitignore excludes it as a whole."""
+        try:
+            entries = list(os.scandir(f"{self.root}/{folder}"))
+        except OSError as error:
+            self.problems.append(f"{folder}: {error.strerror}")
+            return
+        for entry in entries:
+            if entry.name != ".git":
+                slash = "/" if entry.is_dir(follow_symlinks=False) else ""
+                yield from self.at(f"{folder}{entry.name}{slash}", git)
+
+    def at(self, name: str, git: _Rules | None) -> Iterator[str]:
+        """Yield a file to send, or those below a folder, whose name ends with a slash."""
+        said = self.kit.says(name)
+        if said:
+            return
+        is_out = said is None and (git is None or git.says(name) is True)
+        if is_out and git is not None:
+            self.ignored[name] = None
+        if not name.endswith("/"):
+            if not is_out:
+                yield name
+        elif not is_out or self.kit.reaches(name[:-1]):
+            yield from self.below(name, None if is_out else git)
 
 
 class _Rules:
-    """What the ignore files of one name say of a path: those in its folder and above it, the nearest first."""
+    """The rules of the ignore files of one name, in a path's folder and above it, the nearest first."""
 
     def __init__(self, root: Path, name: str) -> None:
         self._root = root
@@ -202,11 +196,11 @@ class _Rules:
         self._folders: dict[str, bool] = {"": False}
 
     def __call__(self, path: str) -> bool:
-        """Whether a file is left out, by itself or with a folder that it is in."""
+        """Whether a file is excluded, by itself or with one of its folders."""
         return self.folder(path.rpartition("/")[0]) or self.says(path) is True
 
     def folder(self, path: str) -> bool:
-        """The same of a folder; what is in one that is left out cannot come back in."""
+        """Whether a folder is excluded; its content cannot be included again."""
         if path not in self._folders:
             parent = path.rpartition("/")[0]
             self._folders[path] = self.folder(parent) or self.says(f"{path}/") is True
@@ -214,11 +208,11 @@ class _Rules:
 
     @property
     def puts_back(self) -> bool:
-        """Whether any file that was read so far has a line that begins with ``!``."""
+        """Whether any file read so far has a line that starts with ``!``."""
         return any(line.startswith("!") for lines in self._lines.values() for line in lines)
 
     def says(self, path: str) -> bool | None:
-        """True: it is left out, False: a ``!`` line has the last word, None: nothing; a folder ends with a slash."""
+        """Return True if excluded, False if a ``!`` line includes it, else None; a folder ends with a slash."""
         for folder in above(path):
             spec = self._spec(folder)
             if spec is not None:
@@ -228,7 +222,7 @@ class _Rules:
         return None
 
     def why(self, path: str) -> tuple[str, str] | None:
-        """The folder of the file that leaves out this path, or a folder that it is in, and the file's line."""
+        """Return the folder of the ignore file that excludes this path or one of its folders, and the line."""
         for each in (*reversed([f"{folder}/" for folder in above(path) if folder]), path):
             for folder in above(each):
                 spec = self._spec(folder)
@@ -240,7 +234,7 @@ class _Rules:
         return None
 
     def reaches(self, path: str) -> bool:
-        """Whether a ``!`` line names something below this folder, by a path that leads into it."""
+        """Whether a ``!`` line includes something below this folder, by a path through it."""
         for folder in above(path):
             self._spec(folder)
             parts = (path[len(folder) + 1 :] if folder else path).split("/")
@@ -269,7 +263,7 @@ class _Rules:
 
 
 def above(path: str) -> Iterator[str]:
-    """The folders that a path is in, the innermost first; the root is ""."""
+    """Yield the parent folders of a path, the innermost first; the root is ""."""
     folder = path.rstrip("/")
     while folder:
         folder = folder.rpartition("/")[0]
@@ -289,7 +283,7 @@ def _leads_into(names: list[str], parts: list[str]) -> bool:
 
 
 def reasons(root: Path, ignored: Mapping[str, str | None]) -> dict[str, Why]:
-    """Why each of these paths is left out; those of which no rule says so are not in the answer.
+    """Return why each of these paths is excluded; without those that no rule excludes.
 
     Args:
         root: of the selection.
@@ -329,7 +323,7 @@ def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tupl
 
 
 def _put_back(folder: str, pattern: str) -> str:
-    """The line of the root's .kitignore that undoes a pattern of a folder's .gitignore."""
+    """Return the line for the root's .kitignore that reverts a pattern of a folder's .gitignore."""
     if not folder:
         return f"!{pattern}"
     if pattern.strip("/") in ("*", "**"):

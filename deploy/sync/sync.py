@@ -1,4 +1,4 @@
-"""The user's code and kit's own package to every host, verified there, and as a private copy for each run."""
+"""Sends the user's code and kit's own package to every host, and verifies them there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
 _SUFFIXES = (".py", ".yaml", ".json", ".tsv")
 _FULL = ("ENOSPC", "EDQUOT")
-_ATTEMPTS = 2  # of bringing the files: the second trusts nothing that the first left
+_ATTEMPTS = 2  # to send the files: the second trusts nothing from the first
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class Target:
 
     link: Link
     dest: str
-    """The folder the run will see; ``~`` allowed."""
+    """The folder that the run uses; ``~`` allowed."""
     cache: str
     """Kit's own copy, the base of the next sync; one per project and host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncResult:
-    """What one host got."""
+    """The result of a sync on one host."""
 
     digest: str
-    """The content hash as computed there."""
+    """The content hash computed on the host."""
     files_sent: int
     bytes_sent: int
     kept: tuple[str, ...]
-    """What the job had made or changed in `dest` where the new tree has something else; renamed to this."""
+    """New names of files that the job had created or changed in `dest` and that conflict with the new tree."""
 
 
 def project_key(folder: Path) -> str:
-    """A name for a project's cache: its folder's name, and a hash of where it is and whose it is."""
+    """Return the name of a project's cache: the folder's name, and a hash of location and user."""
     root = folder.expanduser().resolve()
     where = f"{getpass.getuser()}@{socket.gethostname()}:{root}"
     name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in root.name)[:40]
@@ -64,7 +64,7 @@ def project_key(folder: Path) -> str:
 
 
 def code_target(link: Link, tree: Tree, *, workdir: str, dest: str) -> Target:
-    """Where a run's code goes on a host, and kit's own copy of the project beside it."""
+    """Return the destination of a run's code on a host, and the project's cache there."""
     return Target(link, dest=dest, cache=f"{workdir}/code/{project_key(tree.root)}")
 
 
@@ -75,7 +75,7 @@ def send(
     timeout_s: float,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, SyncResult | Exception]:
-    """Make `dest` on every host the tree: all hosts at once, and one's failure hides no other's.
+    """Sync the tree to `dest` on every host in parallel; one host's failure hides no other's.
 
     A `dest` that is there (a resumed run) is brought up to date; what the job made or changed in it stays. If
     the user's files change meanwhile, the tree is taken again, once, and all hosts get that.
@@ -155,7 +155,7 @@ def _deliver(
     *,
     whole: bool,
 ) -> int:
-    """Bring files to a host's cache; their size in bytes."""
+    """Send files to a host's cache; returns their size in bytes."""
     num_bytes = sum(entry.size for entry in entries)
 
     def report(files: int, bytes_done: int, phase: str = "sending") -> None:
@@ -195,7 +195,7 @@ def _deliver(
 
 
 def _verify(tree: Tree, host: str, answer: Mapping[str, Any]) -> None:
-    """Raise where a host does not have the tree, though all of it was sent."""
+    """Raise HostError if a host does not have the tree although it was sent."""
     if answer["state"] != "placed":
         wrong = [tree.entries[index].path for index in answer.get("paths", [])] or ["?"]
         if changed := tree.changed(path for path in wrong if path in tree.stats):
@@ -210,7 +210,7 @@ def _verify(tree: Tree, host: str, answer: Mapping[str, Any]) -> None:
 
 
 def _release(target: Target) -> None:
-    """Let go of the cache after a failure; if the link is lost, its end on the host has let go already."""
+    """Release the lock of the cache after a failure; a lost link has released it already."""
     with contextlib.suppress(HostError):
         target.link.call("tree.release", timeout_s=2.0, cache=target.cache)
 
@@ -228,7 +228,7 @@ def _told(error: RemoteError, target: Target) -> HostError:
 
 
 def keep(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
-    """Let each host make its cache whole again, in the background, which `send` leaves for when there is time.
+    """Let each host complete its cache in the background, which `send` postpones.
 
     Without it the next sync does that first.
     """
@@ -238,7 +238,7 @@ def keep(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
 
 
 def settle(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
-    """`keep`, and wait until it is done."""
+    """Let each host complete its cache, and wait for it."""
     return on_all(
         targets, lambda target: target.link.call("tree.settle", timeout_s=timeout_s, cache=target.cache)
     )
@@ -249,7 +249,7 @@ def settle(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """Kit as it is installed here, as text."""
+    """The source of kit as installed here."""
 
     digest: str
     files: Mapping[str, str]
@@ -257,7 +257,7 @@ class Package:
 
 
 def package() -> Package:
-    """Kit's own package, laid out as it is imported, wherever and however it is installed."""
+    """Return kit's own package in its import layout, however it is installed."""
     files: dict[str, bytes] = {}
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)  # importing them would load torch

@@ -1,4 +1,4 @@
-"""Bringing what a host lacks into its cache: rsync over the system's ssh, SFTP, or a plain copy."""
+"""Sends missing files to a host's cache: rsync over the system's ssh, SFTP, or a plain copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FULL = ("No space left on device", "Disk quota exceeded")
 
 
 class Link(Protocol):
-    """What sync needs of a link to a host (`deploy/connect/link.py`)."""
+    """The part of a link (`deploy/connect/link.py`) that sync uses."""
 
     @property
     def host(self) -> str: ...  # noqa: D102
@@ -36,7 +36,7 @@ class Link(Protocol):
 
 
 class SourceChanged(KitError):
-    """A file of the user's is not what it was when the tree was taken."""
+    """A file of the user's has changed since the tree was taken."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -55,12 +55,12 @@ def seconds_left(host: str, deadline: float) -> float:
 
 
 class _UnusableError(Exception):
-    """This way of sending cannot be taken."""
+    """This way of sending is not available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """Files of a tree that one host lacks, and the time there is to bring them."""
+    """Files of a tree to send to one host, and the deadline."""
 
     link: Link
     tree: Tree
@@ -69,11 +69,11 @@ class Delivery:
     """Absolute, on the host."""
     host_has_rsync: bool
     deadline: float
-    """Of `time.monotonic`."""
+    """By `time.monotonic`."""
     report: Callable[[int, int], None]
     """Called with the files and bytes done."""
     whole: bool = False
-    """Trust nothing that is there already."""
+    """Whether to ignore partial files on the host."""
 
     def left_s(self) -> float:
         """Seconds left; HostError when there are none."""
@@ -90,11 +90,11 @@ class Delivery:
 
 
 def bring(delivery: Delivery) -> None:
-    """Bring the files, the fastest way there is; whether they arrived is for the host to verify.
+    """Send the files by the fastest available way; the host verifies them.
 
     Raises:
-        SourceChanged: a file is not what it was when the tree was taken.
-        HostError: the host has no space, the connection is lost, or the time is over.
+        SourceChanged: a file has changed since the tree was taken.
+        HostError: the host has no space, the connection is lost, or the deadline has passed.
     """
     connection = delivery.link.connection
     try:
@@ -135,7 +135,7 @@ def _copy(delivery: Delivery) -> None:
 
 
 def rsync_argv(rsh: Sequence[str], root: str, cache: str, *, whole: bool) -> list[str]:
-    """The command that brings the files named on its stdin, each ended by a NUL, from `root` into `cache`."""
+    """Return the command that sends files from `root` to `cache`, with NUL-terminated names on its stdin."""
     return [
         "rsync",
         "--files-from=-",
@@ -155,7 +155,7 @@ def rsync_argv(rsh: Sequence[str], root: str, cache: str, *, whole: bool) -> lis
 
 
 def rsh_option(argv: Sequence[str]) -> str:
-    """An argv as the text of rsync's ``--rsh``, which knows quotes but no backslashes."""
+    """Return an argv as the value of rsync's ``--rsh``, which supports quotes but no backslashes."""
     return " ".join("'" + word.replace("'", "''") + "'" for word in argv)
 
 
@@ -191,7 +191,7 @@ _PROGRESS = re.compile(rb"\s*([\d,.]+)\s+\d+%.*?(?:xfr#(\d+))?[^#]*$")
 
 
 def _watch(rsync: subprocess.Popen[bytes], delivery: Delivery) -> None:
-    """Report what rsync says of its progress until it ends or the time is over."""
+    """Report rsync's progress until it ends or the deadline passes."""
     import os
     import select
 
@@ -215,7 +215,7 @@ def _watch(rsync: subprocess.Popen[bytes], delivery: Delivery) -> None:
 
 
 def packs(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Divide files into packs: big ones alone, the others together up to `PACK_BYTES`."""
+    """Divide files into packs: large ones alone, the others together up to `PACK_BYTES`."""
     found: list[list[Entry]] = [[]]
     room = PACK_BYTES
     for entry in entries:

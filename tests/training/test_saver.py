@@ -18,8 +18,7 @@ from nodekit.training import Fenced, Snapshots, World
 from nodekit.training.snapshots import saver, snapshot
 from nodekit.training.snapshots.commit import written_beside
 from nodekit.training.snapshots.hostcopy import HostCopy
-from nodekit.training.snapshots.interval import interval_s
-from nodekit.training.snapshots.saver import Saver
+from nodekit.training.snapshots.saver import Saver, interval_s
 
 
 @pytest.fixture

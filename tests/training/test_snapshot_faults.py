@@ -34,7 +34,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nodekit.deploy.agent.replicas.replica_files import Copies, Listing, Version
+from nodekit.deploy.agent.replicas.replica_copies import Copies
+from nodekit.deploy.agent.replicas.replica_files import Listing, Version
 from nodekit.training import Fenced, Snapshots
 from nodekit.training.snapshots import commit, exchange, snapshot
 from nodekit.training.snapshots.manifest import Manifest, NewerKit

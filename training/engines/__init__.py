@@ -1,7 +1,8 @@
 """The ways to train, ``--engine NAME``: one file each, with a class `Engine` that follows the protocol below.
 
 An engine gets a plain module and a plain torch optimizer that have the snapshot's state already, and returns such plain
-state, so that any engine can load what another has saved. It may import `snapshots` and what is below that.
+state, so that any engine can load what another has saved. It may import `snapshots` and what is below that. To add one,
+write its file, an entry in ``engine_info.ENGINES``, and its name in ``options.py`` at options that it cannot follow.
 """
 
 from collections.abc import Mapping
@@ -39,8 +40,9 @@ class Engine(Protocol):
     def update(self, clip: float | None) -> None:
         """Clip the gradients to this norm, step the optimizer and clear the gradients.
 
-        An engine with a training loop of its own has ``drive(num_steps, compute, edge)`` in place of this: for each
-        step it calls ``compute``, steps, and calls ``edge``; it returns False if it stopped because ``edge`` was True.
+        An engine with a training loop of its own has ``drive(num_steps, compute, end_step)`` in place of this: for each
+        step it calls ``compute``, steps, and calls ``end_step``. It returns False if it has stopped, because
+        ``end_step`` has returned True.
         """
 
     def weights(self) -> Mapping[str, "torch.Tensor"]:

@@ -1,6 +1,6 @@
-"""``python -m nodekit.training.engines.build_horovod``: build Horovod's last release for the torch that is here.
+"""``python -m nodekit.training.engines.build_horovod``: build Horovod's last release for the installed torch.
 
-Its sdist asks for C++14, and torch's headers for C++17 or newer: two lines are changed. Run it on every node, or once
+Its sdist sets C++14, and torch's headers need C++17 or newer: two lines are changed. Run it on every node, or once
 with ``--wheel``, and install the wheel on the others, with the same python and torch.
 """
 
@@ -25,38 +25,37 @@ _DEVICE = "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_cont
 _PATCHES = {
     "CMakeLists.txt": _CMAKE,
     "horovod/torch/CMakeLists.txt": _CMAKE,
-    # It forgets HOROVOD_GLOO_IFACE here, and takes the address that a host has for its own name: 127.0.1.1, on Debian.
+    # It ignores HOROVOD_GLOO_IFACE here, and uses the address of the host's own name: 127.0.1.1, on Debian.
     "horovod/common/gloo/gloo_context.cc": (
         _DEVICE,
         f"  device_attr.iface = global_context.gloo_iface_;\n{_DEVICE}",
     ),
 }
-"""File → what is in it once → what is there in its place."""
+"""File → a text that occurs once, and its replacement."""
 
-_FLAGS = (
-    'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "{} -DNDEBUG")'  # theirs has -g, which makes it three times as large
-)
+# Without -g, which makes the library three times as large.
+_FLAGS = 'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "{} -DNDEBUG")'
 _ENVIRON = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # gloo asks for less than CMake 4 knows
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # gloo sets a version that CMake 4 refuses
 }
-_TOOLS = {"g++": "g++", "cmake": "cmake", "make": "make"}
-"""Program → Debian's package."""
+_TOOLS = ("g++", "cmake", "make")
+"""Programs, and the names of their packages in Debian."""
 
 _NUM_LINES = 20
-"""How many of a failed program's last lines are shown, and of those that speak of an error."""
+"""How many of a failed program's last lines are shown, and of earlier ones with the word error."""
 
 
 class BuildError(RuntimeError):
-    """Why there is no Horovod; the message says what to do."""
+    """The build failed; the message says what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build; gives the exit status."""
+    """Build, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m nodekit.training.engines.build_horovod",
         description=f"Build Horovod {VERSION} for this python and torch, and install it.",
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"written: {shutil.copy(wheel, given.wheel)}")
                 return 0
             _run("install", _pip("install", "--force-reinstall", "--no-deps", str(wheel)))
-            _run("install what it needs", _pip("install", f"horovod=={VERSION}"))  # it is there itself
+            _run("install what it needs", _pip("install", f"horovod=={VERSION}"))  # Horovod itself is there
         _run(
             "import horovod.torch", [sys.executable, "-c", "import horovod.torch as h; assert h.gloo_built()"]
         )
@@ -91,15 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(path: str | None = None) -> None:
-    """Refuse where something is missing.
+    """Check that all tools for the build are there.
 
     Args:
         path: where to look for programs (default: ``$PATH``).
 
     Raises:
-        BuildError: names what, and what to install.
+        BuildError: names what is missing, and what to install.
     """
-    packages = [package for tool, package in _TOOLS.items() if shutil.which(tool, path=path) is None]
+    packages = [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         packages.append("python3-dev")
     if packages:
@@ -115,10 +114,10 @@ def check(path: str | None = None) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The unpacked sdist of the pinned version, by pip from its index; nothing in it runs before its checksum fits.
+    """Download the pinned version's sdist with pip and unpack it; pip verifies its hash before anything in it runs.
 
     Raises:
-        BuildError: it is not to be had, or another one.
+        BuildError: it cannot be downloaded, or has another hash.
     """
     wanted = folder / "requirements.txt"
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -132,7 +131,7 @@ def download(folder: Path) -> Path:
 
 
 def patch(source: Path, *, optimise: bool = True) -> None:
-    """Ask for a newer C++, and mend what does not work on several hosts.
+    """Set a newer C++ standard, and fix what does not work on several hosts.
 
     Raises:
         BuildError: a file is not as expected; nothing is changed then.
@@ -146,7 +145,7 @@ def patch(source: Path, *, optimise: bool = True) -> None:
                 "this script is written for another release"
             )
         texts[name] = text.replace(old, new)
-    if not optimise:  # several sources as one, which read torch's headers once: a third less to do
+    if not optimise:  # compile several sources as one, which read torch's headers once: a third less work
         torch = "horovod/torch/CMakeLists.txt"
         texts[torch] = texts[torch].replace(_CMAKE[1], f"{_CMAKE[1]}\nset(CMAKE_UNITY_BUILD ON)")
     flags = _FLAGS.format("-O3" if optimise else "-O0")
@@ -156,10 +155,10 @@ def patch(source: Path, *, optimise: bool = True) -> None:
 
 
 def build(source: Path, folder: Path) -> Path:
-    """The wheel, written into the folder.
+    """Build the wheel in the folder.
 
     Raises:
-        BuildError: with the last lines of what the compiler said.
+        BuildError: with the last lines of the compiler's output.
     """
     jobs = {} if "MAKEFLAGS" in os.environ else {"MAKEFLAGS": f"-j{os.cpu_count() or 1}"}
     argv = _pip("wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir")
@@ -184,9 +183,9 @@ def _run(
     environ: Mapping[str, str] | None = None,
     progress: re.Pattern[str] | None = None,
 ) -> None:
-    """Run a program, saying what is done, and, if it fails, why."""
+    """Run a program; print what it does, its progress, and, if it fails, why."""
     print(what, flush=True)
-    said: list[str] = []
+    output: list[str] = []
     shown = 0
     with subprocess.Popen(
         argv,
@@ -198,14 +197,14 @@ def _run(
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             percent = progress.search(line) if progress else None
             if percent and int(percent[1]) >= shown + 10:
                 shown = int(percent[1]) // 10 * 10
                 print(f"  {shown} %", flush=True)
     if process.returncode:
-        last = said[-_NUM_LINES:]
-        errors = [line for line in said[:-_NUM_LINES] if "error" in line.lower()][:_NUM_LINES]
+        last = output[-_NUM_LINES:]
+        errors = [line for line in output[:-_NUM_LINES] if "error" in line.lower()][:_NUM_LINES]
         raise BuildError(
             f"{what} failed with exit status {process.returncode}; its errors and its last lines:\n"
             f"{''.join([*errors, *last])}"

@@ -51,12 +51,12 @@ def compress(model: torch.nn.Module, how: str) -> None:
 
 def _powersgd(
     state: Any,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks for this very annotation
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks this annotation
 ) -> torch.futures.Future[torch.Tensor]:
     """PowerSGD by torch's hook, one bucket at a time where there is gloo.
 
     It sends two or three messages, the later ones from a thread of gloo's when the earlier have arrived. With two
-    buckets under way, ranks would send in different orders, and mistake one message for another.
+    buckets in flight, ranks would send in different orders, and mistake one message for another.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 

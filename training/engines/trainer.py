@@ -49,9 +49,9 @@ class Engine(accelerate.Engine):
         self.scaler = getattr(self.accelerator, "scaler", None) or self.scaler
         return module
 
-    def drive(self, num_steps: int, compute: Callable[[], None], edge: Callable[[], bool]) -> bool:
+    def drive(self, num_steps: int, compute: Callable[[], None], end_step: Callable[[], bool]) -> bool:
         """Train for so many steps in the Trainer's loop; False if it was stopped."""
-        self._compute, self._edge, self._is_stopped = compute, edge, False
+        self._compute, self._end_step, self._is_stopped = compute, end_step, False
         self._trainer.args.max_steps = num_steps
         self._trainer.train()
         return not self._is_stopped
@@ -65,7 +65,7 @@ class Engine(accelerate.Engine):
 
     def step_has_ended(self) -> bool:
         """Whether to stop; the Trainer calls this at the end of each step."""
-        self._is_stopped = self._edge()
+        self._is_stopped = self._end_step()
         return self._is_stopped
 
     def update(self, clip: float | None) -> None:  # noqa: ARG002

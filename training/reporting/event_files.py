@@ -23,7 +23,7 @@ def of(folder: Path) -> list[Path]:
 
 
 def last_attempt(folder: Path) -> tuple[int, int]:
-    """The attempt that wrote the newest file; (-1, -1) if its name does not say."""
+    """The attempt that wrote the newest file; (-1, -1) if its name has none."""
     found = [_ATTEMPT.search(path.name) for path in of(folder)[-1:]]
     return (int(found[0][1]), int(found[0][2])) if found and found[0] else (-1, -1)
 

@@ -64,9 +64,7 @@ class Report:
         self._num_samples = 0
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step; None if unknown."""
-        self._timed_from_s: float | None = (
-            None  # when the current step began; None before the first one's end
-        )
+        self._timed_from_s: float | None = None  # when the current step began; None in the first one
         self._timed_s = 0.0
         self._timed_samples = 0
         self._is_warm = False  # whether there was an evaluation
@@ -93,11 +91,11 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._tracker is not None:
-            self._tracker.close(is_trained=self._is_trained)
         for each in (self._bar, self._curves, self._metrics, self._progress):
             if each is not None:
                 each.close()
+        if self._tracker is not None:
+            self._tracker.close(is_trained=self._is_trained)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""

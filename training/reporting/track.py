@@ -157,7 +157,7 @@ class _Sender:
         self._key = key
         self._has_warned = False
         # W&B offline cannot tell its last step, but an earlier process of this node has noted it.
-        self._step, self._evaluated = max((reached, reached), self._noted())
+        self._last = max([reached, reached], self._noted())  # step, and step of an evaluation
         self._kept: list[dict[str, Any]] = []
 
     def run(self, history: Sequence[dict[str, Any]], waiting: "queue.Queue[dict[str, Any] | None]") -> None:
@@ -187,14 +187,10 @@ class _Sender:
     def _take(self, lines: Sequence[dict[str, Any]]) -> None:
         """Queue the lines that were not sent yet."""
         for line in lines:
-            is_test = "test" in line
-            if line["step"] <= (self._evaluated if is_test else self._step):
-                continue
-            if is_test:
-                self._evaluated = line["step"]
-            else:
-                self._step = line["step"]
-            self._kept.append(line)
+            kind = 1 if "test" in line else 0
+            if line["step"] > self._last[kind]:
+                self._last[kind] = line["step"]
+                self._kept.append(line)
         del self._kept[:-_MOST_KEPT]
 
     def _flush(self) -> None:
@@ -206,18 +202,17 @@ class _Sender:
             self._say(error)
             return
         self._kept = []
-        noted = {self._key: [self._step, self._evaluated]}
         try:
-            self._note.write_text(json.dumps(noted), encoding="utf-8")
+            self._note.write_text(json.dumps({self._key: self._last}), encoding="utf-8")
         except OSError as error:
             self._say(error)
 
-    def _noted(self) -> tuple[int, int]:
+    def _noted(self) -> list[int]:
         try:
             step, evaluated = json.loads(self._note.read_text(encoding="utf-8"))[self._key]
-            return step, evaluated
+            return [step, evaluated]
         except (OSError, ValueError, KeyError):
-            return -1, -1
+            return [-1, -1]
 
     def _say(self, error: Exception) -> None:
         if not self._has_warned:
@@ -237,7 +232,7 @@ def _read(source: IO[bytes], waiting: "queue.Queue[dict[str, Any] | None]") -> N
     for line in source:
         try:
             waiting.put(json.loads(line))
-        except ValueError:  # torn by a kill
+        except ValueError:  # truncated by a kill
             break
     waiting.put(None)
 

@@ -1,11 +1,11 @@
-"""One piece of work at a time, behind the loop's back, whose errors are not lost."""
+"""One call at a time in a thread, whose exception is raised later in the caller's."""
 
 import threading
 from collections.abc import Callable
 
 
 class Background:
-    """A thread for each call; not a daemon, so that the interpreter's end waits for it."""
+    """A thread for each call; no daemon, so that the interpreter waits for it at exit."""
 
     def __init__(self, name: str) -> None:
         """``name`` is the thread's."""
@@ -15,17 +15,17 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, call: Callable[[], object]) -> None:
-        """Begin ``call``; the one before must have been waited for."""
+        """Start ``call``; ``wait`` must have been called for the previous one."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(call,), name=self._name)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the call under way; False if it takes longer than this. Raises what it raised, once."""
+        """Wait for the running call; False after ``timeout_s``. Raises what the call raised, once."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -37,11 +37,11 @@ class Background:
         return True
 
     def check(self) -> None:
-        """Raise what a call that has ended raised, once; never waits."""
+        """Raise what an ended call raised, once; never waits."""
         self.wait(0)
 
     def _run(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except BaseException as error:  # whatever it is, it belongs to the loop
+        except BaseException as error:  # raised by `wait`
             self._error = error

@@ -1,4 +1,4 @@
-"""Putting a file in place whole or not at all, whatever kills the process or fills the disk."""
+"""Writing files atomically, whatever kills the process or fills the disk."""
 
 import hashlib
 import os
@@ -13,16 +13,16 @@ from typing import BinaryIO, TypeVar
 T = TypeVar("T")
 
 RETRY_S = 5.0
-"""How long what cannot be read is tried again: a file server that restarts, a moment without file descriptors."""
+"""How long reading is retried: while a file server restarts, or there are no file descriptors."""
 _PAUSE_S = 0.25
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
-"""What says that a file is not there. Every other OSError says that nobody knows."""
+"""The errors for a file that does not exist. After any other OSError, that is unknown."""
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
-"""Names of files not in place yet; one that is still there was left by a kill."""
+"""Names of files that are being written, or that a kill has left."""
 
 
 def retried(read: Callable[[], T], until_s: float | None = None) -> T:
-    """What ``read`` returns, tried again while it raises an OSError other than ``NOT_FOUND``.
+    """Return what ``read`` returns, retrying while it raises an OSError other than ``NOT_FOUND``.
 
     Args:
         read: reads something, and may be called again.
@@ -42,23 +42,23 @@ def retried(read: Callable[[], T], until_s: float | None = None) -> T:
 
 @contextmanager
 def written_beside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file in ``folder``, mode 0600, that is removed unless it was placed."""
+    """A new file in ``folder``, mode 0600, which is removed at the end unless it was placed."""
     temporary = folder / f".tmp-{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield temporary, file
     finally:
-        with suppress(OSError):  # the next save removes it; what ended this one is to be heard
+        with suppress(OSError):  # the next save removes it; do not hide another error
             temporary.unlink(missing_ok=True)
 
 
 def place(
     temporary: Path, file: BinaryIO, name: str, *, last_word: Callable[[], None] = lambda: None
 ) -> None:
-    """Make it ``name``, in the same folder, on the disk and not only in memory.
+    """Sync the file and rename it to ``name``, in the same folder.
 
-    ``last_word`` is called when only the renaming is left to do, and may raise to prevent it.
+    ``last_word`` is called right before the renaming, and may raise to prevent it.
     """
     file.flush()
     os.fsync(file.fileno())
@@ -69,7 +69,7 @@ def place(
 
 
 def sync_folder(folder: Path) -> None:
-    """See to it that the names in a folder are on the disk."""
+    """Sync the names in a folder to the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows, where a folder cannot be opened
         return
     folder_fd = os.open(folder, os.O_RDONLY)
@@ -82,11 +82,11 @@ def sync_folder(folder: Path) -> None:
 class HashingFile:
     """Hashes and counts what is written to it, for ``torch.save``.
 
-    It keeps the first OSError until ``finish``, since torch's C++ side would raise one of its own instead.
+    It raises the first OSError in ``finish``, since torch's C++ code would turn it into an error of its own.
     """
 
     def __init__(self, file: BinaryIO, error: OSError | None = None) -> None:
-        """``error`` is what ``finish`` shall raise: then nothing is written."""
+        """With an ``error``, nothing is written, and ``finish`` raises it."""
         self._file = file
         self._digest = hashlib.sha256()
         self._error = error
@@ -106,8 +106,8 @@ class HashingFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
-        with suppress(OSError):  # comes again in finish
+        """Flush the file."""
+        with suppress(OSError):  # finish raises it again
             self._file.flush()
 
     def finish(self) -> None:

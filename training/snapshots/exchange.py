@@ -1,4 +1,4 @@
-"""Which snapshot all ranks go on from, and getting it to those who lack it, over the process group."""
+"""The snapshot from which all ranks resume: choosing it, and sending it to the nodes that lack it."""
 
 import hashlib
 import io
@@ -21,15 +21,15 @@ _CHUNK_BYTES = 32 << 20
 
 
 def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = None) -> Loaded | None:
-    """The newest snapshot that any node holds whole, loaded on every rank; None if there is no trace of any.
+    """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
 
-    Every rank calls it, with its node's folder. The greatest (generation, step) that verifies wins;
-    nodes that lack it get it by broadcast and keep a copy.
+    Every rank calls it, with its node's folder. The greatest (generation, step) with a correct hash wins; nodes that
+    lack it get it by broadcast and keep a copy.
 
     Args:
-        snapshots: of this rank's node; without a generation, it goes on with the newest of all nodes'.
+        snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
         world: its process group must exist.
-        writes: whether this rank is the one to write to the folder; None: every node's first rank is.
+        writes: whether this rank writes to the folder; None: every node's first rank does.
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
@@ -53,7 +53,7 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
         if age is None or manifest is None:
             if not known or expected:
                 return None
-            expected = known  # all look again, longer, and say where it was missed
+            expected = known  # all ranks look again, for longer, and report where it is missing
             continue
         if snapshots.generation is None:
             snapshots.generation = max(fence, manifest.generation)
@@ -70,7 +70,7 @@ def _newest_fence(snapshots: Snapshots, world: World) -> int:
     """The highest fence of all nodes' folders that can be read.
 
     Raises:
-        OSError: on all ranks, if none can: then nobody knows who may train.
+        OSError: on all ranks, if none can be read: then it is unknown who may train.
     """
     fence, problem = None, ""
     try:
@@ -89,11 +89,11 @@ def _newest_fence(snapshots: Snapshots, world: World) -> int:
 
 
 def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
-    """Whether this rank is the one to write to ``snapshots.folder``; every rank calls it.
+    """Whether this rank writes to ``snapshots.folder``; every rank calls it.
 
-    Where each node has a folder of its own, that is its first rank. If the folder is said to be shared by all
-    nodes (``world.snapshot_is_shared``), only rank 0 is, after a look: the first rank of each node leaves a file
-    there, and of those that see each other's, the lowest writes.
+    If each node has a folder of its own, its first rank does. If the folder is configured as shared by all nodes
+    (``world.snapshot_is_shared``), that is checked: the first rank of each node creates a file there, and of the ranks
+    that see each other's files, the lowest writes.
     """
     if not world.snapshot_is_shared:
         return world.is_first_on_node
@@ -108,7 +108,7 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
     seen, can_look = [], True
     try:
         seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
-    except OSError as error:  # what others write there is not seen now, and may be all the same
+    except OSError as error:  # others may write there, although this rank cannot see it
         log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
         can_look = world.is_main
     blind = [
@@ -117,7 +117,7 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
         if lowest != 0
     ]
     with suppress(OSError):
-        own.unlink(missing_ok=True)  # all have looked
+        own.unlink(missing_ok=True)  # all ranks have looked
     if blind and world.is_main:
         log.warning(
             "%s was said to be one folder for all nodes, but what rank 0 writes there is not seen by rank %s: "
@@ -143,14 +143,14 @@ def _everywhere(
     loaded = own if own and own.manifest.age == manifest.age else snapshots.read_age(manifest.age)
     if all(world.gather(loaded is not None)):
         return loaded
-    # To the disks first. A state may be as large as a node's memory; only the rank that reads it pays for it.
+    # To the disks first: a state may be as large as a node's memory.
     with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
         _broadcast(snapshots, world, manifest, source, file.write if file else None)
-    world.gather(None)  # now it is there for the ranks that did not write it
+    world.gather(None)  # now the node's other ranks can read it
     loaded = loaded or _from_rank(source, snapshots.read_age(manifest.age))
     if all(world.gather(loaded is not None)):
         return loaded
-    # Again, for those whose disk cannot take it.
+    # Again, into memory, for ranks whose disk cannot store it.
     data = io.BytesIO()
     _broadcast(snapshots, world, manifest, source, None if loaded else data.write)
     if loaded is None and hashlib.sha256(data.getbuffer()).hexdigest() == manifest.sha256[manifest.payload]:
@@ -160,7 +160,7 @@ def _everywhere(
 
 
 def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
-    """The same for a sharded one, which is not sent: all see its folder."""
+    """The same for a sharded one, which is not sent: all ranks must see its folder."""
     has_it = _is_there(snapshots.folder / manifest.name)
     if blind := [rank for rank, sees in enumerate(world.gather(has_it)) if not sees]:
         raise ValueError(
@@ -169,7 +169,9 @@ def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: 
             "it is with --snapshot-format whole"
         )
     is_good = own is not None and own.manifest.age == manifest.age
-    if not all(world.gather(is_good or not world.is_first_on_node)):  # one of those who verify all rejects it
+    if not all(
+        world.gather(is_good or not world.is_first_on_node)
+    ):  # a rank that verifies all files has rejected it
         return None
     loaded = own if is_good else snapshots.read_age(manifest.age)
     return loaded if all(world.gather(loaded is not None)) else None
@@ -196,8 +198,8 @@ def _broadcast(
 ) -> None:
     """Send the payload to all ranks, as rank ``source`` reads it from its disk, in chunks.
 
-    All take part all the time, also those who have it: who waited for the whole transfer would run into the
-    process group's timeout.
+    All ranks take part in every chunk, also those that have it: a rank that waited for the whole transfer would run
+    into the process group's timeout.
     """
     size_bytes = manifest.size_bytes[manifest.payload]
     chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
@@ -207,7 +209,7 @@ def _broadcast(
         if world.rank == source:
             try:
                 retried(partial(_read_into, part, path, start))
-            except OSError as error:  # the others wait: send what there is, and let its hash tell them
+            except OSError as error:  # the others wait: send the chunk anyhow; the hash will be wrong
                 log.warning("cannot read %s: %s", path, error)
         sent = part.to(world.device)
         dist.broadcast(sent, src=source)

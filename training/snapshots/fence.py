@@ -1,12 +1,12 @@
-"""The fence between generations: a file beside the snapshots that shuts out what is left of an old one."""
+"""The fence between generations: a file beside the snapshots that stops ranks of an older generation."""
 
 import os
 from pathlib import Path
 
-from nodekit.training.snapshots.commit import place, written_beside
+from nodekit.training.snapshots.commit import NOT_FOUND, place, written_beside
 
 EXIT_FENCED = 144
-"""What a rank ends with when its generation is over: nothing to restart, its successor runs elsewhere."""
+"""The exit status of a rank whose generation is over: a newer one runs elsewhere, so there is no restart."""
 
 FILE = "fence"
 """Its name in a snapshot folder: one line, a whole number; generations below it may not commit."""
@@ -28,21 +28,19 @@ class Fence:
     """The fence of one folder, raised by kit's supervisor or by the first commit of a newer generation."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is read yet."""
+        """``folder`` is that of the snapshots; nothing is read yet."""
         self._path = folder / FILE
 
     def read(self) -> int:
         """The lowest generation that may commit; 0 without a fence.
 
         Raises:
-            OSError: it cannot be read, or is no number: then nobody knows who may commit.
+            OSError: it cannot be read, or is no number: then it is unknown who may commit.
         """
         try:
             text = self._path.read_bytes().strip()
-        except FileNotFoundError:
+        except NOT_FOUND:
             return 0
-        except NotADirectoryError:
-            return 0  # there is no folder either, and the save will say so
         if not text.isdigit():
             raise OSError(f"{self._path} holds {text[:40]!r}: a whole number was wanted")
         return int(text)
@@ -58,7 +56,7 @@ class Fence:
             raise Fenced(generation, fence, str(self._path.parent))
 
     def raise_to(self, generation: int) -> None:
-        """Shut out all generations below this one; does nothing where the fence is as high already.
+        """Stop all generations below this one; does nothing if the fence is as high already.
 
         Raises:
             OSError: the folder cannot be written.
@@ -71,8 +69,8 @@ class Fence:
 
 
 def fence_or_zero(folder: str | os.PathLike[str]) -> int:
-    """``Fence.read`` for one who trains already: 0 where it cannot be read, for that must not end a training."""
+    """``Fence.read`` during the training, which an unreadable fence must not end: 0 then."""
     try:
         return Fence(Path(folder)).read()
-    except OSError:  # the next save commits nothing, and says so
+    except OSError:  # the next save fails too, and logs it
         return 0

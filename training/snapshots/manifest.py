@@ -1,4 +1,4 @@
-"""What a committed snapshot is and consists of, as its manifest says and as it is loaded."""
+"""The manifest of a committed snapshot, and the snapshot as it is loaded."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from nodekit.training.snapshots.commit import HashingFile
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
 PAYLOAD = re.compile(r"(?P<stem>g(?P<generation>\d{4,})-s\d{9,})-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
-"""Names of payloads: one for each content, since saving a step again must not damage the first one on the way.
+"""Names of payloads: with a hash, since saving a step again must not damage the first one meanwhile.
 
 A whole one is a file, a sharded one a folder (see ``sharded``).
 """
@@ -27,24 +27,24 @@ class NewerKit(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a committed snapshot is and consists of."""
+    """A committed snapshot and its files."""
 
     generation: int
-    """How often the job had been started anew."""
+    """How often the job had been started again."""
     step: int
     """Optimizer steps done."""
     world_size: int
     """How many ranks there were."""
     sha256: dict[str, str]
-    """File name, below a sharded one's folder with that before a slash → SHA-256, in hex."""
+    """File name → SHA-256, in hex; files of a sharded one as ``folder/name``."""
     size_bytes: dict[str, int]
     """File name → size."""
     saved_at: str
-    """When, ISO 8601, UTC; for people, nothing is decided by it."""
+    """When, ISO 8601, UTC; for people only."""
 
     @classmethod
     def of(cls, text: str, name: str) -> "Manifest":
-        """From what the file ``name`` holds.
+        """Parse the content of the file ``name``.
 
         Raises:
             NewerKit: it has keys that this version does not know.
@@ -54,14 +54,11 @@ class Manifest:
         if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
             raise NewerKit(f"a newer nodekit wrote it (unknown: {', '.join(unknown)})")
         manifest = cls(**values)
-        manifest._check(name)
-        return manifest
-
-    def _check(self, name: str) -> None:
-        if self.name != name or not all(map(_FILE.fullmatch, self.sha256)):
-            raise ValueError(f"it is about {self.name} and {self.payload}")
-        if self.sha256.keys() != self.size_bytes.keys():
+        if manifest.name != name or not all(map(_FILE.fullmatch, manifest.sha256)):
+            raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
+        if manifest.sha256.keys() != manifest.size_bytes.keys():
             raise ValueError("some files have a size, and others a SHA-256")
+        return manifest
 
     @property
     def age(self) -> tuple[int, int]:
@@ -71,7 +68,7 @@ class Manifest:
     @property
     def stem(self) -> str:
         """What the names of its files begin with."""
-        return f"g{self.generation:04d}-s{self.step:09d}"
+        return stem_of(self.generation, self.step)
 
     @property
     def name(self) -> str:
@@ -80,7 +77,7 @@ class Manifest:
 
     @property
     def payload(self) -> str:
-        """The name of the file with the state, or of the folder with its parts."""
+        """The name of the file with the state, or of the folder with its shards."""
         (name,) = {name.partition("/")[0] for name in self.sha256}
         return name
 
@@ -88,6 +85,11 @@ class Manifest:
     def is_sharded(self) -> bool:
         """Whether it is a folder."""
         return self.payload.endswith(".dcp")
+
+
+def stem_of(generation: int, step: int) -> str:
+    """What the names of a snapshot's files begin with."""
+    return f"g{generation:04d}-s{step:09d}"
 
 
 def age_of(name: str) -> tuple[int, int]:
@@ -105,14 +107,14 @@ class Loaded:
     source: str
     """For people: the file, or which rank sent it."""
     shards: Path | None = None
-    """The folder with what ``state`` lacks, where that was left to be read in parts."""
+    """The folder with the tensors that ``state`` lacks, with ``leave_shards``."""
 
 
 def save_payload(state: Any, file: BinaryIO) -> HashingFile:
     """Write what ``load_payload`` reads, by ``torch.save``; its hash and size.
 
     Raises:
-        OSError: it cannot be written (torch.save by itself raises a RuntimeError of another matter).
+        OSError: it cannot be written (torch.save would raise a RuntimeError about something else).
     """
     payload = HashingFile(file)
     torch.save(state, cast(IO[bytes], payload))
@@ -121,5 +123,5 @@ def save_payload(state: Any, file: BinaryIO) -> HashingFile:
 
 
 def load_payload(file: BinaryIO) -> Any:
-    """What ``Snapshots.save`` was given; never runs what a pickle might hold."""
+    """Load a payload; never runs code from a pickle."""
     return torch.load(file, map_location="cpu", weights_only=True)

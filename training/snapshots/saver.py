@@ -1,6 +1,7 @@
-"""When a loop's snapshots are taken, and what the ranks tell each other of them: in the step's own all-reduce."""
+"""When snapshots are taken: the ranks agree on it in the all-reduce of each step."""
 
 import logging
+import math
 import socket
 import statistics
 import time
@@ -11,26 +12,47 @@ from typing import Any
 
 from nodekit.training.reporting.report import Report
 from nodekit.training.snapshots.fence import Fenced, fence_or_zero
-from nodekit.training.snapshots.interval import FIRST_S, interval_s
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 
+SHORTEST_S = 5.0
+"""Never more often than this."""
+LONGEST_S = 600.0
+"""Never less often, however reliable the machines, or wrong the measured cost."""
+MOST_SHARE = 0.01
+"""The fraction of time that snapshots may cost, as long as one costs less than ``MOST_SHARE * LONGEST_S``."""
+FIRST_S = 3.0
+"""The first one is early: a job that fails soon has a snapshot, and the cost is known."""
+PRIOR_S = 24 * 3600.0
+"""The assumed time between failures before there was one."""
 MANY_FAILED = 3
-"""So many failed saves in a row, and the job says so aloud."""
+"""After so many failed saves in a row, rank 0 prints a warning."""
 _FENCE_EVERY_S = 1.0
 _WAKE_EVERY_S = 0.5
 _QUIET_STEPS = 20
 _STUCK_S = 120.0
 
 
-class Saver:
-    """Rank 0 says when, the ranks with ``writes`` save, and all hear who could not.
+def interval_s(cost_s: float, *, trained_s: float, num_restarts: int) -> float:
+    """The best interval in seconds, by Young and Daly: √(2 · cost · mean time between failures), within bounds.
 
-    At every step's edge, each rank puts ``flags()`` into the sum over all ranks, and gives the sum to ``agree()``.
-    A save that comes due while one is under way anywhere is put off, step by step, so that no disk holds up the
-    training; but with ``every``, whose steps were asked for, it waits.
+    Args:
+        cost_s: how long a snapshot delays the training.
+        trained_s: how long the job has trained so far, restarts included.
+        num_restarts: how often it was started again.
+    """
+    mtbf_s = (PRIOR_S + trained_s) / (1 + num_restarts)
+    return min(LONGEST_S, max(SHORTEST_S, cost_s / MOST_SHARE, math.sqrt(2 * cost_s * mtbf_s)))
+
+
+class Saver:
+    """Rank 0 decides when, the ranks with ``writes`` save, and all learn which ranks could not.
+
+    After every step, each rank adds its ``flags()`` to the sum over all ranks, and passes the sum to ``agree()``. A
+    save that is due while another is running on any rank is put off, step by step, so that no disk delays the training;
+    with ``every``, which asks for certain steps, it waits.
     """
 
     def __init__(
@@ -44,17 +66,17 @@ class Saver:
         seconds: float | None,
         trained_s: float,
     ) -> None:
-        """The time begins now; all ranks must call it.
+        """Start the clock; all ranks call it.
 
         Args:
             snapshots: of this rank's node.
             world: its process group must exist.
-            report: speaks, and tells kit that waiting for a disk is no hang.
+            report: prints, and tells kit that waiting for a disk is no hang.
             writes: whether this rank saves.
             every: steps from one snapshot to the next; None: by time.
-            seconds: from one to the next; None: by what they cost (see ``interval_s``): the stall, and by how much
-                steps take longer while one is written.
-            trained_s: how long the job had trained before.
+            seconds: from one to the next; None: by their cost (see ``interval_s``), which is the stall plus the time
+                by which steps are slower while one is written.
+            trained_s: how long the job had trained before this start.
         """
         self.snapshots = snapshots
         self.writes = writes
@@ -66,28 +88,28 @@ class Saver:
         self._trained_s = trained_s
         self._started_s = self._last_s = time.monotonic()
         self._is_last = False
-        self._stall_s: float | None = None  # of the last snapshot, until all have heard of its cost
+        self._stall_s: float | None = None  # of the last snapshot, until all ranks know its cost
         self._slowed_s = 0.0  # by how much steps took longer while it was being saved
         self._quiet_steps_s: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._edge_s: float | None = None  # when the last edge at which the ranks agreed was left
-        self._edge_step = 0
+        self._agreed_s: float | None = None  # when the ranks last agreed
+        self._agreed_step = 0
         self._fence = 0
-        self._fence_looked_s = 0.0
+        self._fence_read_s = 0.0
         self._failing: set[int] = set()
         self._hosts = world.gather(f"node {world.node_rank} ({socket.gethostname()})")
 
     @property
     def trained_s(self) -> float:
-        """How long the job has trained, restarts included; to be kept in the snapshot."""
+        """How long the job has trained, restarts included; part of the snapshot."""
         return self._trained_s + time.monotonic() - self._started_s
 
     def flags(self, *, step: int, is_last: bool) -> list[float]:
         """This rank's part of what is summed after ``step``, ``4 + 2 * world_size`` numbers.
 
         Raises:
-            ValueError: what the last save was given could not be loaded safely.
+            ValueError: the state of the last save could not be loaded safely.
         """
-        own_fence = self._look_at_fence()
+        own_fence = self._read_fence()
         self._is_last = is_last
         costs, unsaved = [0.0] * self._world.world_size, [0.0] * self._world.world_size
         costs[self._world.rank] = self._cost_of_the_last(step)
@@ -106,63 +128,63 @@ class Saver:
         """Whether a snapshot is taken of this step, from the sum of all ranks' ``flags()``.
 
         Raises:
-            Fenced: some rank has found that this generation is over; on all ranks.
+            Fenced: on all ranks, if a rank has found that this generation is over.
         """
         due, busy, num_fenced, fence, *each = sums
         if num_fenced:
             where = str(self.snapshots.folder) if self._fence else "the snapshot folder of another node"
             raise Fenced(self.snapshots.generation or 0, round(fence / num_fenced), where)
-        self._tell(each[self._world.world_size :])
-        self._edge_s = time.monotonic()
+        self._report_failing(each[self._world.world_size :])
+        self._agreed_s = time.monotonic()
         cost_s = max(each[: self._world.world_size])
         if self._is_auto and cost_s:
             self.interval_s = interval_s(
                 cost_s, trained_s=self.trained_s, num_restarts=self._world.num_restarts
             )
-            return self._is_last  # whether one is due is to be asked anew
+            return self._is_last  # with the new interval, the next step decides
         return bool(due and not busy)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around everything that the training stands still for when a snapshot is taken; on all ranks."""
+        """Measure how long a snapshot stalls the training; on all ranks."""
         started_s = time.monotonic()
         self._report.alive()
         yield
-        self._last_s = self._edge_s = time.monotonic()
+        self._last_s = self._agreed_s = time.monotonic()
         self._stall_s, self._slowed_s = self._last_s - started_s, 0.0
         if self._world.is_first_on_node:
-            self._report.tell("pause", step=self._edge_step, seconds=round(self._stall_s, 4))
+            self._report.tell("pause", step=self._agreed_step, seconds=round(self._stall_s, 4))
         self._report.leave_out()
         self._report.alive()
 
     def paused(self) -> None:
-        """The time since the last edge was not a step's: the next one begins now."""
-        self._edge_s = None
+        """Do not count the time since the last step as a step's."""
+        self._agreed_s = None
         self._report.leave_out()
 
     def save(self, state: Any, *, step: int) -> None:
-        """Copy ``state`` and save it behind the loop's back."""
+        """Copy ``state`` and save it in a thread."""
         self.wait()
         self.snapshots.save_async(state, step=step, world_size=self._world.world_size)
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk, or has failed to get there."""
+        """Wait until the current save has succeeded or failed."""
         deadline_s = time.monotonic() + self._world.timeout_s
         while not self.snapshots.wait(_WAKE_EVERY_S):
-            if time.monotonic() < deadline_s:  # after that it is a hang, and may look like one
+            if time.monotonic() < deadline_s:  # after that it may be reported as a hang
                 self._report.alive()
 
     def settle(self) -> None:
-        """``wait`` for one that has failed already: errors are only logged."""
+        """As ``wait``, for a rank that has failed already: errors are only logged."""
         try:
             self.wait()
         except Exception as error:
             log.warning("the last snapshot was not saved: %s", error)
 
     def _cost_of_the_last(self, step: int) -> float:
-        """Seconds that the last snapshot held the training up, once it is saved, else 0: for all to hear once."""
-        steps_s = None if self._edge_s is None else time.monotonic() - self._edge_s
-        num_steps, self._edge_step = max(1, step - self._edge_step), step
+        """Seconds by which the last snapshot delayed the training, reported once, when it is saved; else 0."""
+        steps_s = None if self._agreed_s is None else time.monotonic() - self._agreed_s
+        num_steps, self._agreed_step = max(1, step - self._agreed_step), step
         if self._stall_s is None:
             if steps_s is not None:
                 self._quiet_steps_s.append(steps_s / num_steps)
@@ -180,29 +202,29 @@ class Saver:
         return self.snapshots.is_saving and since_s > max(_STUCK_S, 3 * self.interval_s)
 
     def _is_due(self, step: int) -> bool:
-        """Rank 0's judgement: clocks differ."""
+        """Decided by rank 0, since clocks differ."""
         if not self._world.is_main:
             return False
         if self._every:
             return step % self._every == 0
         return time.monotonic() - self._last_s >= self.interval_s
 
-    def _look_at_fence(self) -> int:
-        """The fence, if this generation is below it, else 0; looked at once a second."""
+    def _read_fence(self) -> int:
+        """The fence, if this generation is below it, else 0; read once a second."""
         try:
             self.snapshots.check()
         except Fenced as error:
             self._fence = error.fence
         now_s = time.monotonic()
-        if not self._fence and now_s - self._fence_looked_s >= _FENCE_EVERY_S:
-            self._fence_looked_s = now_s
+        if not self._fence and now_s - self._fence_read_s >= _FENCE_EVERY_S:
+            self._fence_read_s = now_s
             fence, generation = fence_or_zero(self.snapshots.folder), self.snapshots.generation
             if generation is not None and generation < fence:
                 self._fence = fence
         return self._fence
 
-    def _tell(self, unsaved: Sequence[float]) -> None:
-        """Rank 0 says where nothing is saved any more, and when that is over."""
+    def _report_failing(self, unsaved: Sequence[float]) -> None:
+        """Print, on rank 0, where saving keeps failing, and when all save again."""
         failing = {rank for rank, since_s in enumerate(unsaved) if since_s}
         if failing == self._failing:
             return

@@ -1,7 +1,7 @@
-"""Saving sharded snapshots: every rank writes its own part, one commits them, and none ever holds the whole.
+"""Saving sharded snapshots: every rank writes its own part, one rank commits them, and none holds the full state.
 
-The ranks' threads talk with each other over a process group of their own, so that the loop waits for nothing but the
-copy to host memory. What one of them cannot do, none has done: there is no manifest, all count it and go on.
+The saving threads use a process group of their own, so that the loop waits for the copy to host memory only. If one
+rank cannot save its part, no manifest is written: all ranks count a failed save and go on.
 """
 
 import io
@@ -27,21 +27,21 @@ from nodekit.training.engine_info import EngineError
 from nodekit.training.options import ONE_FOLDER
 from nodekit.training.snapshots.commit import HashingFile, place, sync_folder, written_beside
 from nodekit.training.snapshots.fence import Fenced
-from nodekit.training.snapshots.manifest import Manifest
+from nodekit.training.snapshots.manifest import Manifest, stem_of
 from nodekit.training.snapshots.shards import REST, flat, rest, shapes
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
 T = TypeVar("T")
 
-# A disk may take long, and a peer that died is noticed by its connection; after a timeout no rank could save any more.
+# A disk may take long, and a dead peer is noticed by its connection; after a timeout no rank could save any more.
 _TIMEOUT = timedelta(days=7)
 
 
 class ShardedSnapshots(Snapshots):
     """Snapshots of states whose tensors are DTensors, in a folder that all ranks see.
 
-    All ranks save, each its part; a single one (``commits``) writes the manifest. Loading is as for whole ones.
+    All ranks save, each its part; one rank (``commits``) writes the manifest. Loading is as for whole ones.
     """
 
     def __init__(self, like: Snapshots, world: World, *, commits: bool) -> None:
@@ -50,7 +50,7 @@ class ShardedSnapshots(Snapshots):
         Args:
             like: folder, keep and generation.
             world: its process group must exist.
-            commits: what ``writes_snapshots`` has found.
+            commits: the result of ``writes_snapshots``.
 
         Raises:
             EngineError: on all ranks, if they do not see one folder.
@@ -60,7 +60,7 @@ class ShardedSnapshots(Snapshots):
                 f"--snapshot-format sharded needs one folder that all ranks see, and they see {num_folders}: "
                 f"{ONE_FOLDER}"
             )
-        # Ranks without a launcher's or kit's id have each made up a name of their own.
+        # Without a run id, each rank has made up a folder name of its own.
         folder = world.gather(like.folder)[world.rank - world.local_rank]
         super().__init__(folder, keep=like.keep, generation=like.generation, leave_shards=like.leave_shards)
         self._commits = commits
@@ -92,11 +92,11 @@ class ShardedSnapshots(Snapshots):
         tensors, others = state
         (name,) = filter(None, self._together(partial(self._make_shards_folder, step)))
         writer, planner = FileSystemWriter(self.folder / name, sync_files=False), DefaultSavePlanner()
-        writer.fs = files = _Files()  # which syncs: DCP would sync all that the machine has open
+        writer.fs = files = _Files()  # which syncs its files: DCP would sync the whole machine
         writer.set_up_storage_writer(self._commits)
         planner.set_up_planner(tensors, is_coordinator=self._commits)
         own = self._together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
-        plans, metadata = planner.create_global_plan(own)  # all ranks find the same
+        plans, metadata = planner.create_global_plan(own)  # the same on all ranks
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[dist.get_rank()])
         results = self._together(lambda: (writer.write_data(plan, planner).value(), files.written))
 
@@ -117,17 +117,17 @@ class ShardedSnapshots(Snapshots):
         generation = self._own_generation()
         self.fence.check(generation)
         self._make_folder()
-        name = f"g{generation:04d}-s{step:09d}-{secrets.token_hex(8)}.dcp"
+        name = f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp"
         (self.folder / name).mkdir(mode=0o700)
         return name
 
     def _finish(
         self, folder: Path, others: Any, written: dict[str, tuple[str, int]], *, step: int, world_size: int
     ) -> Manifest:
-        shapes(folder)  # what could not be loaded must fail now, not when it is needed
+        shapes(folder)  # if it cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
             payload = self._write(others, file, temporary)
-            place(temporary, file, REST)  # this brings the names of all files onto the disk
+            place(temporary, file, REST)  # which also syncs the names of all files
         sync_folder(self.folder)
         files = {**written, REST: (payload.sha256, payload.size_bytes)}
         manifest = self._manifest(
@@ -139,7 +139,7 @@ class ShardedSnapshots(Snapshots):
         return manifest
 
     def _together(self, call: Callable[[], T]) -> list[T]:
-        """What the call gives on each rank; if it raises on one, an OSError on all others."""
+        """The call's results on all ranks; if it raises on one rank, an OSError on all others."""
         value: T | None = None
         problem: OSError | ValueError | Fenced | None = None
         try:
@@ -169,10 +169,10 @@ class ShardedSnapshots(Snapshots):
 
 
 def _own_group(world: World) -> dist.ProcessGroupGloo:
-    """A group of all ranks, for threads beside the one that trains.
+    """A group of all ranks, for the saving threads.
 
-    ``dist.new_group`` makes one under a name that it has under torchrun after each restart, in a store that still has
-    the addresses of the ranks before: half of the time they then wait for these, or fail.
+    ``dist.new_group`` would use the same name after each restart by torchrun, in a store that still has the addresses
+    of the previous ranks: half of the time the ranks then wait for these, or fail.
     """
     name = world.gather(secrets.token_hex(8))[0]
     assert dist.group.WORLD
@@ -185,11 +185,11 @@ class _Stream(HashingFile):
         return self.size_bytes
 
     def close(self) -> None:
-        """Left to who has opened it."""
+        """Do nothing: `_Files.create_stream` closes it."""
 
 
 class _Files(FileSystem):
-    """As DCP's own, but readable by their owner alone, synced, and hashed on the way."""
+    """DCP's file system, with files that only their owner can read, that are synced, and hashed while written."""
 
     def __init__(self) -> None:
         self.written: dict[str, tuple[str, int]] = {}

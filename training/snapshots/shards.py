@@ -1,10 +1,10 @@
-"""The parts of a sharded snapshot, as torch.distributed.checkpoint (DCP) lays them out in a folder.
+"""The folder of a sharded snapshot, as torch.distributed.checkpoint (DCP) writes it.
 
-The tensors of model and optimizer are in a ``.distcp`` file of each rank; ``.metadata`` says which part of which tensor
-is where, so that they can be read in other parts than they were written in. All else is in ``rest.pt``.
+The tensors of model and optimizer are in a ``.distcp`` file of each rank; ``.metadata`` says where each part of a
+tensor is, so that any number of ranks can read them. Everything else is in ``rest.pt``.
 
-DCP's own loading unpickles ``.metadata``, and values that are no tensors, without any restriction. Here the former is
-read with a list of what it may hold, and the latter are refused.
+DCP itself unpickles ``.metadata``, and values that are no tensors, without restriction. Here, ``.metadata`` may contain
+listed classes only, and values that are no tensors are refused.
 """
 
 import pickle
@@ -16,9 +16,9 @@ import torch
 
 METADATA = ".metadata"
 REST = "rest.pt"
-"""What is no tensor of the model or the optimizer."""
+"""Everything but the tensors of model and optimizer."""
 SMALL = (METADATA, REST)
-"""What every rank reads all of."""
+"""The files that every rank reads completely."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state's model and optimizer, by the names that they have in the files."""
+    """The tensors of a state's model and optimizer, by their names in the files."""
     found = {f"model.{name}": value for name, value in state["model"].items()}
     for number, values in state["optimizer"]["state"].items():
         found.update({f"optimizer.state.{number}.{name}": value for name, value in values.items()})
@@ -51,7 +51,7 @@ def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def rest(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``flat`` leaves out, with None in place of each tensor, so that their order is kept."""
+    """What ``flat`` leaves out, with None for each tensor, to keep the order of the keys."""
     optimizer = state["optimizer"]
     return {
         **state,
@@ -80,7 +80,7 @@ def weights(others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def shapes(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that there is, of its whole shape, without content (on the meta device)."""
+    """All tensors in their full shapes, on the meta device."""
     return {
         name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for name, each in _read_metadata(folder).state_dict_metadata.items()
@@ -88,7 +88,7 @@ def shapes(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_whole(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors whose names begin so, whole, on the CPU."""
+    """All full tensors whose names start with ``prefix``, on the CPU."""
     tensors = {
         name: torch.empty_like(each, device="cpu")
         for name, each in shapes(folder).items()
@@ -99,12 +99,14 @@ def read_whole(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors from the files; of a DTensor only this rank's part is read. No other rank is needed.
+    """Fill tensors from the files; of a DTensor, only this rank's part is read. It is no collective.
 
     Raises:
         ValueError, RuntimeError: one of them is not there, or has another shape.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # slow, and seldom needed
+    from torch.distributed.checkpoint.default_planner import (
+        DefaultLoadPlanner,
+    )  # slow to import, and rarely needed
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = _read_metadata(folder)

@@ -1,8 +1,8 @@
-"""Snapshots on this node's disk: committed so that no kill can lose one, verified before they are used.
+"""Snapshots on this node's disk: committed so that no kill can lose one, and verified before they are used.
 
-A snapshot is a payload (``torch.save``, or a folder of parts, see ``sharded``) and a manifest (JSON) that names it with
-its SHA-256. The payload is written beside, synced, renamed, the folder synced; only then, the same way, the manifest.
-What no manifest names does not exist.
+A snapshot is a payload (``torch.save``, or a folder of shards, see ``sharded``) and a manifest (JSON) with its name and
+SHA-256. The payload is written to a temporary file, synced and renamed, and the folder synced; only then, in the
+same way, the manifest. A payload without a manifest does not count.
 """
 
 import hashlib
@@ -37,6 +37,7 @@ from nodekit.training.snapshots.manifest import (
     age_of,
     load_payload,
     save_payload,
+    stem_of,
 )
 from nodekit.training.snapshots.shards import REST, SMALL, assemble, read_whole
 
@@ -46,38 +47,38 @@ _BLOCK_BYTES = 1 << 20
 
 
 class NoneLoads(OSError):
-    """There are snapshots, or may be, and none can be loaded: training may not begin at step 0 instead."""
+    """There are snapshots, or may be, and none can be loaded: training must not start at step 0 instead."""
 
 
 class _Damaged(Exception):
-    """A snapshot does not hold what its manifest says, or its manifest is none: reading it again is no use."""
+    """A snapshot does not match its manifest, or the manifest is invalid: reading it again is no use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one look into a snapshot folder found."""
+    """What was found in a snapshot folder."""
 
     loaded: Loaded | None = None
     """The newest good one."""
     problems: tuple[str, ...] = ()
-    """Why newer ones were passed over, and if there is none, all of them."""
+    """Why newer ones, or all, were skipped."""
     newer_kit: tuple[tuple[int, int], str] | None = None
-    """Age and words for the newest one that a newer nodekit wrote."""
+    """The newest one that a newer nodekit wrote: its age, and a message."""
 
 
 def check_loss(found: Iterable[Found], newest: tuple[int, int] | None) -> None:
-    """Do nothing if going on from ``newest``, or from nothing, leaves nothing behind that can still be had.
+    """Make sure that resuming from ``newest``, or from nothing, does not lose a snapshot that can still be read.
 
     Raises:
         NewerKit: a newer nodekit wrote a newer one.
-        NoneLoads: nothing can be loaded, though something is there, or may be.
+        NoneLoads: none can be loaded, though there is one, or may be.
     """
     found = list(found)
     if unknown := [each.newer_kit for each in found if each.newer_kit]:
-        age, words = max(unknown)
+        age, text = max(unknown)
         if newest is None or age > newest:
             raise NewerKit(
-                f"{words}: go on with that nodekit, or a newer one; to go on from an older snapshot, or anew, move "
+                f"{text}: go on with that nodekit, or a newer one; to go on from an older snapshot, or anew, move "
                 "this one to another folder"
             )
     if newest is None and (problems := [text for each in found for text in each.problems]):
@@ -118,8 +119,8 @@ class Snapshots:
             folder: made when first saved to.
             keep: how many to keep, 2 or more: the last one may turn out damaged.
             generation: how often the job was started anew; None: that of the newest snapshot or fence here, or 0.
-            leave_shards: do not put the tensors of a sharded one together: the state that is loaded lacks them, and
-                ``Loaded.shards`` says where they are.
+            leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
+                is their folder.
         """
         if keep < 2:
             raise ValueError(
@@ -131,10 +132,10 @@ class Snapshots:
         self.leave_shards = leave_shards
         self.fence = Fence(self.folder)
         self.num_failed = 0
-        """How many saves have failed since the last one that did not."""
+        """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
         """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
-        self._damaged: set[str] = set()  # names of manifests that do not hold what they say
+        self._damaged: set[str] = set()  # manifests whose snapshots are damaged
         self._is_known_loadable = False
         self._host_copy = HostCopy()
         self._writer = Background("nodekit-snapshot")
@@ -142,8 +143,8 @@ class Snapshots:
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
 
-        None if the folder cannot be written (full, read-only): that is logged as a warning, counted in
-        ``num_failed``, and what was there is kept.
+        None if the folder cannot be written (full, read-only): that is logged as a warning and counted in
+        ``num_failed``, and the snapshots that are there are kept.
 
         Raises:
             ValueError: ``state`` holds what could not be loaded safely.
@@ -155,32 +156,31 @@ class Snapshots:
     def save_async(self, state: Any, *, step: int, world_size: int = 1) -> None:
         """Copy ``state`` to host memory now, and do the rest of ``save`` in a thread.
 
-        ``state`` may be changed as soon as this returns. One save is under way at a time: this waits for the
-        one before (see ``is_saving``). What a save raises is raised by the next call of ``check``, ``wait``,
-        ``save`` or this, in that thread's stead.
+        ``state`` may be changed as soon as this returns. There is one save at a time: this waits for the previous one
+        (see ``is_saving``). What a save raises is raised by the next call of ``check``, ``wait``, ``save`` or this.
         """
         self.wait()
         self._writer.start(partial(self._save, self._staged(state), step=step, world_size=world_size))
 
     @property
     def is_saving(self) -> bool:
-        """Whether a ``save_async`` is under way."""
+        """Whether a ``save_async`` is running."""
         return self._writer.is_busy
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save under way, if any; False if that takes longer. Raises what it raised, as ``save``."""
+        """Wait for the current save, if any; False after ``timeout_s``. Raises what the save raised."""
         return self._writer.wait(timeout_s)
 
     def check(self) -> None:
-        """Raise what a ``save_async`` that has ended raised, without waiting for one that has not."""
+        """Raise what a ``save_async`` that has ended raised; never waits."""
         self._writer.check()
 
     @contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[HashingFile]:
-        """A file to write another node's payload to, committed at the block's end if it is what it should be.
+        """A file for another node's payload, committed at the block's end if its SHA-256 is the manifest's.
 
-        Else that is logged as a warning. Writing to it never raises, so that a disk that is full on one node
-        does not keep it from what all nodes do together.
+        Else a warning is logged. Writing to the file never raises, so that a node with a full disk still takes part in
+        the broadcast.
         """
         with ExitStack() as stack:
             try:
@@ -191,17 +191,19 @@ class Snapshots:
             except OSError as error:
                 payload = HashingFile(io.BytesIO(), error)
             yield payload
-            with self._or_warn(f"step {manifest.step}, sent by another node"):
+            with _warning(
+                f"no snapshot of step {manifest.step}, sent by another node, in {self.folder}, and going on without"
+            ):
                 payload.finish()
                 if payload.sha256 != manifest.sha256[manifest.payload]:
                     raise OSError("what was sent has another SHA-256 than its manifest says")
                 self._place(manifest, temporary, file)
 
     def manifests(self) -> list[Manifest]:
-        """What is committed here, newest first, without a look at the payloads; not what a newer nodekit wrote.
+        """The committed ones, newest first, without verifying the payloads; not those of a newer nodekit.
 
         Raises:
-            OSError: the folder or a manifest cannot be read, so that nobody knows what is here.
+            OSError: the folder or a manifest cannot be read, so that it is unknown what is here.
         """
         found = []
         for name in self._listed():
@@ -213,26 +215,25 @@ class Snapshots:
                 self._reject(name, error)
         return found
 
-    def load(self, but: Collection[tuple[int, int]] = ()) -> Loaded | None:
-        """The newest good one, its state on the CPU; None if there is none, and no trace of any.
+    def load(self) -> Loaded | None:
+        """Load the newest intact one, on the CPU; None if there has never been one.
 
-        Damaged ones are logged and passed over, and those whose age is in ``but``. What cannot be read is tried again
-        for some seconds.
+        Damaged ones are logged and skipped. Read errors are retried for some seconds.
 
         Raises:
-            NoneLoads: there are some, or nobody can tell, and none can be loaded.
+            NoneLoads: there are some, or may be, and none can be loaded.
             NewerKit: the newest was written by a newer nodekit.
         """
-        found = self.look(but)
+        found = self.look()
         check_loss([found], found.loaded.manifest.age if found.loaded else None)
         return found.loaded
 
     def look(self, but: Collection[tuple[int, int]] = (), *, expected: str = "") -> Found:
-        """The newest good one, and what stood in the way of newer ones.
+        """Load the newest intact one, and tell why newer ones were skipped.
 
         Args:
-            but: ages that are passed over.
-            expected: what is known to have been committed here, in words: an empty folder is then no answer.
+            but: ages to skip.
+            expected: what is known to have been committed here, as text: then an empty folder is an error.
         """
         until_s = time.monotonic() + commit.RETRY_S
         problems: list[str] = []
@@ -257,12 +258,12 @@ class Snapshots:
         return Found(None, tuple(problems), newer_kit)
 
     def read_age(self, age: tuple[int, int]) -> Loaded | None:
-        """The one of this (generation, step), if it is here and good.
+        """Load the one of this (generation, step), if it is here and intact.
 
-        Of a sharded one whose tensors are left, only what is read is verified: ``load`` has seen to the others, on
-        this node's first rank.
+        Of a sharded one with ``leave_shards``, only the files that are read are verified: ``load`` has verified the
+        others, on this node's first rank.
         """
-        name = "g{:04d}-s{:09d}.json".format(*age)
+        name = f"{stem_of(*age)}.json"
         try:
             return retried(partial(self._load, name, in_part=True))
         except FileNotFoundError:
@@ -272,7 +273,7 @@ class Snapshots:
             return None
 
     def _names(self) -> list[str]:
-        """What is in the folder; nothing if there is no folder.
+        """The names in the folder; none if there is no folder.
 
         Raises:
             OSError: it cannot be listed.
@@ -338,17 +339,10 @@ class Snapshots:
             raise _Damaged(f"{what}'s SHA-256 is another than its manifest's")
 
     def _reject(self, name: str, error: Exception) -> None:
-        """Say why a snapshot is passed over; what is damaged is removed at the next save."""
+        """Log why a snapshot is skipped; a damaged one is removed at the next save."""
         log.warning("snapshot %s is passed over: %s", self.folder / name, error)
         if isinstance(error, _Damaged):
             self._damaged.add(name)
-
-    @contextmanager
-    def _or_warn(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            log.warning("no snapshot of %s in %s, and going on without: %s", what, self.folder, error)
 
     def _own_generation(self) -> int:
         if self.generation is None:
@@ -359,7 +353,7 @@ class Snapshots:
         return self._host_copy.take(state)
 
     def _save(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
-        with self._or_warn(f"step {step}"):
+        with _warning(f"no snapshot of step {step} in {self.folder}, and going on without"):
             self.num_failed += 1
             manifest = self._commit(state, step=step, world_size=world_size)
             if self.num_failed > 1:
@@ -379,7 +373,7 @@ class Snapshots:
         self._make_folder()
         with written_beside(self.folder) as (temporary, file):
             payload = self._write(state, file, temporary)
-            name = f"g{generation:04d}-s{step:09d}-{payload.sha256[:16]}.pt"
+            name = f"{stem_of(generation, step)}-{payload.sha256[:16]}.pt"
             files = {name: (payload.sha256, payload.size_bytes)}
             manifest = self._manifest(files, step=step, world_size=world_size)
             self._place(manifest, temporary, file)
@@ -401,12 +395,12 @@ class Snapshots:
         )
 
     def _place(self, manifest: Manifest, payload: Path, file: BinaryIO) -> None:
-        """Make a whole payload a snapshot."""
+        """Commit a payload."""
         place(payload, file, manifest.payload)
         self._announce(manifest)
 
     def _announce(self, manifest: Manifest) -> None:
-        """Commit what is on the disk, if this generation still may, and remove what is too old."""
+        """Write the manifest of a payload on the disk, if this generation still may, and remove old snapshots."""
         generation = self._own_generation()
         self.fence.raise_to(generation)
         with written_beside(self.folder) as (temporary, beside):
@@ -420,14 +414,14 @@ class Snapshots:
         self._remove_leftovers()
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
-        """Once: what only an unsafe pickle could bring back must fail now, not when it is needed."""
+        """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
         if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
             raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
         self._is_known_loadable = True
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove what is damaged and all but the newest ``keep``; never what was just committed."""
-        with self._clearing():
+        """Remove damaged snapshots and all but the newest ``keep``; never the one just committed."""
+        with _warning(f"cannot clear up {self.folder}, which is put off to the next save"):
             good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
             for name in {*good[self.keep :], *self._damaged} - {committed.name}:
                 (self.folder / name).unlink(missing_ok=True)
@@ -435,12 +429,12 @@ class Snapshots:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save left: temporary files, and payloads that no manifest names.
+        """Remove what a killed save left: temporary files, and payloads without a manifest.
 
-        Not those of newer generations: between payload and manifest of their saves there is a moment too. And
-        nothing where not every manifest could be read, nor what a manifest belongs to that says nothing.
+        Payloads of newer generations stay: their manifests may be about to be written. So do payloads whose manifest
+        cannot be read.
         """
-        with self._clearing():
+        with _warning(f"cannot clear up {self.folder}, which is put off to the next save"):
             names = self._names()
             read = {manifest.stem: manifest.payload for manifest in self.manifests()}
             unread = {name.removesuffix(".json") for name in names if MANIFEST.fullmatch(name)} - read.keys()
@@ -457,10 +451,11 @@ class Snapshots:
                 elif is_left or TEMPORARY.fullmatch(name):
                     path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _clearing(self) -> Iterator[None]:
-        """Around removing: what is committed is so whether or not that can be done now."""
-        try:
-            yield
-        except OSError as error:
-            log.warning("cannot clear up %s, which is put off to the next save: %s", self.folder, error)
+
+@contextmanager
+def _warning(text: str) -> Iterator[None]:
+    """Log an OSError after the text, and go on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", text, error)

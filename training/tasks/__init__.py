@@ -1,4 +1,4 @@
-"""What can be trained: the protocol of a task, and finding one by its name."""
+"""What is trained: the protocol of a task, and loading one by its name."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:  # `kit up` looks at rows of text (rows.py) on machines without torch
+if TYPE_CHECKING:  # `kit up` checks rows of text (rows.py) on machines without torch
     import torch
 
     from nodekit.training.options import Options
@@ -19,43 +19,43 @@ BUILT_IN = {
     "mnist": "nodekit.training.tasks.mnist:Mnist",
     "text": "nodekit.training.tasks.text:Text",
 }
-"""``--task`` name → where it is."""
+"""Name for ``--task`` → class."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Model, data and loss: what ``--task`` names. A class with these methods and no arguments will do.
+    """Model, data and loss, for ``--task``: any class with these methods whose constructor needs no arguments.
 
-    How good the model is, a task that classifies tells by two more methods:
+    To evaluate the model, a classification task has two more methods:
 
     - ``predict(model, batch) -> scores``: before softmax, float ``(num, num_classes)``.
-    - ``targets(batch) -> classes``: the right ones, int64 ``(num,)``. Accuracy, loss and macro F1 are made of all
+    - ``targets(batch) -> classes``: the right ones, int64 ``(num,)``. Accuracy, loss and macro F1 are computed from all
       ranks' predictions, each sample counted once.
 
-    Another does so by one:
+    Any other task has one:
 
     - ``measure(model, batch) -> dict[str, Tensor | float]``: *sums* over the batch's samples by name. They are added up
       over all batches and ranks and divided by the number of test samples, so each sample counts once.
 
-    More are used if they are there. For training:
+    These are optional. For training:
 
     - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW.
     - ``collate(samples) -> batch``; default: torch's.
 
-    For what was trained, `kit test` and `kit predict`:
+    For `kit test` and `kit predict`, with trained weights:
 
     - ``labels``: the names of the classes, a sequence of strings; default: their numbers.
     - ``final_data()``: the samples to test on at the end; default: ``test_data()``.
     - ``encode(texts) -> batch``: texts as ``predict`` takes them, where a sample is a text.
-    - ``export(folder)``: writes what else belongs to the weights. If there is a ``config.json`` then, the task is made
-      again for them with that folder as its ``model``.
+    - ``export(folder)``: writes files that belong to the weights. If one is ``config.json``, the task is created again
+      with that folder as its ``model``.
 
-    Every rank makes its own task. What is random in ``__getitem__`` comes back the same after a resume only with
+    Every rank creates its own task. Random values in ``__getitem__`` are the same after a resume only with
     ``--num-workers 0``.
     """
 
     def model(self) -> "torch.nn.Module":
-        """The model, on the CPU; weights may be random, the ranks are given the same ones."""
+        """The model, on the CPU; its weights may be random, all ranks get rank 0's."""
 
     def train_data(self) -> Any:
         """The training samples: ``len(data)`` and ``data[i]``, the same on every rank."""
@@ -69,24 +69,24 @@ class Task(Protocol):
 
 METHODS = ("model", "train_data", "test_data", "loss")
 JUDGES = (("predict", "targets"), ("measure",))
-"""A task has one of these, too."""
+"""A task must have all methods of one of these, too."""
 
 
 class TaskError(ValueError):
-    """A task that cannot be found or lacks something; the message says what was wanted."""
+    """A task that cannot be found or used; the message says what was wanted."""
 
 
 def load_task(name: str, **given: object) -> Task:
-    """The task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
+    """Load the task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
 
-    ``Task`` is a class (or a function) that is called without arguments, or an object that is a task.
+    ``Task`` is a class (or a function) that can be called without arguments, or an object that is a task.
 
     Args:
         name: the task's.
-        given: ``data``, ``model`` and others, as keywords for the class; None and False are as if not there.
+        given: ``data``, ``model`` and others, as keywords for the class; those that are None or False are left out.
 
     Raises:
-        TaskError: there is none of that name, it lacks a method, or does not take what is given.
+        TaskError: there is none of that name, it lacks a method, or does not accept an argument.
     """
     where, _, attribute = BUILT_IN.get(name, name).rpartition(":")
     if not (where and attribute):
@@ -113,8 +113,12 @@ def load_task(name: str, **given: object) -> Task:
         task = task(**keywords)
     elif keywords:
         raise TaskError(f"the task {name} takes no {_options(keywords)}: it is an object, not a class")
-    lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
-    if not any(all(callable(getattr(task, each, None)) for each in judges) for judges in JUDGES):
+
+    def lacks(method: str) -> bool:
+        return not callable(getattr(task, method, None))
+
+    lacking = list(filter(lacks, METHODS))
+    if all(any(map(lacks, judges)) for judges in JUDGES):
         lacking.append("predict() and targets(), or measure")
     if lacking:
         raise TaskError(
@@ -150,19 +154,19 @@ def _options(keywords: Mapping[str, object]) -> str:
 
 
 def _module_of_name(name: str) -> ModuleType:
-    """Import by name, the working folder included, as ``python -m`` does."""
+    """Import by name, also from the working folder, as ``python -m`` does."""
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and something that it imports is not
+            raise  # the module exists, but not one that it imports
         raise TaskError(f"no module {error.name!r} for the task {name}, from {Path.cwd()}") from error
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Run a file as a module of its name, its folder importable, as ``python path/to/file.py`` does."""
+    """Import a file; like ``python path/to/file.py``, it can import from its own folder."""
     if not path.is_file():
         raise TaskError(f"no file {path} for the task, from {Path.cwd()}")
     path = path.resolve()
@@ -170,7 +174,7 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # a data loader's workers look its classes up by this name
+    sys.modules[path.stem] = module  # where a data loader's workers look up its classes
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module

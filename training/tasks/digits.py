@@ -30,20 +30,20 @@ class Pixels(torch.utils.data.Dataset[Sample]):
 
 
 class Digits:
-    """The shared module's first task; reaches 97 % and more in some seconds on two cores."""
+    """The default task; reaches 97 % or more in a few seconds on two cores."""
 
     labels = tuple("0123456789")
 
     def __init__(self) -> None:
         rows = np.loadtxt(gzip.decompress(_data_file().read_bytes()).decode().splitlines(), delimiter=",")
-        order = np.random.default_rng(0).permutation(len(rows))  # one split for everyone, whatever --seed is
+        order = np.random.default_rng(0).permutation(len(rows))  # the same split whatever --seed is
         pixels = torch.tensor(rows[order, :64], dtype=torch.float32).view(-1, 1, 8, 8) / 16
         labels = torch.tensor(rows[order, 64], dtype=torch.int64)
         self._test = Pixels(pixels[:NUM_TEST], labels[:NUM_TEST])
         self._train = Pixels(pixels[NUM_TEST:], labels[NUM_TEST:])
 
     def model(self) -> nn.Module:
-        """Two convolutions and two linear layers; no layer whose result depends on how a batch was split."""
+        """Two convolutions and two linear layers; no layer's result depends on how a batch was split."""
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
@@ -69,7 +69,7 @@ class Digits:
         return cast(torch.Tensor, model(batch[0]))
 
     def targets(self, batch: Sample) -> torch.Tensor:
-        """The digits that they are, int64 ``(num,)``."""
+        """The right digits, int64 ``(num,)``."""
         return batch[1]
 
     def loss(self, model: nn.Module, batch: Sample) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Digits:
 
 
 def _data_file() -> Path:
-    """scikit-learn's own file, found without importing it, which would cost more than a second."""
+    """scikit-learn's file, found without importing scikit-learn, which takes more than a second."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise FileNotFoundError("the task digits reads its data from scikit-learn: pip install scikit-learn")

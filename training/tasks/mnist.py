@@ -1,4 +1,4 @@
-"""MNIST and what has its format (Fashion-MNIST, …) from the four IDX files; without them, the smaller digits."""
+"""MNIST and data in its format (Fashion-MNIST, …) from the four IDX files; without them, the smaller digits."""
 
 import gzip
 import math
@@ -28,7 +28,7 @@ class Mnist(Digits):
                 and ``t10k-labels-idx1-ubyte``, each plain or as .gz. Absent: the digits.
 
         Raises:
-            TaskError: one of them is missing or is not what it should be.
+            TaskError: one of them is missing or invalid.
         """
         self._has_files = data is not None
         if data is None:
@@ -37,7 +37,7 @@ class Mnist(Digits):
             self._train, self._test = _read_pair(Path(data), "train"), _read_pair(Path(data), "t10k")
 
     def model(self) -> nn.Module:
-        """Two convolutions and two linear layers, as the digits', with one more pooling for the larger images."""
+        """The model of the digits, with one more pooling for the larger images."""
         if not self._has_files:
             return super().model()
         return nn.Sequential(
@@ -53,17 +53,9 @@ class Mnist(Digits):
             nn.Linear(128, NUM_CLASSES),
         )
 
-    def train_data(self) -> Pixels:
-        """60,000 samples; without files 1,437."""
-        return self._train
-
-    def test_data(self) -> Pixels:
-        """10,000 samples; without files 360."""
-        return self._test
-
 
 class _Bytes(Pixels):
-    """Images kept as bytes, uint8 ``(num, 1, 28, 28)``: a quarter of the memory, which each rank needs anew."""
+    """Images kept as bytes, uint8 ``(num, 1, 28, 28)``, which take a quarter of the memory on every rank."""
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index].float() / 255, self.labels[index]
@@ -98,7 +90,7 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _read_idx(path: Path, magic: int) -> torch.Tensor:
-    """An IDX file as uint8, of the shape it says: magic number and sizes as big-endian 32 bits, then the bytes."""
+    """An IDX file as uint8 in its shape: magic number and sizes as big-endian 32 bits, then the bytes."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
@@ -117,5 +109,5 @@ def _read_idx(path: Path, magic: int) -> torch.Tensor:
             f"{path} has {len(raw) - start} bytes after its header, which says {said}: wanted "
             f"{math.prod(sizes)}; fetch it again"
         )
-    # A copy, since torch does not take what cannot be written to. torch.frombuffer refuses an empty one.
+    # A copy, since torch wants a writable buffer; with the header, since torch.frombuffer refuses an empty one.
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)[start:].view(sizes)

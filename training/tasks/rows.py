@@ -1,4 +1,4 @@
-"""Labelled text from files: TSV as cnews has it, JSON lines and CSV, each row checked, each error with its line."""
+"""Labelled text from TSV (as in cnews), JSON lines and CSV files; errors name the file and line."""
 
 import csv
 import io
@@ -6,16 +6,17 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nodekit.training.tasks import TaskError
 
 TEXT_NAMES = ("text", "sentence", "content")
-"""What the text is called in JSON lines and in a CSV's header; the label is always ``label``."""
+"""Names for the text in JSON lines and in a CSV's header; the label is always ``label``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample; neither is empty, both are without white space around them."""
+    """One sample; label and text are not empty, and without white space around them."""
 
     label: str
     text: str
@@ -38,14 +39,14 @@ def find_rows(folder: Path, split: str) -> Path:
 
 
 def read_rows(path: Path, labels: Collection[str] | None = None) -> list[Row]:
-    """The rows of a UTF-8 file, in its order; how they are written is told by the suffix.
+    """The rows of a UTF-8 file, in its order; the suffix says in which format.
 
     ``.tsv``: ``label<TAB>text``, no header. ``.jsonl``, ``.json``: one object per line, ``{"label": …, "text": …}``.
-    ``.csv``: a header with ``label`` and ``text``, other columns are left out. The text may also be called
+    ``.csv``: a header with ``label`` and ``text``, other columns are ignored. The text may also be called
     ``sentence`` or ``content``. With ``labels``, no other label may occur.
 
     Raises:
-        TaskError: a row is not so; it says the file, the line, what was found and what was wanted.
+        TaskError: a row is invalid; it says the file, the line, what was found and what was wanted.
     """
     if path.suffix not in _READERS:
         raise TaskError(f"{path} ends in {path.suffix!r}: wanted one of {', '.join(_READERS)}")
@@ -80,10 +81,10 @@ def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str
 
     Args:
         folder: with a file for each, as `find_rows` wants them.
-        labels: the only ones that may occur. None: those of train, in the others too.
+        labels: the only ones that may occur; None: those of train.
 
     Raises:
-        TaskError: a split is missing, or a row is not as it should be.
+        TaskError: a split is missing, or a row is invalid.
     """
     train = read_rows(find_rows(folder, "train"), labels)
     known = labels or sorted({row.label for row in train})
@@ -92,14 +93,14 @@ def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str
 
 
 class _BadRow(ValueError):
-    """A row that is not as it should be, without the file's name."""
+    """An invalid row; the message lacks the file's name."""
 
     def __init__(self, line: int, found: str, wanted: str) -> None:
         super().__init__(f"{line}: found {found}, wanted {wanted}")
 
 
 def _tsv(content: str) -> Iterator[tuple[int, str, str]]:
-    # Not splitlines(), which also ends lines at characters that may stand in a text, such as U+2028.
+    # Not splitlines(), which also splits at characters that may occur in a text, such as U+2028.
     for line, row in enumerate(content.split("\n") if content else (), 1):
         columns = row.split("\t")
         if len(columns) != 2:
@@ -119,16 +120,14 @@ def _json_lines(content: str) -> Iterator[tuple[int, str, str]]:
             raise _BadRow(line, f"{_short(row)}, which is not JSON ({error})", wanted) from error
         if not isinstance(value, dict):
             raise _BadRow(line, _short(row), wanted)
-        text = next((value[name] for name in TEXT_NAMES if name in value), None)
-        label = value.get("label")
+        text: Any = next((value[name] for name in TEXT_NAMES if name in value), None)
+        label: Any = value.get("label")
         if isinstance(label, int) and not isinstance(label, bool):
             label = str(label)
         for name, each in (("label", label), (" or ".join(TEXT_NAMES), text)):
             if not isinstance(each, str):
                 found = "none" if each is None else f"{_short(json.dumps(each))}, which is no string"
                 raise _BadRow(line, f"as {name} {found}, in {_short(row)}", wanted)
-        assert isinstance(label, str)
-        assert isinstance(text, str)
         yield line, label, text
 
 
@@ -141,7 +140,7 @@ def _csv(content: str) -> Iterator[tuple[int, str, str]]:
         if "label" not in header or text_name is None:
             raise _BadRow(1, f"the header {_short(','.join(header))}", "a header with label and text")
         label_column, text_column = header.index("label"), header.index(text_name)
-        line = reader.line_num + 1  # where the next row starts: one in quotes may have more lines
+        line = reader.line_num + 1  # of the next row: one in quotes may span several lines
         for columns in reader:
             if len(columns) != len(header):
                 found = f"{len(columns)} column(s)" if columns else "an empty line"
@@ -155,7 +154,7 @@ def _csv(content: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _short(text: str) -> str:
-    """What was found, as much of it as fits into an error."""
+    """The text for an error message, shortened."""
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 

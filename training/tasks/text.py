@@ -1,4 +1,4 @@
-"""Classification of text with BERT, one from a folder or the hub, or a small one; by default six emotions."""
+"""Classification of text with a pretrained or a small BERT; by default of six emotions."""
 
 import importlib
 import logging
@@ -17,14 +17,14 @@ from nodekit.training.tasks.rows import read_splits
 from nodekit.training.weights.export import difference
 
 EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
-"""The labels of the sentences that are shipped: other, liking, sadness, disgust, anger, joy."""
+"""The labels of the sentences that come with kit: other, liking, sadness, disgust, anger, joy."""
 
 _log = logging.getLogger("nodekit.training")
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 Sample = tuple[str, int]
-"""A text and its label's place in ``Text.labels``."""
+"""A text and its label's index in ``Text.labels``."""
 
 Batch = dict[str, torch.Tensor]
 """``input_ids``, ``token_type_ids``, ``attention_mask``: int64 ``(num, longest)``; ``labels``: int64 ``(num,)``."""
@@ -33,7 +33,7 @@ Batch = dict[str, torch.Tensor]
 class Text:
     """Sentences and ``BertForSequenceClassification``; on the emotions it reaches some 75 % in a minute on one core.
 
-    A BERT that was trained before wants a smaller learning rate than ``--lr``'s default, such as 3e-5.
+    A pretrained BERT needs a smaller learning rate than ``--lr``'s default, such as 3e-5.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Text:
         ignore_mismatched_sizes: bool = False,
         max_length: int = 64,
     ) -> None:
-        """Read the data and make the tokenizer.
+        """Read the data and create the tokenizer.
 
         Args:
             data: a folder with train, dev and test (the last may be absent) as .tsv, .jsonl or .csv; see ``rows``.
                 Absent: the emotions.
             model: a BERT's folder, or its name at the hub. Absent: a small one with random weights, whose vocabulary
                 is the characters of the training texts.
-            ignore_mismatched_sizes: of that BERT take the weights whose shapes fit, and list the others.
-            max_length: tokens per text, [CLS] and [SEP] included; what is longer is cut.
+            ignore_mismatched_sizes: take the weights of that BERT whose shapes fit, and list the others.
+            max_length: tokens per text, [CLS] and [SEP] included; longer texts are cut.
 
         Raises:
-            TaskError: transformers is not installed, or a row of the data or the model is not as it should be.
+            TaskError: transformers is not installed, or a row of the data or the model is invalid.
         """
         self._transformers = _transformers()
         self._name = None if model is None else str(model)
@@ -74,7 +74,7 @@ class Text:
             if self._name is None
             else self._load("tokenizer", self._transformers.AutoTokenizer, self._name)
         )
-        # transformers gives one without a vocabulary, rather than an error, where there are no files for it.
+        # Without its files, transformers creates a tokenizer without a vocabulary, rather than raise an error.
         if config is not None and not len(SPECIAL_TOKENS) < len(self.tokenizer) <= config.vocab_size:
             raise TaskError(
                 f"the tokenizer of {self._name} has {len(self.tokenizer)} tokens and the model {config.vocab_size}: "
@@ -93,17 +93,17 @@ class Text:
         self._bert.label2id = {name: i for i, name in enumerate(self.labels)}
 
     def model(self) -> nn.Module:
-        """A ``BertForSequenceClassification``; what is random in it comes from torch's global generator.
+        """A ``BertForSequenceClassification``; random weights come from torch's global generator.
 
         Raises:
-            TaskError: the model's weights cannot be had, or have other shapes and that is not to be ignored.
+            TaskError: the pretrained weights cannot be loaded, or have other shapes and that is not to be ignored.
         """
         bert = self._transformers.BertForSequenceClassification
         if self._name is None:
             return cast(nn.Module, bert(self._bert))
         says = self._transformers.utils.logging
         verbosity = says.get_verbosity()
-        says.set_verbosity_error()  # on each rank it would print the table that we give a list of, once
+        says.set_verbosity_error()  # each rank would print a table of what we list once
         try:
             module, found = self._load(
                 "model",
@@ -130,15 +130,15 @@ class Text:
         return cast(nn.Module, module.train())
 
     def train_data(self) -> list[Sample]:
-        """What to train on; of the emotions 1,088."""
+        """The train split; of the emotions 1,088."""
         return self._data["train"]
 
     def test_data(self) -> list[Sample]:
-        """The dev split, since it is looked at after each epoch; of the emotions 204."""
+        """The dev split, for the evaluation after each epoch; of the emotions 204."""
         return self._data["dev"]
 
     def final_data(self) -> list[Sample]:
-        """The test split, for the end; of the emotions 204.
+        """The test split, for `kit test`; of the emotions 204.
 
         Raises:
             TaskError: the data has none.
@@ -150,11 +150,11 @@ class Text:
         return self._data["test"]
 
     def encode(self, texts: Sequence[str]) -> Batch:
-        """The texts as the model takes them, without ``labels``; padded to the longest of them."""
+        """The texts as input for the model, without ``labels``, padded to the longest."""
         encoded = self.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
-        return dict(encoded)  # a plain one, which the loop can move to the GPU
+        return dict(encoded)  # a plain dict, which the loop can move to the GPU
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """A batch of samples, with ``labels``."""
@@ -162,12 +162,12 @@ class Text:
         return {**self.encode(texts), "labels": torch.tensor(labels)}
 
     def predict(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The scores before softmax, float32 ``(num, len(labels))``; ``.argmax(1)`` gives places in ``labels``."""
+        """The scores before softmax, float32 ``(num, len(labels))``; ``.argmax(1)`` gives indices into ``labels``."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return cast(torch.Tensor, model(**inputs).logits).float()
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """The right places in ``labels``, int64 ``(num,)``."""
+        """The right indices into ``labels``, int64 ``(num,)``."""
         return batch["labels"]
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -175,15 +175,15 @@ class Text:
         return functional.cross_entropy(self.predict(model, batch), batch["labels"])
 
     def export(self, folder: Path) -> None:
-        """Write configuration and vocabulary, with which transformers' ``from_pretrained`` reads the weights."""
+        """Write configuration and vocabulary, which transformers' ``from_pretrained`` needs."""
         self._bert.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         tokens = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
-        # transformers 5 writes tokenizer.json alone; older readers of BERT want this.
+        # transformers 5 writes tokenizer.json only; older readers of BERT need this.
         (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
 
     def _config(self, name: str) -> Any:
-        """The configuration, before all else: a name that is wrong should not have to wait for the rest."""
+        """The configuration, loaded first, to report a wrong name soon."""
         config = self._load("configuration", self._transformers.AutoConfig, name)
         if config.model_type != "bert":
             raise TaskError(f"the model {name} is of the type {config.model_type!r}: wanted 'bert'")
@@ -210,14 +210,14 @@ class Text:
             ) from error
 
     def _character_tokenizer(self, texts: Iterable[str]) -> Any:
-        """A BERT tokenizer whose words are single characters; within Latin words and numbers they begin with ##."""
+        """A BERT tokenizer of single characters; within Latin words and numbers they begin with ##."""
         make = self._transformers.BertTokenizerFast
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "vocab.txt")
             path.write_text("\n".join(SPECIAL_TOKENS), encoding="utf-8")
             backend = make(str(path)).backend_tokenizer
             tokens = set()
-            for text in texts:  # cut into words as the tokenizer itself does it
+            for text in texts:  # split into words as the tokenizer does
                 for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
                     tokens.add(word[0])
                     tokens.update(f"##{character}" for character in word[1:])
@@ -226,7 +226,7 @@ class Text:
 
 
 def _transformers() -> Any:
-    """Imported late, since it is large, and no other task needs it."""
+    """Import transformers, which is large, for this task only."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -236,7 +236,7 @@ def _transformers() -> Any:
 
 
 def _labels(found: set[str], config: Any) -> tuple[str, ...]:
-    """The labels in an order that is the same in every run and, for a model trained on them before, that model's."""
+    """The labels in an order that is the same in every run; that of the model, if it was trained on them."""
     if config is not None and set(config.id2label.values()) == found:
         return tuple(config.id2label[i] for i in range(len(found)))
     return EMOTIONS if found == set(EMOTIONS) else tuple(sorted(found))

@@ -1,4 +1,4 @@
-"""The weights that a run leaves for use: the best ones by a measure on the way, and the last ones."""
+"""The weights that a run leaves for use: the best ones by a measure, and the last ones."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ log = logging.getLogger("nodekit.training")
 
 
 class Best:
-    """Writes ``best`` and ``last`` below each node's folder, in a thread, the first rank of a node doing so.
+    """Writes ``best`` and ``last`` in each node's folder, on the node's first rank and in a thread.
 
-    A folder that cannot be written (full, gone) does not end the training: the best weights are tried again with each
-    evaluation, and at the end.
+    A folder that cannot be written (full, gone) does not end the training: writing the best weights is tried again
+    after each evaluation, and at the end.
     """
 
     def __init__(self, name: str, folder: Path, world: World, task: object, facts: Mapping[str, Any]) -> None:
-        """Begin with nothing.
+        """No weights are kept yet.
 
         Args:
-            name: of the measure; ``auto`` for accuracy, or else loss, whichever there is; ``off`` for none.
+            name: of the measure; ``auto`` for accuracy, or else loss; ``off`` for none.
             folder: this node's, of the run.
             world: this rank's.
             task: whose weights they are.
-            facts: about the run, for who uses the weights.
+            facts: about the run, for ``nodekit.json``.
         """
         self._name, self._folder, self._world, self._task = name, folder, world, task
         self._facts = facts
@@ -40,18 +40,18 @@ class Best:
         self._unwritten: Callable[[], None] | None = None  # the best weights, where writing them has failed
 
     def state(self) -> dict[str, Any]:
-        """For a snapshot."""
+        """The best value, for a snapshot."""
         return {"name": self._name, "value": self._value}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a snapshot's, if it is by the same measure."""
+        """Restore the best value from a snapshot, if it is of the same measure."""
         if state.get("name") == self._name:
             self._value = state["value"]
 
     def look(
         self, means: Mapping[str, float], weights: Callable[[], Mapping[str, torch.Tensor]], **facts: Any
     ) -> None:
-        """Keep these weights if they are the best so far; ``weights`` is called on all ranks, or on none.
+        """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
 
         Raises:
             ValueError: there is no such measure.
@@ -77,10 +77,10 @@ class Best:
             self._writer.start(partial(self._try, self._unwritten))
 
     def write_last(self, weights: Mapping[str, torch.Tensor], **facts: Any) -> None:
-        """Write the last weights, and the best ones if they are not written yet.
+        """Write the last weights, and the best ones if that has failed before.
 
         Raises:
-            Exception: what writing the last ones raised.
+            Exception: as raised by writing the last ones.
         """
         self.wait()
         if self._unwritten:
@@ -89,7 +89,7 @@ class Best:
             self._writing("last", weights, **facts)()
 
     def wait(self) -> None:
-        """Wait until the best ones are written, or have failed to be."""
+        """Wait until writing the best weights has succeeded or failed."""
         self._writer.wait()
 
     def _writing(self, kind: str, weights: Mapping[str, torch.Tensor], **facts: Any) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Trained weights for others: folders that plain torch and transformers read too, and loading what fits of them."""
+"""Folders of trained weights, which plain torch and transformers can read too, and loading weights that fit."""
 
 import ctypes
 import json
@@ -18,13 +18,13 @@ from nodekit.training.snapshots.commit import sync_folder
 from nodekit.training.snapshots.manifest import save_payload
 
 WEIGHTS = "pytorch_model.bin"
-"""A plain state dict by ``torch.save``, under the name by which transformers looks for one."""
+"""A plain state dict by ``torch.save``, under the name that transformers expects."""
 FACTS = "nodekit.json"
-"""What the weights are of; a folder without it was not written here."""
+"""Facts about the weights; a folder without it was not written by kit."""
 
 _READABLE = (WEIGHTS, "model.safetensors")
 _PREFIXES = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before all names."""
+"""Prefixes by DDP and torch.compile."""
 _SHOWN = 4
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -32,14 +32,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def write_weights(
     folder: Path, weights: Mapping[str, torch.Tensor], task: object, facts: Mapping[str, Any]
 ) -> None:
-    """Write weights and what belongs to them as ``folder``, in place of what is there.
+    """Write a folder of weights, in place of an existing one.
 
-    A kill at any moment leaves the one or the other there, whole.
+    A kill at any moment leaves either the old or the new folder, complete.
 
     Args:
-        folder: of this name; its parent is made.
+        folder: its parent is created.
         weights: a full state dict of the task's plain model.
-        task: whose ``labels`` are written down, and whose ``export`` adds its files, if it has them.
+        task: its ``labels`` are stored, and its ``export`` adds files, if it has these.
         facts: for ``nodekit.json``: task, data, model, engine, step, epoch, means.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,8 @@ def write_weights(
         plain = {name: _plain(tensor) for name, tensor in weights.items()}
         with (draft / WEIGHTS).open("wb") as file:
             save_payload(plain, file)
-        told = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
-        (draft / FACTS).write_text(told, encoding="utf-8")
+        text = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
+        (draft / FACTS).write_text(text, encoding="utf-8")
         for path in filter(Path.is_file, draft.rglob("*")):
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -66,7 +66,7 @@ def write_weights(
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What is written down of the weights in a folder.
+    """The facts about the weights in a folder.
 
     Raises:
         ValueError: it is no folder of `write_weights`.
@@ -88,10 +88,10 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights in a folder of `write_weights` or transformers, or in a file of a state dict, on the CPU.
 
-    What DDP and torch.compile put before the names is taken away where all names have it.
+    Prefixes by DDP and torch.compile are removed if all names have them.
 
     Raises:
-        ValueError: there are none; it says what is there.
+        ValueError: there are none; it says what was found.
     """
     file = path
     if path.is_dir() or not path.exists():
@@ -104,14 +104,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         )
     try:
         if file.suffix == ".safetensors":
-            from safetensors.torch import load_file  # comes with transformers; nobody else needs it
+            from safetensors.torch import load_file  # comes with transformers
 
             state: Any = load_file(file)
         else:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except ModuleNotFoundError as error:
         raise ValueError(f"to read {file}, safetensors is needed: pip install safetensors") from error
-    except Exception as error:  # what a reader of other bytes raises is of any class
+    except Exception as error:  # invalid bytes raise errors of many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{file} is no file of weights ({reason}): wanted a state dict, by torch.save or as .safetensors"
@@ -127,7 +127,7 @@ def load_weights(
     Args:
         module: a plain one.
         weights: by name.
-        ignore_mismatched_sizes: load what fits, in name and shape; the rest of the module stays as it is.
+        ignore_mismatched_sizes: load the weights that fit, in name and shape; the others keep their values.
 
     Returns:
         What was left out, a line for each name; empty without ``ignore_mismatched_sizes``.
@@ -136,19 +136,13 @@ def load_weights(
         ValueError: some do not fit and that is not to be ignored, or none fits.
     """
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    names = dict.fromkeys([*own, *weights])
-    shapes = {
-        name: tuple(each[name].shape if name in each else () for each in (own, weights)) for name in names
-    }
     fitting = {
-        name: weights[name]
-        for name, (here, there) in shapes.items()
-        if name in own and name in weights and here == there
+        name: value for name, value in weights.items() if name in own and own[name].shape == value.shape
     }
+    names = dict.fromkeys([*own, *weights])
+    shapes = [{name: value.shape for name, value in each.items()} for each in (own, weights)]
     left_out = [
-        difference(name, here if name in own else None, there if name in weights else None)
-        for name, (here, there) in shapes.items()
-        if name not in fitting
+        difference(name, *(each.get(name) for each in shapes)) for name in names if name not in fitting
     ]
     if left_out and not (fitting and ignore_mismatched_sizes):
         listed = "; ".join(left_out[:_SHOWN]) + ("; …" if len(left_out) > _SHOWN else "")
@@ -163,13 +157,13 @@ def load_weights(
 
 
 def difference(name: str, here: Sequence[int] | None, there: Sequence[int] | None) -> str:
-    """What is to be said of a weight whose shape is not the one it is to have; None: it is not there."""
-    told = ["none" if shape is None else str(tuple(shape)) for shape in (here, there)]
-    return f"{name}: {told[0]} here, {told[1]} there"
+    """Describe a weight whose shape is another here and there; None: it is missing."""
+    own, other = ("none" if shape is None else str(tuple(shape)) for shape in (here, there))
+    return f"{name}: {own} here, {other} there"
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and nothing but itself: torch.save writes all of the memory that a view is of."""
+    """The tensor on the CPU, with a storage of its own: of a view, torch.save would write the whole storage."""
     assert not hasattr(tensor, "full_tensor"), "a DTensor is a part of a weight"
     plain = tensor.detach().cpu().contiguous()
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
@@ -182,7 +176,7 @@ def _facts_of(task: object) -> dict[str, Any]:
         facts = {"num_classes": len(labels), "labels": list(labels)}
     try:
         return {**facts, "nodekit": metadata.version("nodekit")}
-    except metadata.PackageNotFoundError:  # on a host that kit has sent its package to
+    except metadata.PackageNotFoundError:  # on a host to which kit has copied its package
         return facts
 
 
@@ -212,12 +206,12 @@ def _what(value: Any) -> str:
 
 
 def _place(draft: Path, folder: Path) -> None:
-    """Make the draft the folder; what is there becomes the draft, or is removed."""
+    """Put the draft in the folder's place; the old folder becomes the draft, or is removed."""
     old = _old(folder)
     if not folder.exists():
         draft.rename(folder)
     elif not _exchange(draft, folder):
-        # Between these two there is none of this name, but `_there` finds the old one.
+        # Between these two renames the folder is missing, and `_there` finds the old one.
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         draft.rename(folder)
@@ -226,7 +220,7 @@ def _place(draft: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system, or the file system, cannot."""
+    """Exchange two names atomically; False if the system or the file system cannot."""
     if sys.platform != "linux":
         return False
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -239,5 +233,5 @@ def _old(folder: Path) -> Path:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the one that a kill kept from being replaced by it."""
+    """The folder, or the old one, if a kill has interrupted `_place`."""
     return _old(folder) if not folder.exists() and _old(folder).is_dir() else folder

@@ -1,4 +1,4 @@
-"""Says which rank holds up the others in a hang, from the stacks and steps of all. Pure; standard library only."""
+"""Name the rank that the others wait for in a hang, from the stacks and steps of all. Pure; standard library only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds a hang: every rank is alive and none, or not this one, gets on. Standard library only.
+"""Find a hang: every rank is alive, and all or some make no progress. Standard library only.
 
-How long is too long is learnt from the job's own steps. Then `deploy/agent/hang/stacks.py` shows what each rank does,
-and `deploy/agent/hang/blame.py` says who holds up the others.
+The limit is learnt from the job's own steps. Then `deploy/agent/hang/stacks.py` shows what each rank does, and
+`deploy/agent/hang/blame.py` which rank the others wait for.
 """
 
 from __future__ import annotations

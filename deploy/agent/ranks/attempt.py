@@ -1,4 +1,4 @@
-"""This node's ranks, attempt after attempt: started, asked for their end, and what each said when it failed."""
+"""This node's ranks, attempt after attempt: started, ended, and why each failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nodekit.deploy.host.node.schema import EventKind, WorkerFailure
 from nodekit.deploy.host.probes import kernel
 
 LOG_TAIL_BYTES = 64 * 1024
-EXIT_STOPPED, EXIT_FENCED = 143, 144  # of a worker: after a snapshot at a step's edge; by a newer generation
+_EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 _POLL_S = 0.05
 
 
@@ -171,12 +171,15 @@ class Attempts:
         self._record.look_soon()
 
     def failures(self, wait_s: float) -> list[WorkerFailure]:
-        """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so."""
+        """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so.
+
+        Who ended after a snapshot, asked to, or because it was fenced, has not failed.
+        """
         deadline = time.monotonic() + wait_s
         while len(exits := self.poll()) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         self._logbook.look()
-        return [self._failure(rank, code) for rank, code in exits.items() if code]
+        return [self._failure(rank, code) for rank, code in exits.items() if code not in _EXITS_NO_FAILURE]
 
     def end(self, grace_s: float, why: str) -> None:
         """End the ranks, and tell how far they came."""

@@ -1,4 +1,4 @@
-"""How often workers may still crash: pure, from what the attempts came to."""
+"""Decide whether crashed ranks are restarted, from what the attempts achieved. Pure."""
 
 from __future__ import annotations
 

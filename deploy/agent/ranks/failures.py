@@ -1,4 +1,4 @@
-"""Which failure was the first: tells a cause from the errors of those who lost their peer. Standard library only."""
+"""Tell the first failure of a job from the secondary ones of ranks that lost a peer. Standard library only."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
     NEVER,
     Attempt,
-    Copies,
     Known,
     Listing,
     Look,

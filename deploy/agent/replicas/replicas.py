@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
     SHA256,
     Attempt,
-    Copies,
     Listing,
     Look,
     UserFiles,

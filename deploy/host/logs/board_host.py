@@ -1,7 +1,4 @@
-"""What `kit board` asks of a host: which event files of TensorBoard a run has there, and what is in them.
-
-It runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Find and read the TensorBoard event files that a run has on a host, for `kit board`."""
 
 from __future__ import annotations
 

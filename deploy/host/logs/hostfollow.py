@@ -1,7 +1,4 @@
-"""Following one node from afar: its status, its events and what its ranks write, sent as they come.
-
-Offered to the links (deploy/connect/link.py). Standard library only, and Python 3.8 syntax, as `deploy/host/remote.py`.
-"""
+"""Follow one node: send its status, its events and the new lines of its ranks' logs as they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A curve from a node's ``metrics.jsonl``, thinned where it lies. Standard library only, it runs on the host."""
+"""Read the loss curve from a node's ``metrics.jsonl``, thinned where the file lies."""
 
 from __future__ import annotations
 

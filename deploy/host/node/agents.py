@@ -1,7 +1,4 @@
-"""Starts and stops the agent of a node, and what it runs.
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Start and stop the agent of a node, and what it runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a node has promised: to refuse old generations (its fence), and by which voters its group may train.
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Write down what a node promises: to refuse old generations (its fence), and which nodes are voters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What runs of ours have left alive on this host, and its end, for `kit clean`, `kit check` and `kit rm`.
-
-Sent to the host with `deploy/host/remote.py`. Standard library only, and Python 3.8 syntax.
-"""
+"""Find what runs have left alive on this host, and end it, for `kit check`, `kit clean` and `kit rm`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run has left on a host: which of its folders hold anything, and what its script wrote beside its code.
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Find which folders of a run on this host hold anything, and what its script wrote beside its code."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import stat
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import treefiles
+from nodekit.deploy.host import files, treefiles
 
 MOST_FILES = 50_000
 MOST_S = 2.0
@@ -95,8 +92,5 @@ def _names(folder: str) -> List[str]:
 def _name_of(code_dir: str) -> str:
     """Of the folder that kit works in there, which hosts may share, and of the run."""
     work = os.path.dirname(os.path.dirname(os.path.dirname(code_dir)))
-    try:
-        with open(os.path.join(work, ".id")) as file:
-            return file.read().strip() + code_dir[len(work) :]
-    except OSError:
-        return ""
+    name = files.read_text(os.path.join(work, ".id")).strip()
+    return name and name + code_dir[len(work) :]

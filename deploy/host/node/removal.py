@@ -1,7 +1,7 @@
-"""What of a run lies on a host, and its removal, for `kit rm`. Sent to the host with `deploy/host/remote.py`.
+"""Measure and remove what a run has on a host, for `kit rm`.
 
-Standard library only, and Python 3.8 syntax. Only folders of one run are ever removed, known by what the run has
-written there; a link is removed as a link, and what it points to is left alone.
+Only folders of one run are removed, known by what the run has written there; a link is removed as a link, and its
+target is left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nodekit.deploy.host import files
 from nodekit.deploy.host.node import leftovers
 
 _OWN = ("code", "code.tree.json", "slurm", "state")  # beside the nodes' folders
@@ -41,7 +42,7 @@ def look(
     with _beating(part):
         place = Path(folder)
         found: dict[str, Any] = {"there": False, "bytes": 0, "snapshots_bytes": 0, "alive": [], "problem": ""}
-        found["shared"] = _read(place.parent.parent / ".id")
+        found["shared"] = files.read_text(str(place.parent.parent / ".id")).strip()
         for own in (place, _half(place)):
             if own.exists() or own.is_symlink():
                 found["there"] = True
@@ -138,24 +139,21 @@ def _snapshots_problem(own: Path, folder: Path, place: Path) -> str:
     if own != folder:
         return ""  # it is half removed, and was looked at before
     specs = [_load(each) for parent in (place, _half(place)) for each in parent.glob("*/spec.json")]
-    if not any(_same(str(_env(spec).get("NODEKIT_SNAPSHOT_DIR")), folder) for spec in specs):
+    if not any(_saves_to(spec, folder) for spec in specs):
         return f"no spec.json in {place} says that {folder} is where this run has its snapshots"
     return ""
 
 
-def _same(written: str, folder: Path) -> bool:
-    return Path(written).expanduser() == folder.expanduser()
-
-
-def _env(spec: dict[str, Any]) -> dict[str, Any]:
+def _saves_to(spec: dict[str, Any], folder: Path) -> bool:
     env = spec.get("env")
-    return env if isinstance(env, dict) else {}
+    written = str(env.get("NODEKIT_SNAPSHOT_DIR")) if isinstance(env, dict) else "None"
+    return Path(written).expanduser() == folder.expanduser()
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(files.read_text(str(path)))
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -189,8 +187,8 @@ def _size(folder: Path) -> int:
         return 0
     total = 0
     seen: set[tuple[int, int]] = set()
-    for parent, folders, files in os.walk(str(folder)):
-        for name in (*folders, *files):
+    for parent, folders, names in os.walk(str(folder)):
+        for name in (*folders, *names):
             with contextlib.suppress(OSError):
                 found = os.lstat(os.path.join(parent, name))
                 if (found.st_dev, found.st_ino) not in seen:
@@ -228,13 +226,6 @@ def _delete(path: Path) -> None:
         for parent, _, _ in os.walk(str(path)):  # folders that their owner may not write to, as caches have
             os.chmod(parent, 0o700)
         shutil.rmtree(str(path))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What an agent writes of its node and others read: statuses and events (docs/events.md). Python 3.8 reads it, too."""
+"""The types of what an agent writes and others read: statuses and events (docs/events.md)."""
 
 from __future__ import annotations
 

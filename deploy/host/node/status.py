@@ -1,7 +1,4 @@
-"""What a node's folder tells of it: its agent's last status, whether the agent is alive, the newest snapshot.
-
-Runs on the host's own python, 3.8 or newer: standard library only.
-"""
+"""Read a node's folder: its agent's last status, whether the agent is alive, the newest snapshot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the host is: interfaces, routes, GPUs, versions, its folder. Sent to the host with `deploy/host/remote.py`.
-
-Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its version.
-"""
+"""Look up what a host is: interfaces, routes, GPUs, versions, the working folder."""
 
 from __future__ import annotations
 

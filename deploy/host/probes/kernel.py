@@ -7,12 +7,14 @@ takes root, or group adm) is left with the count.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import List, Optional
 
 READ_S = 2.0
 MAX_LINES = 8
@@ -58,7 +60,8 @@ def said(
         cgroups: where this process's cgroups are told.
         root: where the cgroups are mounted.
     """
-    lines = chosen(_log(log, age_s), set(pids))
+    lines = messages(age_s, log)
+    lines = chosen(_dmesg(time.monotonic() - age_s - 1.0) if lines is None else lines, set(pids))
     now = oom_kills(cgroups, root)
     if now is not None and kills_before is not None and now > kills_before:
         limit = _limit(cgroups, root)
@@ -83,15 +86,16 @@ def chosen(lines: Sequence[str], pids: set[int]) -> list[str]:
     return [line[:MAX_WIDTH] for line in picked[-MAX_LINES:]]
 
 
-def _log(path: str, age_s: float) -> list[str]:
-    """The messages of the kernel's log since then; [] where it may not be read."""
+def messages(age_s: float = math.inf, path: str = "/dev/kmsg") -> Optional[List[str]]:
+    """The messages of the kernel's log that are not older than that; None where it may not be read."""
     deadline = time.monotonic() + READ_S
     since = time.monotonic() - age_s - 1.0
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return _dmesg(since)
-    lines, size = [], 0
+        return None
+    lines: List[str] = []
+    size = 0
     try:
         while time.monotonic() < deadline and size < _LOG_BYTES:
             try:

@@ -1,7 +1,4 @@
-"""How fast this host sends to another, over TCP: both ends of it. Sent to the host with `deploy/host/remote.py`.
-
-Standard library only, and Python 3.8 syntax, as `deploy/host/probes/hostfacts.py`.
-"""
+"""Measure how fast this host sends to another over TCP; both ends of it."""
 
 from __future__ import annotations
 

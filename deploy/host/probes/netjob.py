@@ -1,7 +1,4 @@
-"""A program of all hosts together, for `kit check --deep`: started on each with its settings, followed, ended.
-
-Sent there with `deploy/host/remote.py`. Standard library only, and Python 3.8 syntax.
-"""
+"""Run one program on all hosts together, for `kit check --deep`: start it with its settings, follow it, end it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tries the network from one host: listens there, connects to the others. Sent there with `deploy/host/remote.py`.
+"""Tries the network from one host: listens there, connects to the others.
 
 `begin` listens on some ports, `try_peers` connects to the others' and sends them datagrams that may not be cut up,
 `arrived` says whose datagrams came, `finish` lets go. All of it is sockets of the server's own process: when the
-link ends, they do. Standard library only, and Python 3.8 syntax, as in `deploy/host/probes/hostfacts.py`.
+link ends, they do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a host's kernel says of its network: ports in use, RDMA devices, neighbour tables, its name, its firewall.
-
-Sent there with `deploy/host/remote.py`. Standard library only, and Python 3.8 syntax.
-"""
+"""Read the state of a host's network: ports in use, RDMA devices, neighbour tables, its name, its firewall."""
 
 from __future__ import annotations
 

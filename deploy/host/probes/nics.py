@@ -1,7 +1,6 @@
-"""The network interfaces of a host, as its kernel lists them. Sent to the host with `deploy/host/remote.py`.
+"""List the network interfaces of a host, as its kernel has them.
 
-Standard library only, and Python 3.8 syntax, as in `deploy/host/probes/hostfacts.py`. Asked over netlink, which also
-knows namespaces: /sys shows the interfaces of whoever mounted it.
+Asked over netlink, which knows network namespaces: /sys shows the interfaces of whoever mounted it.
 """
 
 from __future__ import annotations

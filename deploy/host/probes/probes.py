@@ -1,7 +1,6 @@
-"""What `kit check` looks at on a host. Sent to the host with `deploy/host/remote.py`.
+"""Look at a host for `kit check`.
 
-Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its version. Each part answers
-for itself: what cannot be looked at is told as its ``error``, and hides nothing else.
+Each part answers for itself: one that fails is told as its ``error``, and hides nothing else.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from nodekit.deploy.host import files
 from nodekit.deploy.host.node import leftovers
-from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.probes import hostfacts, kernel
 
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
-_KERNEL_LOG_BYTES = 1 << 20
 _XID = "NVRM: Xid"
 
 
@@ -122,7 +120,7 @@ def _software(imports: List[str], source: str, path: List[str]) -> Dict[str, Any
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE),
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
         "shm": _shm(),
-        "infiniband": _names("/sys/class/infiniband"),
+        "infiniband": files.names("/sys/class/infiniband"),
     }
 
 
@@ -193,13 +191,6 @@ def _shm() -> Optional[Dict[str, Any]]:
     }
 
 
-def _names(folder: str) -> List[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
 # --- GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -248,28 +239,9 @@ def _owner(pid: int) -> str:
 
 def _xid_lines() -> List[str]:
     """What the driver has said in the kernel's log since the last boot, as far as we may read that."""
-    try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    lines = kernel.messages()
+    if lines is None:
         # Where only the administrators may, members of some groups have the journal.
-        text = hostfacts.output(
-            ["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID], _OTHERS_TIMEOUT_S
-        )[0]
-        return [line for line in text.splitlines() if _XID in line][-50:]
-    lines, size = [], 0
-    try:
-        while size < _KERNEL_LOG_BYTES:
-            try:
-                record = os.read(log, 8192)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten while it was read: the next one will do
-                    continue
-                break
-            size += len(record)
-            if _XID.encode() in record:
-                lines.append(record.decode("utf-8", "replace").partition(";")[2].split("\n")[0])
-    finally:
-        os.close(log)
-    return lines[-50:]
+        argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID]
+        lines = hostfacts.output(argv, _OTHERS_TIMEOUT_S)[0].splitlines()
+    return [line for line in lines if _XID in line][-50:]

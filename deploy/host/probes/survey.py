@@ -1,7 +1,4 @@
-"""What `kit init` wants to know of a host: GPUs, cores, interfaces, and interpreters with torch. Sent to the host.
-
-Standard library only, and Python 3.8 syntax, as in `deploy/host/probes/hostfacts.py`.
-"""
+"""Look at a host for `kit init`: GPUs, cores, interfaces, and interpreters with torch."""
 
 from __future__ import annotations
 

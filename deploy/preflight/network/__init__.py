@@ -1,4 +1,4 @@
-"""Would the network carry the job? Interfaces, names, ports, pairs of hosts, a real rendezvous.
+"""Examines the network of the hosts: interfaces, names, ports, pairs of hosts, a real rendezvous.
 
 It may import what `deploy.preflight` may.
 """

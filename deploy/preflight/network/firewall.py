@@ -1,4 +1,4 @@
-"""Which rule of a host's firewall keeps a connection out, and the command that lets it in; pure."""
+"""Finds the firewall rule that blocks a connection, and the command that allows it; pure."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _UNSEEN = "sudo nft list ruleset; sudo iptables -S: find what drops it, let {add
 
 @dataclass(frozen=True)
 class Rule:
-    """What of a ruleset drops or rejects a connection."""
+    """The rule or policy that drops or rejects a connection."""
 
     chain: str
-    """As nft's commands name it: family, table and chain."""
+    """Family, table and chain, as in nft's commands."""
     handle: str | None
-    """None: no rule, but the chain's policy."""
+    """None: the chain's policy."""
     text: str
 
 
 def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, interface: str) -> Rule | None:
-    """The rule that certainly ends a TCP connection of two addresses, in ``nft --handle list ruleset``.
+    """Return the rule that certainly blocks a TCP connection, from ``nft --handle list ruleset``.
 
     Args:
-        ruleset: what nft said.
+        ruleset: the output of nft.
         hook: "input" on the target's host, "output" on the source's.
         source: address that connects.
         target: address that is connected to.
@@ -55,7 +55,7 @@ def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, in
         interface: of the host that the ruleset is of.
 
     Returns:
-        None when nothing does, or only rules that hang on more than addresses, ports and interfaces.
+        None if nothing does, or only rules that depend on more than addresses, ports and interfaces.
     """
     table = chain = policy = ""
     hooked = False
@@ -78,7 +78,7 @@ def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, in
 
 
 def _verdict(text: str, source: str, target: str, port: int, interface: str) -> str:
-    """``accept``, ``drop`` or ``reject`` for a new connection; "" where a rule is not for it, or we cannot tell."""
+    """Return ``accept``, ``drop`` or ``reject`` for a new connection; "" if a rule does not match or is unclear."""
     end = re.search(r"\b(accept|drop|reject)\b.*$", text)
     if end is None:
         return ""
@@ -135,7 +135,7 @@ def cure(
     port: int,
     answer_port: int | None = None,
 ) -> tuple[str, str]:
-    """What lets `source` connect to a port of `target`, and what was seen that keeps it out ("" for nothing).
+    """Return how to let `source` connect to a port of `target`, and what blocks it ("" if unknown).
 
     Args:
         found: host → `netstate.firewall` there, as far as it was asked.
@@ -178,7 +178,7 @@ def cure(
 
 
 def _nft(rule: Rule, way: str) -> str:
-    """The command that takes a rule away, or lets packets by before a chain's policy drops them."""
+    """Return the nft command that deletes a rule, or accepts packets before the chain's policy."""
     if rule.handle is not None:
         return f"sudo nft delete rule {rule.chain} handle {rule.handle}"
     family = "ip6" if ":" in way else "ip"

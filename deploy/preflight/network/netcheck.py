@@ -14,14 +14,13 @@ from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network import nethost, netpairs, outcomes
 from nodekit.deploy.preflight.network.outcomes import End, Pairs
-from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
 RENDEZVOUS_PORT = 29500
-"""torchrun's. kit itself takes a free port, so that of this one only a warning is given."""
+"""torchrun's. kit itself uses a free port, so a problem with this one is only a warning."""
 MAX_SAMPLED, MIN_SAMPLED = 16, 4
 MAX_CONNECTIONS = 4096
-"""Of one host to the others: with many hosts fewer ports are tried of each."""
+"""Connections of one host to all others: with many hosts, fewer ports of each are tried."""
 _SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
 FINISH_S = 1.0
 _LEAST_S = 1.5  # with less than this, hosts that are well would seem not to answer
@@ -36,7 +35,7 @@ def network_findings(
     deadline_s: float,
     port: int | None = None,
 ) -> list[Finding]:
-    """Everything that keeps the hosts from each other, on the interfaces that a job would take.
+    """Return the network problems between hosts, on the interfaces that a job would use.
 
     Args:
         links: to the hosts; one that is not among them is left out.
@@ -53,12 +52,14 @@ def network_findings(
     peers = cluster.peer_addresses(inventory.hosts)
     chosen, problems = check.choose_interfaces(inventory, hosts, facts, peers)
     with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
-        here, silent = told_apart(answers)
+        here, silent = netpairs.told_apart(answers)
         nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
         unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names, _ = told_apart(_own_names(links, [name for name in here if name in chosen], left_s=left_s))
+        names, _ = netpairs.told_apart(
+            _own_names(links, [name for name in here if name in chosen], left_s=left_s)
+        )
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # Where the kernel says why, no firewall is to blame.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
@@ -93,20 +94,11 @@ def network_findings(
 def _neighbours(
     here: Mapping[str, Any], names: Mapping[str, Any], pairs: Pairs, *, num_hosts: int
 ) -> list[Finding]:
-    """Hosts whose table of neighbours is full, which who got no answer cannot know, but the hosts at both ends may."""
+    """Return hosts whose neighbour table is full. Only these hosts know, not those whose packets they drop."""
     before = {name: answer["neighbours"] for name, answer in here.items()}
     after = {name: answer["neighbours"] for name, answer in names.items()}
     closed = [key for key, pair in pairs.items() if pair.failed]
     return nethost.neighbour_findings(before, after, lost=closed, num_hosts=num_hosts)
-
-
-def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
-    """What hosts have answered, and why the others did not."""
-    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
-    for answer in answers.values():
-        if isinstance(answer, Exception) and not isinstance(answer, HostError):
-            raise answer  # our own bug
-    return {name: answer for name, answer in answers.items() if name not in silent}, silent
 
 
 def _own_names(
@@ -131,7 +123,7 @@ def listening(
     *,
     left_s: Callable[[], float],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Let every host listen; yields the session and what each has said of itself. At the end all let go."""
+    """Let every host listen; yields the session and each host's answer. Ends the session on exit."""
     session, token = token_hex(8), token_hex(16)
     num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
     first_at: dict[tuple[str, str], str] = {}
@@ -162,7 +154,7 @@ def listening(
 
 
 def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End:
-    """A host that listens, from what it said."""
+    """Return a listening host, from its answer."""
     nic = _nic(chosen, answer)
     low, high = answer["range"]
     return End(

@@ -1,4 +1,4 @@
-"""The end of `kit check --deep`: a real rendezvous and one all-reduce over all hosts, or who waited for whom."""
+"""`kit check --deep`: a real rendezvous and one all-reduce over all hosts, and a diagnosis if it fails."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network import firewall, netpairs, outcomes
-from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening, told_apart
+from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Host, Inventory
 
 NUMEL = 1 << 18
-"""1 MB of floats: enough for packets that are too large for the way to be among them."""
+"""1 MB of floats: large enough to need full-size packets."""
 GROUP_S = {"gloo": 10.0, "nccl": 30.0}
-"""How long a process group that all have come to may take."""
+"""Timeout of the process group, once all hosts have arrived."""
 CALL_S = 2.0
 GRACE_S = 2.0  # for the others to say what they saw when one has failed
 PATIENCE_S = 5.0  # with a host that does not get through to a rendezvous which is there
@@ -46,21 +46,21 @@ _REMOTE = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:(\d+)")
 
 @dataclass
 class Progress:
-    """How far one host came."""
+    """The progress of one host."""
 
     stage: str = ""
     seconds: float = 0.0
     problem: str = ""
-    """Why it does not reach the rendezvous."""
+    """Why it cannot reach the rendezvous."""
     reduced: Mapping[str, Any] = field(default_factory=dict)
     status: int | None = None
     errors: str = ""
     lost: str = ""
-    """Why it could not be started, or the host does not answer any more."""
+    """Why it could not be started, or the host no longer answers."""
     python: str = "python"
 
     def take(self, line: str) -> None:
-        """One line that the job has said."""
+        """Process one line of the job's output."""
         try:
             said = json.loads(line)
         except ValueError:  # a library that prints
@@ -72,22 +72,22 @@ class Progress:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has reduced what all gave."""
+        """Whether its all-reduce had the right result."""
         return self.status == 0 and bool(self.reduced.get("is_right"))
 
     @property
     def has_failed(self) -> bool:
-        """Whether it would not have come any further by itself."""
+        """Whether it failed by itself."""
         return bool(self.lost or self.problem or self.status)
 
     def reached(self, stage: str) -> bool:
-        """Whether it has come that far."""
+        """Whether it has reached a stage."""
         return _STAGES.index(self.stage) >= _STAGES.index(stage)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One host that did not get through to another."""
+    """A failed connection of one host to another."""
 
     source: str
     target: str
@@ -103,13 +103,13 @@ def deep_findings(
     deadline_s: float,
     port: int = 0,
 ) -> list[Finding]:
-    """Let a process on every host meet the others as torch does and reduce one tensor; nothing of it stays.
+    """Run a rendezvous and an all-reduce with a process on every host; nothing is left behind.
 
     Args:
         links: to the hosts; one that is not among them is left out.
         inventory: what the cluster is.
         facts: of the same hosts.
-        deadline_s: how long all of it may take, finding out why it failed included.
+        deadline_s: time limit, including the diagnosis of a failure.
         port: of the rendezvous, on the first host; 0: a free one, as a run takes.
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
@@ -124,7 +124,7 @@ def deep_findings(
     gpus = plan.share_gpus(hosts, facts)
     backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
-        here, silent = told_apart(answers)
+        here, silent = netpairs.told_apart(answers)
         if silent:
             return _failures(
                 silent, "an answer from its python", lambda host: f"log in to {host} and see: uptime; dmesg"
@@ -162,7 +162,7 @@ def _diagnosis(
     port: int,
     left_s: Callable[[], float],
 ) -> list[Finding]:
-    """Why it failed: by what the hosts say of it, and by trying every pair of them."""
+    """Return why it failed, from the hosts' own errors and a test of every pair."""
     ends = {name: end_of(name, chosen[name], answer) for name, answer in answers.items()}
     broken, calls = _told(progress, chosen, port, {name: end.port_range for name, end in ends.items()})
     ends = {name: end for name, end in ends.items() if not progress[name].lost}
@@ -178,7 +178,7 @@ def _diagnosis(
 
 
 def _settings(world_size: int, backend: str, address: str, port: int, limit_s: float) -> dict[str, Any]:
-    """What all processes are told."""
+    """Return the settings of all processes."""
     return {
         "world_size": world_size,
         "backend": backend,
@@ -197,7 +197,7 @@ def _environment(
     chosen: Mapping[str, tuple[str, str]],
     gpus: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    """What the processes of a run would have, as far as it touches the network."""
+    """Return the environment of a run's processes, as far as it concerns the network."""
     interface = chosen[host.name][0]
     env = {
         "GLOO_SOCKET_IFNAME": interface,
@@ -220,7 +220,7 @@ def _run(
     *,
     limit_s: float,
 ) -> dict[str, Progress]:
-    """Start it on all hosts and follow it to its end, or until the time is over or one has failed."""
+    """Start the job on all hosts and follow it until it ends, fails, or exceeds the limit."""
     left_s = netpairs.deadline(limit_s)
     first = hosts[0].name
     ranks = {host.name: rank for rank, host in enumerate(hosts)}
@@ -286,7 +286,7 @@ def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:
 
 
 def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
-    """Who waited for whom, and what each that did not come was at; pure."""
+    """Return who waited for whom, and the stage of each host that did not arrive; pure."""
     arrived = [name for name, each in progress.items() if each.reached("arrived")]
     absent = [name for name in progress if name not in arrived]
     if absent:
@@ -317,7 +317,7 @@ def _doing(each: Progress) -> str:
 
 
 def _end_words(each: Progress) -> str:
-    """How its process ended, with the last line that says why."""
+    """Return how the process ended, with its last error line."""
     status = each.status or 0
     how = f"signal {-status}" if status < 0 else f"status {status}"
     lines = [line.strip() for line in each.errors.splitlines()]
@@ -339,7 +339,7 @@ def _told(
     port: int,
     ranges: Mapping[str, Sequence[int]],
 ) -> tuple[list[Finding], list[Call]]:
-    """What the hosts themselves say: why torch does not run, and who did not get through to whom; pure."""
+    """Return the hosts' own errors: broken torch installations, and failed connections; pure."""
     first = next(iter(progress))
     by_address = {address: name for name, (_, address) in chosen.items()}
     broken: list[Finding] = []
@@ -369,7 +369,7 @@ def _told(
 
 
 def meant(port: int, low: int, high: int) -> int:
-    """The port that gloo means: as of torch 2.13 it prints most the wrong way around, as their two bytes are sent."""
+    """Return the port that gloo means: as of torch 2.13 it prints most in network byte order."""
     swapped = (port & 0xFF) << 8 | port >> 8
     return swapped if low <= swapped <= high else port
 

@@ -1,7 +1,7 @@
-"""What every host runs for `kit check --deep`: meets the others as torch does, and reduces one tensor with them.
+"""The program of `kit check --deep` on every host: a rendezvous, a process group and one all-reduce.
 
-Its source is sent to the hosts, with ``SETTINGS`` before it, and reaches their python on stdin, where nothing more
-is said: that stdin ends means that nobody waits for this any more. It says how far it got, a line of JSON a stage.
+Its source, with ``SETTINGS`` before it, is sent to each host's python on stdin. The end of stdin means that the result
+is no longer needed. It prints a line of JSON per stage.
 """
 
 import json
@@ -18,19 +18,19 @@ STARTED = time.monotonic()
 
 
 def say(stage: str, **more: object) -> None:
-    """One line for who started us."""
+    """Print the stage."""
     print(json.dumps({"stage": stage, "s": round(time.monotonic() - STARTED, 3), **more}), flush=True)
 
 
 def end_with_stdin() -> None:
-    """Wait for the end of stdin, and end."""
+    """Exit at the end of stdin."""
     while os.read(0, 4096):  # not sys.stdin: its lock would be held as the interpreter shuts down
         pass
     os._exit(2)
 
 
 def wait_for_store(address: str, port: int) -> None:
-    """Until somebody listens there; what is in the way is said each time that it changes."""
+    """Wait until the store can be reached; print the problem each time it changes."""
     said = ""
     while True:
         try:

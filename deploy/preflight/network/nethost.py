@@ -1,4 +1,4 @@
-"""What a host says of its own end of the network, judged: interface, MTU, speed, name, port, RDMA; pure."""
+"""Findings of a host's own network: interface, MTU, speed, name, port, RDMA; pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _warning(host: str, found: str, wanted: str, cure: str) -> Finding:
 
 
 def no_answer(host: str, error: HostError) -> Finding:
-    """A host that did not answer in time, or whose link is lost."""
+    """Return the finding of a host that did not answer in time."""
     return _failure(
         host,
         error.problem,
@@ -36,7 +36,7 @@ def no_answer(host: str, error: HostError) -> Finding:
 
 
 def not_tried(host: str, deadline_s: float) -> Finding:
-    """A host for which there was no time."""
+    """Return the finding of a host that there was no time for."""
     return _warning(
         host,
         f"not tried: {max(deadline_s, 0):.1f} s were left",
@@ -48,7 +48,7 @@ def not_tried(host: str, deadline_s: float) -> Finding:
 def unchosen(
     host: Host, error: HostError, nics: Sequence[Mapping[str, Any]], inventory: Inventory
 ) -> Finding:
-    """Why no interface could be chosen."""
+    """Return why no interface could be chosen."""
     have = ", ".join(f"{nic['name']} ({nic['addresses'][0]})" for nic in nics if nic["addresses"])
     by_name = {nic["name"]: nic for nic in nics}
     named = by_name.get(host.interface or "")
@@ -88,7 +88,7 @@ def _has_address_in(nic: Mapping[str, Any], network: str) -> bool:
 
 
 def no_carrier(host: str, nic: Mapping[str, Any]) -> Finding:
-    """An interface that is up and has nothing at its other end."""
+    """Return the finding of an interface without a carrier."""
     return _failure(
         host,
         f"interface {nic['name']} has no carrier: nothing answers at the other end of its cable",
@@ -104,7 +104,7 @@ def neighbour_findings(
     lost: Collection[tuple[str, str]],
     num_hosts: int,
 ) -> list[Finding]:
-    """Hosts whose kernel has no room for the addresses of all its neighbours: it drops packets to the others; pure.
+    """Return hosts whose neighbour table is too small, so that their kernel drops packets; pure.
 
     Args:
         before: host → `netstate.neighbours` when the check began.
@@ -154,7 +154,7 @@ def neighbour_findings(
 
 
 def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Hosts whose MTU differs from most others'; pure."""
+    """Return hosts whose MTU differs from most others'; pure."""
     counts = collections.Counter(nic["mtu"] for nic in nics.values())
     if len(counts) < 2:
         return []
@@ -172,7 +172,7 @@ def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 
 def speed_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Hosts whose interface is slower than the fastest: all wait for the slowest; pure."""
+    """Return hosts whose interface is slower than the fastest, as all wait for the slowest; pure."""
     speeds = {name: nic["speed_mbit"] for name, nic in nics.items() if nic["speed_mbit"]}
     if len(set(speeds.values())) < 2:
         return []
@@ -198,12 +198,12 @@ def _num_have(number: int, of: int) -> str:
 
 
 def speed_words(speed_mbit: int) -> str:
-    """As cards and switches name it."""
+    """Return a speed in Gb/s or Mb/s."""
     return f"{speed_mbit / 1000:g} Gb/s" if speed_mbit >= 1000 else f"{speed_mbit} Mb/s"
 
 
 def fine(end: End, nic: Mapping[str, Any] | None) -> Finding:
-    """A host that is well, in as few words as a table has room for."""
+    """Return the finding of a host without problems, short enough for the table."""
     speed = speed_words(nic["speed_mbit"]) if nic and nic["speed_mbit"] else f"MTU {end.mtu}"
     return Finding(check="network", host=end.host, level="ok", found=f"{end.interface}, {speed}")
 
@@ -212,7 +212,7 @@ def fine(end: End, nic: Mapping[str, Any] | None) -> Finding:
 
 
 def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Finding]:
-    """What is wrong with a host's own name; pure."""
+    """Return problems with a host's own name; pure."""
     name, addresses = answer["name"], answer["addresses"]
     if addresses is None:
         return [
@@ -243,7 +243,7 @@ def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Fi
 
 
 def port_findings(here: Mapping[str, Any], port: int, *, matters: bool) -> list[Finding]:
-    """Hosts on which the rendezvous port is taken."""
+    """Return hosts on which the rendezvous port is taken."""
     found = []
     for name, answer in here.items():
         if not (taken := answer["taken"]):
@@ -275,7 +275,7 @@ def rdma_findings(
     *,
     env: Mapping[str, Mapping[str, str]],
 ) -> list[Finding]:
-    """RDMA ports that NCCL, or an IPoIB interface, would need and that are not active; pure.
+    """Return inactive RDMA ports that NCCL or an IPoIB interface would need; pure.
 
     Args:
         ports: host → `netstate.rdma_ports` there.
@@ -314,7 +314,7 @@ def rdma_findings(
 
 
 def is_chosen_hca(wanted: str, port: Mapping[str, Any]) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a port: names' beginnings, ``=`` whole names, ``^`` all but them."""
+    """Whether NCCL_IB_HCA includes a port: prefixes of names; ``=`` whole names, ``^`` all others."""
     negated, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
     entries = [entry for entry in wanted.lstrip("^=").split(",") if entry]
     if not entries:

@@ -1,4 +1,4 @@
-"""Tries every ordered pair of hosts, over the interfaces that the job will use."""
+"""Tests the connections of every ordered pair of hosts, over the interfaces that the job will use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = 4  # so few pairs are at once tried alone
 ALONE_S, LEAST_ALONE_S = 5.0, 2.4
 _RESERVE_S = 1.2  # of the time, for what is asked after the pairs
 LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
-"""Sizes of packets that networks are made for, to find out which still passes."""
+"""Common packet sizes, to find the largest that passes."""
 _ARRIVAL_S = 0.5  # for a datagram to come, once it was sent
 _SPARE_S = 1.0  # of the time for a call: for its way there and back
 _FIREWALL_S = 4.0
@@ -37,10 +37,10 @@ _FIREWALL_S = 4.0
 def measure(
     links: Mapping[str, Link], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
 ) -> tuple[Pairs, dict[str, HostError]]:
-    """Let every host call every other one; what fails is tried again, together, and then each pair alone.
+    """Let every host connect to every other one; retry failures together, and then each pair alone.
 
     Returns:
-        (source, target) → what became of it, and host → why it gave no answer: its pairs are left out.
+        (source, target) → the outcome, and host → why it did not answer: its pairs are left out.
     """
     names = list(ends)
     sizes = {(a, b): [SMALL_BYTES, packet(ends, a, b)] for a in names for b in names if a != b}
@@ -66,17 +66,14 @@ def measure(
         )
         sent = {b: {a: sizes[a, b] for a in names if (a, b) in wanted} for b in names}
         came = on_all({name: links[name] for name in names}, _asks(session, sent, limit_s=left_s()))
-        for name, answer in (*said.items(), *came.items()):
-            if isinstance(answer, HostError):
-                silent.setdefault(name, answer)
-            elif isinstance(answer, Exception):
-                raise answer  # our own bug
+        (said, not_said), (came, not_come) = told_apart(said), told_apart(came)
+        silent = {**not_come, **not_said, **silent}
         for a, b in wanted:
-            if isinstance(answer := said.get(a), dict):
-                pairs[a, b] = _merged(pairs.get((a, b)), a, b, answer[b])
+            if a in said:
+                pairs[a, b] = _merged(pairs.get((a, b)), a, b, said[a][b])
         for (a, b), pair in pairs.items():
-            if isinstance(here := came.get(b), dict):
-                pairs[a, b] = dataclasses.replace(pair, arrived=pair.arrived | frozenset(here.get(a, ())))
+            if b in came:
+                pairs[a, b] = dataclasses.replace(pair, arrived=pair.arrived | frozenset(came[b].get(a, ())))
         wanted = {}
         for (a, b), pair in pairs.items():
             most = sizes[a, b][-1]
@@ -101,10 +98,10 @@ def _try_alone(
     *,
     left_s: Callable[[], float],
 ) -> None:
-    """Try what fails once more, one pair after the other, and unhurriedly: hosts and switches may only have been busy.
+    """Retry failures one pair at a time, with longer timeouts: hosts and switches may only have been busy.
 
-    Of pairs that fare alike the others are left out as soon as one has failed again in the same way. `pairs` has what
-    became of it.
+    Of pairs with the same outcome, the others are skipped as soon as one has failed again in the same way. Updates
+    `pairs`.
     """
 
     def faults() -> dict[tuple[str, str], tuple[str, bool]]:
@@ -146,7 +143,7 @@ def _tried_alone(
     *,
     asks: bool,
 ) -> Pair:
-    """A pair after one more attempt; `asks`: a datagram was lost, and is waited for."""
+    """Return a pair after one more attempt; `asks`: wait for a datagram that was lost."""
     source, target = pair.source, pair.target
     ports = [port for ports in pair.failed.values() for port in ports]
     sizes = [SMALL_BYTES, packet(ends, source, target)]
@@ -156,19 +153,27 @@ def _tried_alone(
         {target: links[target]} if asks else {},
         _asks(session, {target: {source: sizes}}, limit_s=max(left_s(), _SPARE_S)),
     )
-    for answer in (*said.values(), *came.values()):
-        if isinstance(answer, Exception) and not isinstance(answer, HostError):
-            raise answer  # our own bug
-    if isinstance(answer := said[source], dict):
-        is_alone = "untried" not in answer[target]["failed"]
-        pair = dataclasses.replace(_merged(pair, source, target, answer[target]), is_alone=is_alone)
-    if isinstance(answer := came.get(target), dict):
-        pair = dataclasses.replace(pair, arrived=pair.arrived | frozenset(answer.get(source, ())))
+    (said, _), (came, _) = told_apart(said), told_apart(came)
+    if source in said:
+        answer = said[source][target]
+        is_alone = "untried" not in answer["failed"]
+        pair = dataclasses.replace(_merged(pair, source, target, answer), is_alone=is_alone)
+    if target in came:
+        pair = dataclasses.replace(pair, arrived=pair.arrived | frozenset(came[target].get(source, ())))
     return pair
 
 
+def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
+    """Split results into the answers of hosts, and the errors of those that did not answer."""
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
+    for answer in answers.values():
+        if isinstance(answer, Exception) and not isinstance(answer, HostError):
+            raise answer  # our own bug
+    return {name: answer for name, answer in answers.items() if name not in silent}, silent
+
+
 def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
-    """A host as `netprobe.try_peers` takes it."""
+    """Return a host as an argument of `netprobe.try_peers`."""
     return {
         "name": end.host,
         "address": end.address,
@@ -186,7 +191,7 @@ def _calls(
     answer_s: float = ANSWER_S,
     spare_s: float = _SPARE_S,
 ) -> Callable[[Link], Any]:
-    """What lets a host call its peers."""
+    """Return the call that lets a host connect to its peers."""
     return lambda link: link.call(
         "netprobe.try_peers",
         timeout_s=limit_s + spare_s,
@@ -200,7 +205,7 @@ def _calls(
 def _asks(
     session: str, sent: Mapping[str, Mapping[str, Sequence[int]]], *, limit_s: float
 ) -> Callable[[Link], Any]:
-    """What asks a host which datagrams have come."""
+    """Return the call that asks a host which datagrams have arrived."""
     return lambda link: link.call(
         "netprobe.arrived",
         timeout_s=max(limit_s, _SPARE_S),
@@ -211,7 +216,7 @@ def _asks(
 
 
 def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, Any]) -> Pair:
-    """A pair after one more attempt at what had failed."""
+    """Return a pair after one more attempt at its failed ports."""
     failed: dict[str, list[int]] = {}
     # Silence says less than what was heard before: a kernel says no a few times a second only.
     known = {port: outcome for outcome, ports in before.failed.items() for port in ports} if before else {}
@@ -237,7 +242,7 @@ def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, 
 def ask_firewalls(
     links: Mapping[str, Link], hosts: Iterable[str], *, left_s: Callable[[], float]
 ) -> dict[str, Mapping[str, Any]]:
-    """What filters packets on some hosts, as far as there is time to ask."""
+    """Return the firewalls of some hosts, if there is time to ask."""
     limit_s = min(_FIREWALL_S, left_s())
     if limit_s < 0.5:
         return {}
@@ -248,6 +253,6 @@ def ask_firewalls(
 
 
 def deadline(seconds: float) -> Callable[[], float]:
-    """What is left of some seconds from now, never below zero."""
+    """Return a function that returns the seconds left, never below zero."""
     end = time.monotonic() + seconds
     return lambda: max(0.0, end - time.monotonic())

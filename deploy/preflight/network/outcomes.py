@@ -1,4 +1,4 @@
-"""What became of the calls of every ordered pair of hosts, and the findings that come of it; pure."""
+"""Outcomes of the connections between every ordered pair of hosts, and the findings from them; pure."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """One host, listening."""
+    """One listening host."""
 
     host: str
     address: str
     interface: str
     mtu: int
     ports: tuple[int, ...]
-    """Where it listens."""
+    """Ports that it listens on."""
     udp_port: int | None
     port_range: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What became of one host's calls to another."""
+    """The outcome of one host's connections to another."""
 
     source: str
     target: str
@@ -48,17 +48,17 @@ class Pair:
     failed: Mapping[str, tuple[int, ...]]
     """Outcome → ports."""
     words: Mapping[str, str]
-    """Outcome → what the kernel said, or the stranger."""
+    """Outcome → the message of the kernel, or of an unknown server."""
     source_address: str | None = None
-    """What the source called from."""
+    """Source address of the connections."""
     arrived: frozenset[int] = frozenset()
-    """Sizes of the datagrams that came."""
+    """Sizes of the datagrams that arrived."""
     unsent: Mapping[str, str]
-    """Size → why the source's kernel did not send it."""
+    """Size → why the source's kernel could not send it."""
     dropped_from: tuple[int, ...] = ()
-    """The source's own ports of the calls that got no answer."""
+    """Source ports of the connections without an answer."""
     is_alone: bool = False
-    """Whether it was tried with nothing else under way, at last."""
+    """Whether it was finally tried with nothing else running."""
 
     @property
     def is_open(self) -> bool:
@@ -71,18 +71,18 @@ Pairs = dict[tuple[str, str], Pair]
 
 @dataclass(frozen=True)
 class Group:
-    """Ordered pairs of which the same is to be said."""
+    """Ordered pairs with the same finding."""
 
     host: str
-    """The finding's: one host, or "a → b"."""
+    """Host of the finding: one host, or "a → b"."""
     hosts: tuple[str, ...]
     words: str
-    """Which pairs these are, where it is not just one."""
+    """Describes the pairs, if there are several."""
     pairs: tuple[tuple[str, str], ...]
 
 
 def grouped(faults: Mapping[tuple[str, str], Any], names: Sequence[str]) -> list[Group]:
-    """One group where all other hosts fare alike with one host, one where it does with all, others alone; pure."""
+    """Group the pairs from or to one host if all have the same fault; other pairs stay alone; pure."""
     groups: list[Group] = []
     left = dict.fromkeys(faults)
     num_others = len(names) - 1
@@ -105,14 +105,14 @@ def findings(
     port: int,
     port_matters: bool,
 ) -> list[Finding]:
-    """A finding for each pair that something is wrong with, those of one host as one where all are alike; pure.
+    """Return a finding for each faulty pair, or one for all pairs of a host with the same fault; pure.
 
     Args:
-        pairs: what was measured.
+        pairs: the outcomes.
         ends: the hosts.
         firewalls: host → `netprobe.firewall` there.
         port: the rendezvous port.
-        port_matters: whether a job needs just this one; else only a warning comes of it.
+        port_matters: whether a job needs this very port; else a problem with it is a warning.
     """
     closed: dict[tuple[str, str], tuple[str, Level]] = {}
     for key, pair in pairs.items():
@@ -139,7 +139,7 @@ def _closed(
     firewalls: Mapping[str, Mapping[str, Any]],
     port: int,
 ) -> Finding:
-    """Ports that do not connect; a pair that was never tried alone may only have been busy, which is a warning."""
+    """Return the finding of closed ports: a warning if the pair was never tried alone, as it may have been busy."""
     source, target = group.pairs[0]
     back = "" if group.words else _back(pairs, source, target)
     alone = [key for key in group.pairs if pairs[key].is_alone]
@@ -161,7 +161,7 @@ def _closed(
 def _firewall(
     pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, str]:
-    """What is seen to keep a pair's calls out, and what lets them in; only rules that certainly do, where there are."""
+    """Return what blocks a pair's connections, and the cure; only certain rules, if there are any."""
     cures = {
         firewall.cure(
             firewalls,
@@ -180,7 +180,7 @@ def _firewall(
 
 
 def _strays(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
-    """Hosts whose packets to others leave from another address than the chosen one."""
+    """Return hosts whose packets leave from another address than the chosen one."""
     found = []
     for own in ends.values():
         calls = [pair for pair in pairs.values() if pair.source == own.host]
@@ -197,7 +197,7 @@ def _strays(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
 
 
 def is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
-    """Whether just those calls failed whose answers go to a port range that is dropped on their way back."""
+    """Whether the failures are explained by a port range that is dropped in the other direction."""
     if set(pair.failed) != {"dropped"} or not pair.connects:
         return False
     own = sorted(ends[pair.source].ports)
@@ -215,7 +215,7 @@ def is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
 
 
 def closed_words(pair: Pair, target: End, port: int) -> str:
-    """Which of a target's ports a source does not get through to, and how."""
+    """Return which of a target's ports a source cannot connect to, and how that fails."""
     parts = []
     failed = dict(pair.failed)
     if "dropped" in failed and (
@@ -229,7 +229,7 @@ def closed_words(pair: Pair, target: End, port: int) -> str:
 
 
 def _ports(ports: Sequence[int], target: End, port: int) -> str:
-    """Some of the ports that were tried, in words: how far they reach, and where it connects again."""
+    """Return some of the tried ports in words."""
     if len(ports) == len(target.ports):
         return "every port" if len(ports) > 1 else f"port {ports[0]}"
     words = [f"port {port}"] if port in ports else []
@@ -247,7 +247,7 @@ def _range(target: End) -> str:
 
 
 def _back(pairs: Pairs, source: str, target: str) -> str:
-    """How it is the other way, by TCP, or else by datagrams, which need no answer."""
+    """Return the outcome in the other direction, by TCP, or by datagrams, which need no answer."""
     back = pairs.get((target, source))
     if back is None:
         return f"{target} → {source} was not tried"
@@ -263,12 +263,12 @@ def _back(pairs: Pairs, source: str, target: str) -> str:
 
 
 def packet(ends: Mapping[str, End], source: str, target: str) -> int:
-    """The size of the largest packet that both interfaces take."""
+    """Return the size of the largest packet that both interfaces support."""
     return min(ends[source].mtu, ends[target].mtu, MAX_PACKET)
 
 
 def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
-    """Pairs between which small datagrams pass and those of both interfaces' MTU do not."""
+    """Return pairs between which small datagrams arrive and full-size ones do not."""
     lost: dict[tuple[str, str], tuple[int, int]] = {}
     for key, pair in pairs.items():
         wanted = packet(ends, *key)

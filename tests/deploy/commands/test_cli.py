@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.commands import arguments, cli, up
+from nodekit.deploy.commands import arguments, cli, status, up
+from nodekit.deploy.connect.link import RemoteError, open_local
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell", "submitit", "jinja2")
 
@@ -19,12 +20,12 @@ HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShel
 def test_each_file_is_a_command_and_listed_once() -> None:
     files = {path.stem for path in Path(arguments.__file__).parent.glob("*.py")}
     listed = [*cli.NAMES, *cli.HIDDEN]
-    assert sorted(listed) == sorted(files - {"__init__", "arguments", "cli"})
+    assert sorted(listed) == sorted(files - {"__init__", "arguments", "cli", "command"})
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_help_lists_the_commands_by_what_somebody_wants(
-    monkeypatch: pytest.MonkeyPatch, columns: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     text = cli.parser().format_help()
@@ -33,6 +34,20 @@ def test_help_lists_the_commands_by_what_somebody_wants(
         assert [line.split()[0] for line in listed.splitlines()] == list(names)
     assert max(map(len, text.splitlines())) < 80
     assert "supervise" not in text
+    with pytest.raises(SystemExit):
+        cli.main(["--help", "up"])
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("name", cli.NAMES)
+def test_each_commands_help_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
+    assert [line for line in wide if " # " not in line] == []
 
 
 @pytest.mark.parametrize(
@@ -55,8 +70,30 @@ except SystemExit:
     loaded = ast.literal_eval(done.stdout.rpartition("loaded ")[2])
     assert not set(HEAVY).intersection(loaded)
     if others is not None:
-        own = {"arguments", "cli", argv[0], *others}
+        own = {"arguments", "cli", "command", argv[0], *others}
         assert {name.split(".")[3] for name in loaded if name.startswith("nodekit.deploy.commands.")} == own
+
+
+def test_debug_prints_on_stderr_what_kit_logs_and_only_while_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call_a_host(_: argparse.Namespace) -> int:
+        link = open_local("gpu1", sys.executable)
+        try:
+            with pytest.raises(RemoteError):
+                link.call("tree.look", timeout_s=30, token="hunter2")
+        finally:
+            link.close()
+        return 0
+
+    monkeypatch.setattr(status, "run", call_a_host)
+    assert cli.main(["--debug", "status"]) == 0
+    told = capsys.readouterr()
+    assert re.search(r"nodekit\.deploy\.connect\.link: gpu1: tree\.look: \d+ ms: RemoteError\n$", told.err)
+    assert "hunter2" not in told.err
+    assert told.out == ""
+    assert cli.main(["status"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +103,7 @@ def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -
         found.append((args.inventory, args.command, args.debug))
         return 0
 
-    monkeypatch.setattr(up, "COMMAND", dataclasses.replace(up.COMMAND, run=take))
+    monkeypatch.setattr(up, "run", take)
     own = ["train.py", "--debug", "--", "-x"]
     assert cli.main(["up", "lab.yaml", "--", *own]) == 0
     assert cli.main(["--debug", "up", "--", *own]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import sys
@@ -83,7 +82,7 @@ def test_what_a_host_said_is_harmless_in_an_error_and_a_file_gets_it_as_it_is(
     def fails(_: object) -> int:
         raise KitError("gpu1: its login says \x1b]0;mine\x07hello")
 
-    monkeypatch.setattr(status, "COMMAND", dataclasses.replace(status.COMMAND, run=fails))
+    monkeypatch.setattr(status, "run", fails)
     monkeypatch.setattr(sys, "stderr", said)
     assert cli.main(["status"]) == 1
     assert said.getvalue() == (

@@ -561,11 +561,9 @@ def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
 
 def check(kit: Kit, *args: str, file: str = "lab.yaml", rc: int = 1) -> list[Finding]:
     """What `kit check` finds wrong."""
-    begin = time.monotonic()
     limit = () if "--timeout" in args else ("--timeout", "10")  # where this machine is busy, too
     done = kit.run("check", file, "--json", *limit, *args, timeout_s=30)
     assert done.returncode == rc, done.stdout + done.stderr
-    assert time.monotonic() - begin < 15  # its deadline, and Python's start on a busy machine
     found = [
         Finding(**{**each, "hosts": tuple(each["hosts"])}) for each in json.loads(done.stdout)["findings"]
     ]

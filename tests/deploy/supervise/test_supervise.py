@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import random
 import threading
 import time
@@ -23,7 +24,7 @@ from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import judge, supervise
-from nodekit.deploy.supervise.judge import Action, Fence, Finish, Join, Rules, Seen, Start, State, Stop
+from nodekit.deploy.supervise.judge import Action, Fence, Finish, Join, Rules, Say, Seen, Start, State, Stop
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of, seen_of
 
 DONE = Told(state="succeeded")
@@ -280,6 +281,30 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
         until(over.is_set, what="the end of who wanted to start c")
     assert nodes.of("warm") == []
     assert "c" not in runs.find(None).nodes
+
+
+def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 1:
+            return state, [Say("d is lost"), Fence("d", 7)]
+        is_refused = "Fence(node='d', generation=7): HostError" in caplog.text
+        return state, [Finish("succeeded")] if is_refused or number > 10_000 else []
+
+    with (
+        caplog.at_level(logging.DEBUG, "nodekit"),
+        supervising(nodes, monkeypatch, decide) as (supervisor, _),
+    ):
+        supervisor.watch()
+    assert [each.getMessage() for each in caplog.records if each.name == supervise.__name__] == [
+        "generation 0: Say(text='d is lost')",
+        "generation 0: Fence(node='d', generation=7)",
+        "generation 0: Fence(node='d', generation=7): HostError",
+        "generation 0: Finish(outcome='succeeded', text='')",
+    ]
 
 
 def event_of(kind: str, end: int) -> list[Any]:
