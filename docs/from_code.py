@@ -1,6 +1,6 @@
 """What the site takes from the code when it is built, for MkDocs: every command, every inventory key, every file.
 
-`python docs/from_code.py` prints the picture of the layers that docs/code.md holds.
+`python docs/from_code.py` draws the layers in docs/code.md anew.
 """
 
 from __future__ import annotations
@@ -216,4 +216,5 @@ def files() -> str:
 
 
 if __name__ == "__main__":
-    print(mermaid())
+    page = ROOT / "docs/code.md"
+    page.write_text(LAYERS.sub(lambda _: mermaid(), page.read_text()))

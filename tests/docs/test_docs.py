@@ -307,7 +307,7 @@ def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
 def test_the_page_of_the_code_has_the_layers_that_make_check_holds() -> None:
     code = from_code()
     wanted = code.mermaid()
-    assert wanted in PAGES["docs/code.md"].read_text(), f"python docs/from_code.py prints it now:\n{wanted}"
+    assert wanted in PAGES["docs/code.md"].read_text(), "draw them anew: python docs/from_code.py"
     inner = {name.partition("/")[0] for name in code.folders()}
     assert not [name for name in code.folders() if name not in inner and name not in wanted]
 
