@@ -322,10 +322,16 @@ class Finder:
     def exec_module(self, module):
         name = module.__name__
         exec(compile(sources[name], name.rpartition(".")[2] + ".py", "exec"), module.__dict__)
+class Folder(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):  # for "from FOLDER import MODULE": by itself, import would ask for a "nodekit" as well
+        if self.__name__ + "." + name not in sources:
+            raise AttributeError(name)
+        return importlib.import_module(self.__name__ + "." + name)
 sys.meta_path.insert(0, Finder())
-for name in sources:  # the folders; and no "nodekit": a host's own must be found, should anything look for it
-    folder = sys.modules.setdefault(name.rpartition(".")[0], types.ModuleType(name.rpartition(".")[0]))
-    folder.__path__ = []
+for name in sources:  # and no "nodekit": a host's own must be found, should anything look for it
+    folder = name.rpartition(".")[0]
+    sys.modules.setdefault(folder, Folder(folder))
 full_names = {{name.rpartition(".")[2]: name for name in sources}}
 def module_of(name):
     return importlib.import_module(full_names[name])

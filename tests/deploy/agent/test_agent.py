@@ -18,7 +18,7 @@ from agents import Agents, processes_of, until
 from record_failures import memory_cgroup
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.screen.view import status_line
+from nodekit.deploy.story.status import status_line
 
 pytestmark = pytest.mark.slow
 

@@ -456,3 +456,9 @@ def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
     one = ["sync file", "rename to fence", "sync folder"]
     assert calls == one * 2, "in the folder of the snapshots, and in the node's"
     assert (tmp_path / "fence").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_program_sent_needs_no_kit_on_the_host() -> None:
+    everything = links.program([*links.OFFERED, "venvs", "server"], "for each in full_names: module_of(each)")
+    done = subprocess.run([sys.executable, "-I", "-S", "-"], input=everything, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

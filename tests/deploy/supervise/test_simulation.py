@@ -81,8 +81,8 @@ def test_out_of_sight_of_the_control_machine_nothing_is_done() -> None:
     simulation.hide_all(for_s=600)
     simulation.until(700)
     done = simulation.counts - before
-    assert set(done) <= {"Say"}
-    assert done["Say"] <= 2
+    assert set(done) <= {"Notice"}
+    assert done["Notice"] <= 2
     assert simulation.group is not None
     assert simulation.now - simulation.group.progress_since > 600
 

@@ -272,7 +272,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch)
     may_end, over = threading.Event(), threading.Event()
-    start = supervise.Hands.start
+    start = supervise.NodeClient.start
 
     def late(*args: Any, **named: Any) -> None:
         may_end.wait(30)
@@ -281,7 +281,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
         finally:
             over.set()
 
-    monkeypatch.setattr(supervise.Hands, "start", late)
+    monkeypatch.setattr(supervise.NodeClient, "start", late)
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         return state, [Start("c", is_new=True)] if number == 1 else [Finish("succeeded")]
