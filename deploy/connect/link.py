@@ -289,7 +289,7 @@ def program(names: Sequence[str], last_line: str) -> bytes:
     """
     sources = {f"nodekit.deploy.host.{name}": source(f"nodekit.deploy.host.{name}") for name in names}
     return f"""
-import importlib, importlib.util, sys, types
+import functools, importlib, importlib.util, sys, types
 sources = {sources!a}
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -300,9 +300,14 @@ class Finder:
         name = module.__name__
         exec(compile(sources[name], name.rpartition(".")[2] + ".py", "exec"), module.__dict__)
 sys.meta_path.insert(0, Finder())
-for name in sources:  # the folders; and no "nodekit": a host's own must be found, should anything look for it
-    folder = sys.modules.setdefault(name.rpartition(".")[0], types.ModuleType(name.rpartition(".")[0]))
-    folder.__path__ = []
+def import_from(folder, name):  # as an attribute: else `from` would import "nodekit" as well
+    if folder + "." + name not in sources:
+        raise AttributeError(name)
+    return importlib.import_module(folder + "." + name)
+for folder in {{name.rpartition(".")[0] for name in sources}}:  # a "nodekit" of the host's own must be found as before
+    sys.modules[folder] = types.ModuleType(folder)
+    sys.modules[folder].__path__ = []
+    sys.modules[folder].__getattr__ = functools.partial(import_from, folder)
 full_names = {{name.rpartition(".")[2]: name for name in sources}}
 def module_of(name):
     return importlib.import_module(full_names[name])

@@ -288,7 +288,7 @@ def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
 
 
 def test_every_variable_that_a_rank_is_given_is_in_the_table() -> None:
-    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent/agent", "plan/plan"))
+    code = "".join((ROOT / f"deploy/{name}.py").read_text() for name in ("agent/ranks/attempt", "plan/plan"))
     given = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"(?:: |\] = )', code))
     assert {"RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME", "NODEKIT_SNAPSHOT_SHARED"} <= given
     assert not given - set(re.findall(r"`([A-Z_]+)`", PAGES["docs/from-torchrun.md"].read_text()))
