@@ -82,7 +82,7 @@ class Site:
         return self.host
 
     def inject(self, node: str, target: str, number: int, **how: Any) -> float:
-        """Signal what runs on a node (`inject` in deploy/host/remote.py); when that was, by the clock here.
+        """Signal what runs on a node (`inject` in deploy/host/node/agents.py); when that was, by the clock here.
 
         Raises:
             NotTried: nobody got the signal.
