@@ -312,7 +312,7 @@ def program(names: Sequence[str], last_line: str) -> bytes:
     """
     sources = {f"nodekit.deploy.host.{name}": source(f"nodekit.deploy.host.{name}") for name in names}
     return f"""
-import importlib, importlib.util, sys, types
+import functools, importlib, importlib.util, sys, types
 sources = {sources!a}
 class Finder:
     def find_spec(self, name, path=None, target=None):

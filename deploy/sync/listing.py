@@ -23,7 +23,7 @@ _RACY_NS = 100_000_000
 
 
 class Entry(NamedTuple):
-    """One file or symbolic link; also a row of `deploy/host/tree.py`, which fixes the order of the fields."""
+    """One file or symbolic link; also a row of `deploy/host/treefiles.py`, which fixes the order of the fields."""
 
     path: str
     kind: str

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from nodekit.deploy import host
-from nodekit.deploy.connect.link import Link, LinkLost, RemoteError, on_all, open_local
+from nodekit.deploy.connect.link import OFFERED, Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import status
@@ -161,6 +161,21 @@ def test_calls_run_side_by_side(link: Link, tmp_path: Path) -> None:
     free = blocked["free"]
     assert not isinstance(free, Exception)
     assert (free["alive"], free["known"], free["fence"]) == (False, False, -1)
+
+
+def test_all_that_is_sent_needs_no_nodekit_on_the_host(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -I -S "$@"\n')  # type: ignore[attr-defined]
+    python.chmod(0o755)
+    opened = open_local("here", str(python))
+    try:
+        assert opened.call("status", timeout_s=15, node_dir=str(tmp_path / "none"))["alive"] is False
+        for name in OFFERED:
+            with pytest.raises(RemoteError, match="has no attribute 'nothing'") as caught:
+                opened.call(f"{name.rpartition('.')[2]}.nothing", timeout_s=15)
+            assert caught.value.type == "AttributeError"
+    finally:
+        opened.close()
 
 
 def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
@@ -456,9 +471,3 @@ def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
     one = ["sync file", "rename to fence", "sync folder"]
     assert calls == one * 2, "in the folder of the snapshots, and in the node's"
     assert (tmp_path / "fence").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_program_sent_needs_no_kit_on_the_host() -> None:
-    everything = links.program([*links.OFFERED, "venvs", "server"], "for each in full_names: module_of(each)")
-    done = subprocess.run([sys.executable, "-I", "-S", "-"], input=everything, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
