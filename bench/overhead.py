@@ -24,9 +24,9 @@ from unittest import mock
 
 from rounds import BenchError, machine, note, table
 
-from nodekit.deploy.agent import notes
-from nodekit.deploy.agent.notes import Notes
-from nodekit.deploy.host import present
+from nodekit.deploy.agent.telemetry import notes
+from nodekit.deploy.agent.telemetry.notes import Notes
+from nodekit.deploy.host import current_status
 
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
@@ -276,7 +276,7 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
 
 def _looks(job: Job, seconds: float) -> list[float]:
     """When the node was looked at meanwhile: its status is written then, and the link's far end woken by it."""
-    now = present.Present(str(next(iter(job.node_dirs.values())) / "events.jsonl"))
+    now = current_status.Present(str(next(iter(job.node_dirs.values())) / "events.jsonl"))
     found: list[float] = []
     begun = time.monotonic()
     while time.monotonic() < begun + seconds:
@@ -389,7 +389,10 @@ def week_mb(num_nodes: int) -> float:
         node.begin("0.0", sees_snapshots=True)
         written = Path(folder, "events.jsonl")
         written.write_text('{"time": 1.5}\n')
-        now, own = present.of(folder), {"run": "lab-1122-061157-e9c4", "node": "gpu-17", "usage": sample}
+        now, own = (
+            current_status.of(folder),
+            {"run": "lab-1122-061157-e9c4", "node": "gpu-17", "usage": sample},
+        )
         workers = [
             {"local_rank": rank, "rank": rank, "pid": 12345, "start_time": 123456789} for rank in range(8)
         ]

@@ -45,7 +45,7 @@ def parameters(
     """
     settings = inventory.slurm
     assert settings is not None
-    at_exit = [python, "-m", "nodekit.slurm.allocation.broken_off", str(PurePosixPath(run_dir).parent)]
+    at_exit = [python, "-m", "nodekit.slurm.allocation.srun_loss", str(PurePosixPath(run_dir).parent)]
     at_once = (settings.array or "").partition("%")[2]
     asked: dict[str, Any] = {
         "job_name": name,

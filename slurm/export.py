@@ -92,7 +92,7 @@ def script(
 """
     srun = [
         "srun", "--unbuffered", "--output", f"{run_dir}/slurm/%j_%t_log.out",
-        *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.allocation.plain", run_dir,
+        *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.allocation.sbatch_entry", run_dir,
     ]  # fmt: skip
     return f"""\
 #!/bin/bash

@@ -11,7 +11,7 @@ from typing import Any
 
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.files import write_private
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records import events, fetchlogs, runs
 from nodekit.deploy.records.events import of_node
 from nodekit.deploy.records.fetchlogs import Fetched
@@ -48,7 +48,7 @@ def events_of(run: Run, link: Link) -> list[str]:
 def now(run: Run, link: Link) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
     found: dict[str, NodeStatus] = link.call(
-        "present.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
+        "current_status.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
     )
     return found
 

@@ -23,7 +23,7 @@ from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import plan, script
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.story import leftout
-from nodekit.deploy.supervise.hands import SYNC_TIMEOUT_S, take
+from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, take
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import KitError

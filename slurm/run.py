@@ -20,7 +20,7 @@ from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.records import fetchlogs, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.causes import recognise
-from nodekit.deploy.supervise.hands import secrets_of
+from nodekit.deploy.supervise.node_client import secrets_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory

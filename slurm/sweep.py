@@ -21,7 +21,7 @@ from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan.plan import TRAINING_MODULE
 from nodekit.deploy.records import runs, secret_files
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.hands import secrets_of
+from nodekit.deploy.supervise.node_client import secrets_of
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory

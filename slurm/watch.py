@@ -7,13 +7,13 @@ from pathlib import Path
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.view import Doing, FullScreen, fits_screen
-from nodekit.deploy.screen.watched import Watched
+from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
@@ -46,7 +46,7 @@ def watch(
     """
     if not fits_screen(plain=plain):
         return _print(run, options)
-    watched = Watched(run.run_id, [])
+    watched = ViewModel(run.run_id, [])
     leaves = "leave this view; the job goes on"
     doing = Doing(leaves=leaves, interrupts="cancel the job" if cancels else leaves)
     with (
@@ -88,7 +88,7 @@ def _print(run: Run, options: SshOptions) -> int:
     return runner.watch(run, as_up, tail_bytes=runner.ATTACH_TAIL_BYTES, cancels=False)
 
 
-def _follow(run: Run, link: Link, watched: Watched, view: FullScreen) -> Job:
+def _follow(run: Run, link: Link, watched: ViewModel, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
     source = SharedFolder(run, link)
     slurm = Slurm(link)

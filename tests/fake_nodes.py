@@ -15,7 +15,7 @@ import pytest
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts, Interface
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.hands import Hands
+from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import dump, load_inventory
 
@@ -108,7 +108,7 @@ class Nodes:
         )
         self.run.save()
         monkeypatch.setattr(check, "gather", gather)
-        self.hands = Hands(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
+        self.hands = NodeClient(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
 
     def number(self, below: int) -> int:
         """The next one of this seed."""

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
 from nodekit.deploy.lab.lab_cluster import Lab
 
 DOCS = Path(__file__).parent.parent / "docs" / "security.md"
@@ -44,7 +44,7 @@ def found(lab: Lab, host: str, folder: Path, *, is_host: bool, has_copies: bool)
 
     `folder` is its node's, `is_host` whether it has the rendezvous, and rank 0.
     """
-    status = present.statuses(str(folder))[host]
+    status = current_status.statuses(str(folder))[host]
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     *_, master = [each["master"] for each in lines if each["kind"] == "rendezvous"]
     known = {status["held_port"]: HELD}

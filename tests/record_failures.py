@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
 
 FOLDER = Path(__file__).parent / "recorded" / "failures"
 NODES = ("gpu1", "gpu2")
@@ -435,7 +435,7 @@ def record(name: str, folder: Path, small: Path, cgroup: Path) -> None:
 
     nodes = {}
     for node, plan in about["nodes"].items():
-        status = present.statuses(plan["node_dir"])[node]
+        status = current_status.statuses(plan["node_dir"])[node]
         logs = {}
         for log in sorted(Path(plan["node_dir"], "logs").glob("rank*-attempt*.log")):
             lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]

@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.agent.quorum import Electorate, newest
-from nodekit.deploy.supervise import judge
-from nodekit.deploy.supervise.judge import (
+from nodekit.deploy.agent.quorum import Voters, newest
+from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.policy import (
     Drain,
     Fence,
     Finish,
-    Grant,
     Join,
+    Notice,
+    Observation,
     Rules,
-    Say,
-    Seen,
+    SetVoters,
     Start,
     State,
     Stop,
@@ -61,7 +61,7 @@ class Call:
     generation: int
     host: str
     port: int
-    electorate: Electorate
+    electorate: Voters
     called_off: int
     is_new: bool = False
 
@@ -112,7 +112,7 @@ class Node:
         self.is_lost_for_good = False
         self.processes = 0
         self.seen: tuple[Any, ...] = ()
-        self.last_seen = Seen()
+        self.last_seen = Observation()
         self.wipe()
         self.end()
 
@@ -122,7 +122,7 @@ class Node:
         self.fence = -1
         self.generation = -1
         self.hosted = -1
-        self.electorate: Electorate | None = None
+        self.electorate: Voters | None = None
         self.snapshot = (-1, 0)  # (generation, step)
         self.written_state = ""
         self.ran = ""  # the last agent
@@ -144,7 +144,7 @@ class Node:
         self.blocked = False
         self.problem = ""
 
-    def look(self) -> Seen:
+    def look(self) -> Observation:
         """What the supervisor would be told now."""
         store = self.store
         members = store.round.members if store and store.round and self.name in store.round.set else ()
@@ -152,7 +152,7 @@ class Node:
         now = (*fields, members, self.fence, self.electorate, self.port, self.snapshot, bool(self.agent))
         if now != self.seen or self.problem != self.last_seen.problem:
             self.seen = now
-            self.last_seen = Seen(
+            self.last_seen = Observation(
                 alive=bool(self.agent),
                 agent=self.agent or self.ran,
                 generation=self.generation,
@@ -173,7 +173,7 @@ class Supervisor:
 
     def __init__(self, state: State, names: Iterable[str], now: float, clock_off: float) -> None:
         self.state = state
-        self.seen = {name: Seen(reachable=False) for name in names}
+        self.seen = {name: Observation(reachable=False) for name in names}
         self.heard = dict.fromkeys(self.seen, -1e9)
         self.told = dict.fromkeys(self.seen, -1e9)  # when that was true
         self.began = now
@@ -535,7 +535,7 @@ class Simulation:
             is_slow = self.random.random() < 0.1  # to die
             node.fenced_at = self.now + self.random.uniform(0, 8 if is_slow else 0.4)
 
-    def grant(self, node: Node, electorate: Electorate) -> None:
+    def grant(self, node: Node, electorate: Voters) -> None:
         own = node.electorate
         if own and node.has_folder and own.generation == electorate.generation and electorate > own:
             node.electorate = electorate
@@ -556,7 +556,7 @@ class Simulation:
             seen = self.nodes[name].look()
             self.at(self.now + self.delay(), self.hear, self.supervisor, name, seen, self.now)
 
-    def hear(self, supervisor: Supervisor, name: str, seen: Seen, told: float) -> None:
+    def hear(self, supervisor: Supervisor, name: str, seen: Observation, told: float) -> None:
         if told < supervisor.told[name]:
             return  # it was overtaken
         supervisor.seen[name] = seen
@@ -619,7 +619,7 @@ class Simulation:
             self.supervisor = Supervisor(state, self.names, self.now, self.random.uniform(-1e6, 1e6))
             self.at(self.now, self.decide)
 
-    def act(self, state: State, action: judge.Action) -> None:
+    def act(self, state: State, action: policy.Action) -> None:
         self.log(f"    {action}")
         self.counts[type(action).__name__] += 1
         if isinstance(action, Start | Join):
@@ -631,7 +631,7 @@ class Simulation:
                 self.send(action.node, self.join, call)
         elif isinstance(action, Fence):
             self.send(action.node, self.fence, action.generation)
-        elif isinstance(action, Grant):
+        elif isinstance(action, SetVoters):
             self.send(action.node, self.grant, action.electorate)
         elif isinstance(action, Stop):
             self.send(action.node, self.stop)
@@ -648,14 +648,14 @@ class Simulation:
             if electorate.generation != state.generation or len(electorate.nodes) > self.rules.max_nodes:
                 self.broken(f"{electorate} in generation {state.generation}")
 
-    def check_action(self, supervisor: Supervisor, action: judge.Action) -> None:
+    def check_action(self, supervisor: Supervisor, action: policy.Action) -> None:
         state = supervisor.state
         if isinstance(action, Finish):
             is_right = action.outcome in self.ended_states or "waited" in action.text
             if not is_right or (action.outcome == "stopped" and "failed" in self.ended_states):
                 self.broken(f"{action}, but the agents ended as {sorted(self.ended_states)}")
         if not any(seen.reachable for seen in supervisor.seen.values()) and not isinstance(
-            action, Say | Finish
+            action, Notice | Finish
         ):
             self.broken(f"{action} with no node in sight")
         self.check_rates(action)
@@ -691,10 +691,10 @@ class Simulation:
             return True
         return not reachable and self.now - group.progress_since > STEADY_S
 
-    def check_rates(self, action: judge.Action) -> None:
+    def check_rates(self, action: policy.Action) -> None:
         """Budgets: starts per node, sayings and actions per minute."""
-        self.recent.append((self.now, isinstance(action, Say)))
-        self.recent_says += isinstance(action, Say)
+        self.recent.append((self.now, isinstance(action, Notice)))
+        self.recent_says += isinstance(action, Notice)
         while self.recent[0][0] < self.now - 60:
             self.recent_says -= self.recent.popleft()[1]
         says = self.recent_says

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
-NAME = "python -m nodekit.training"
+_NAME = "python -m nodekit.training"
 _KEPT_ALIVE: list[object] = []
 """Objects that must not be freed before the process ends.
 
@@ -87,7 +87,7 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
 
 def refused(error: Exception) -> int:
     """Print why the options cannot be followed here, and return the exit status."""
-    print(f"{NAME}: {error}", file=sys.stderr)
+    print(f"{_NAME}: {error}", file=sys.stderr)
     return 2
 
 
@@ -143,7 +143,7 @@ def _report(error: Exception) -> None:
     get_error_handler().record_exception(error)
     is_for_users = isinstance(error, ValueError) and error.__cause__ is not None
     if is_for_users or isinstance(error, EngineError):
-        print(f"{NAME}: {error}", file=sys.stderr)
+        print(f"{_NAME}: {error}", file=sys.stderr)
     else:
         logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)
 

@@ -90,14 +90,14 @@ class World:
         method = InitMethod.parse(init_method)
         method.check()
         launched = _check_launcher(env, init_method)
+        rank, local_rank = _number(env, "RANK", 0), _number(env, "LOCAL_RANK", 0)
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
-        device = _device(_number(env, "LOCAL_RANK", 0), local_world_size)
-        rank = _number(env, "RANK", 0)
+        device = _device(local_rank, local_world_size)
         generation = _number(env, "NODEKIT_GENERATION", 0) if env.get("NODEKIT_GENERATION") else None
         run_id = env.get("NODEKIT_RUN_ID") or env.get("TORCHELASTIC_RUN_ID")
         return cls(
             rank=rank,
-            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_rank=local_rank,
             world_size=_number(env, "WORLD_SIZE", 1),
             local_world_size=local_world_size,
             node_rank=_number(env, "GROUP_RANK", _number(env, "NODE_RANK", rank // local_world_size)),

@@ -1,9 +1,10 @@
 """The agent of one node: joins the rendezvous, runs the node's ranks, and again when a rank or a node is lost.
 
 When a rank fails, or a node is lost or comes, all agents end their ranks, meet again in torch's rendezvous
-(deploy/agent/rendezvous.py) and start them anew; the ranks go on from the newest snapshot. When the rendezvous host is
-lost the agent keeps running, and waits for the store to be reachable again or for the supervisor's call into another
-generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train meanwhile.
+(deploy/agent/rendezvous/rendezvous.py) and start them anew; the ranks go on from the newest snapshot. When the
+rendezvous host is lost the agent keeps running, and waits for the store to be reachable again or for the supervisor's
+call into another generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train
+meanwhile.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.hang.inquiry import DONE, Inquiry
+from nodekit.deploy.agent.hang_diagnosis import DONE, HangDiagnosis
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
-from nodekit.deploy.agent.quorum import Electorate, newest
+from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import is_echo
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
-from nodekit.deploy.agent.record import Record
-from nodekit.deploy.agent.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
+from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
+from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
-from nodekit.deploy.agent.signed_store import Forged
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.host import ports
-from nodekit.deploy.host.node.schema import Finished
+from nodekit.deploy.host.schema import Finished
 
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
@@ -70,7 +71,7 @@ class Agent:
     """One node's part of a run, through all its rounds and generations."""
 
     def __init__(
-        self, spec: AgentSpec, record: Record, check_stop: Callable[[], None], server: ForkServer | None
+        self, spec: AgentSpec, record: EventLog, check_stop: Callable[[], None], server: ForkServer | None
     ) -> None:
         """`check_stop` raises if this process was asked to end."""
         self._spec = spec
@@ -80,7 +81,7 @@ class Agent:
         descriptors.raise_limit()  # only now: ranks have the limit that they would have had
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
-        self._inquiry = Inquiry(spec.hang, record)
+        self._inquiry = HangDiagnosis(spec.hang, record)
         self._orders = Orders(self._folder)
         self._replicas: Replicas | None = None
         if spec.copies > 1 and len(spec.nodes) > 1:
@@ -170,7 +171,7 @@ class Agent:
         finally:
             self._is_meeting = False
         names = formed.names
-        self._electorate = newest(Electorate.of(each["electorate"]) for each in formed.members)
+        self._electorate = newest(Voters.of(each["electorate"]) for each in formed.members)
         if not self._electorate.may_train(names):
             self._wait_blocked(rendezvous, names)
             return None

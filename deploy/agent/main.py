@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from nodekit.deploy.agent.agent import Agent, Unfit
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
-from nodekit.deploy.agent.record import Record
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.telemetry.event_log import EventLog
 
 PRELOAD = (
     "torch._dynamo",
@@ -71,7 +71,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
     """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
     spec = AgentSpec.load(node_dir)
     os.environ.update(spec.env)
-    record = Record(spec)
+    record = EventLog(spec)
     try:
         agent = Agent(spec, record, Stop().check, server)
     except OSError as error:
@@ -94,7 +94,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         raise  # its traceback belongs in agent.log
 
 
-def _end_unfit(record: Record, spec: AgentSpec, error: Exception) -> int:
+def _end_unfit(record: EventLog, spec: AgentSpec, error: Exception) -> int:
     record.update(notice=f"{spec.name}: {error}")
     print(error, file=sys.stderr)
     record.end("ended", message=str(error))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import files
 from nodekit.deploy.host.node import status
@@ -75,10 +75,10 @@ class Orders:
         self._folder_changed, self._read_at = changed, time.monotonic()
         return True
 
-    def voters(self, known: Electorate) -> Electorate:
+    def voters(self, known: Voters) -> Voters:
         """The voters of a generation: those known, or newer ones that the supervisor has set since."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found = Electorate.of(json.loads(files.read(f"{self._folder}/electorate.json")))
+            found = Voters.of(json.loads(files.read(f"{self._folder}/electorate.json")))
             if found.generation == known.generation:
                 return max(known, found)
         return known

@@ -5,7 +5,7 @@ half of the electorate is in it, and the supervisor starts another generation on
 the old one's electorate that the rest is not more than half. So no two groups can go on at once, with no clock and
 no lease in it: a group that is cut off from everyone trains on while it holds the majority, and only then.
 
-When a node is gone for good the supervisor shrinks the electorate (`Electorate`, a higher `version`). A group goes by
+When a node is gone for good the supervisor shrinks the electorate (`Voters`, a higher `version`). A group goes by
 the newest that any of it has written down. So the change has taken hold once so many of the *old* electorate have
 written it down that the others cannot train; until then either may be gone by, and both must be fenced.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, order=True)
-class Electorate:
+class Voters:
     """The nodes that count, of one generation; the greater is the newer."""
 
     generation: int
@@ -41,7 +41,7 @@ class Electorate:
         return len(set(group) & set(self.nodes))
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Electorate:
+    def of(cls, fields: dict[str, Any]) -> Voters:
         """From JSON."""
         return cls(int(fields["generation"]), int(fields["version"]), tuple(fields["nodes"]))
 
@@ -50,6 +50,6 @@ class Electorate:
         return {"generation": self.generation, "version": self.version, "nodes": list(self.nodes)}
 
 
-def newest(electorates: Iterable[Electorate]) -> Electorate:
+def newest(electorates: Iterable[Voters]) -> Voters:
     """The one that all of a group go by."""
     return max(electorates)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class AgentSpec:
         """The spec as JSON has it."""
         return dataclasses.asdict(self)
 
-    def known_electorate(self) -> Electorate:
+    def known_electorate(self) -> Voters:
         """The electorate as it was when this spec was made."""
-        return Electorate(self.generation, self.electorate_version, self.electorate or (self.name,))
+        return Voters(self.generation, self.electorate_version, self.electorate or (self.name,))
 
     def name_of(self, node_rank: int) -> str:
         """A node's name."""

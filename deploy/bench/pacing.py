@@ -15,7 +15,7 @@ from nodekit.deploy.bench.netbench import Progress
 from nodekit.deploy.connect.link import Link, all_or_raise, open_local
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.plan import NodePlan
-from nodekit.deploy.supervise import hands
+from nodekit.deploy.supervise import node_client
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Inventory
@@ -64,7 +64,7 @@ def on_first(
             link, asked, progress, python=node.python, cwd=workdir, kit_dir=node.kit_dir, env=node.env
         )
     folder = f"{workdir}/bench-{secrets.token_hex(4)}"
-    tree = hands.take(inventory, None)
+    tree = node_client.take(inventory, None)
     target = sync.code_target(link, tree, workdir=workdir, dest=f"{folder}/code")
     try:
         all_or_raise(sync.send(tree, {node.name: target}, timeout_s=_TIMEOUT_S))

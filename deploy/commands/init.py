@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     talk = sys.stdout if is_file else sys.stderr
     written = init.init(options, say=lambda line: print(line, file=talk, flush=True))
     if not is_file:
-        print(written.draft.text, end="")
+        print(written.template.text, end="")
     else:
         shown = shlex.quote(str(args.output))
-        print(f"wrote {shown}: {written.draft.summary}")
-        if written.draft.num_choices:
-            print(f"  {written.draft.num_choices} for you to decide: grep CHOOSE {shown}")
+        print(f"wrote {shown}: {written.template.summary}")
+        if written.template.num_choices:
+            print(f"  {written.template.num_choices} for you to decide: grep CHOOSE {shown}")
         print(f"  what would run: kit up {shown} --dry-run")
     if written.num_reached == 0:
         print("kit: none of the hosts could be looked at; the file says why", file=sys.stderr)

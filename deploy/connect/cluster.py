@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nodekit.deploy.connect import sshconfig
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all, open_local, open_ssh
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
@@ -83,8 +84,7 @@ def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
     if host.known_hosts is not None:
         # ssh takes the first value it is given: those that it would look into by itself are named again.
         files = [str(Path(host.known_hosts).expanduser()), "~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
-        quoted = " ".join('"' + file.replace("%", "%%") + '"' for file in files)
-        argv += ["-o", f"UserKnownHostsFile={quoted}"]
+        argv += ["-o", f"UserKnownHostsFile={' '.join(map(sshconfig.quoted, files))}"]
     return [*argv, "--", host.address]
 
 

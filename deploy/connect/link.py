@@ -1,4 +1,4 @@
-"""One link per host: calls into `deploy/host/remote.py` running there, over SSH or, for this machine, a pipe."""
+"""One link per host: calls into `deploy/host/server.py` running there, over SSH or, for this machine, a pipe."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SILENCE_S = (
 )
 
 OFFERED = (
-    "accept", "files", "hostshell", "ports", "present", "processes", "programs", "tree", "treefiles",
+    "accept", "current_status", "files", "hostshell", "ports", "processes", "programs", "schema", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "node.agents", "node.fence", "node.leftovers", "node.made", "node.removal", "node.schema", "node.status",
-    "probes.hostfacts", "probes.kernel", "probes.linkspeed", "probes.netjob", "probes.netprobe", "probes.netstate",
-    "probes.nics", "probes.probes", "probes.survey",
+    "node.agents", "node.fence", "node.made", "node.removal", "node.status",
+    "probes.discovery", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed", "probes.netjob",
+    "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 
@@ -301,7 +301,7 @@ def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _program() -> bytes:
     """The source of the server and of the modules it offers, as one program."""
-    return program((*OFFERED, "remote"), "module.serve(module_of)")
+    return program((*OFFERED, "server"), "module.serve(module_of)")
 
 
 def program(names: Sequence[str], last_line: str) -> bytes:

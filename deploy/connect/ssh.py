@@ -300,12 +300,12 @@ def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list
     options = {
         "BatchMode": "yes",
         "StrictHostKeyChecking": "yes",
-        "UserKnownHostsFile": _option_path(known_hosts),
+        "UserKnownHostsFile": sshconfig.quoted(known_hosts),
         "GlobalKnownHostsFile": "/dev/null",
         "HostKeyAlias": f"host{number}",
         "UpdateHostKeys": "no",
         "IdentitiesOnly": "yes",
-        "IdentityFile": _option_path(candidate.file or public),
+        "IdentityFile": sshconfig.quoted(candidate.file or public),
         "HostName": hop.host.replace("%", "%%"),
         "ServerAliveInterval": str(KEEPALIVE_S),
         "Ciphers": _CIPHERS,
@@ -317,7 +317,3 @@ def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list
     for name, value in options.items():
         argv += ["-o", f"{name}={value}"]
     return argv
-
-
-def _option_path(path: Path) -> str:
-    return '"' + str(path).replace("%", "%%") + '"'

@@ -77,3 +77,8 @@ def known_hosts_files(config: Mapping[str, Any], extra: str | None, home: Path) 
     for name in ("userknownhostsfile", "globalknownhostsfile"):
         files += [Path(file).expanduser() for file in shlex.split(str(config.get(name, "")))]
     return list(dict.fromkeys([*files, _SYSTEM / "ssh_known_hosts", _SYSTEM / "ssh_known_hosts2"]))
+
+
+def quoted(path: str | Path) -> str:
+    """Quote a file's name for ssh's configuration syntax, which also applies to ``-o``."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'

@@ -18,7 +18,7 @@ from nodekit.deploy.drill.drill_watch import Watch
 from nodekit.deploy.drill.faults import Fault, Struck, make_whole
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.hands import Hands
+from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 
@@ -249,7 +249,7 @@ class Drill:
         if (run := job.run) is not None:
             quiet = SshOptions(notice=lambda _: None)
             with cluster.links(self._hosts.values(), quiet, some=True) as links:
-                results = Hands(run, load_inventory(self._inventory), links).stop_all(force=True)
+                results = NodeClient(run, load_inventory(self._inventory), links).stop_all(force=True)
             run.reload()
             if run.state not in runs.ENDED:
                 run.say_stop("kit drill")

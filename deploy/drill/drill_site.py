@@ -81,7 +81,7 @@ class Site:
         return self.host
 
     def inject(self, node: str, target: str, number: int, **how: Any) -> float:
-        """Send a signal to processes of a node (`inject` in deploy/host/remote.py); returns the local time of it.
+        """Send a signal to processes of a node (`inject` in deploy/host/server.py); returns the local time of it.
 
         Raises:
             NotTried: nobody got the signal.

@@ -75,7 +75,7 @@ def _signal(
     node: Callable[[Site], str] = bystander,
     **how: Any,
 ) -> Fault:
-    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/remote.py."""
+    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/server.py."""
 
     def strike(site: Site) -> Struck:
         where = node(site)

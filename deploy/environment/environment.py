@@ -15,7 +15,7 @@ from typing import Any
 
 from nodekit.deploy.connect.link import BOOT, Link, all_or_raise, on_all, program
 from nodekit.deploy.environment import requirements, wheels
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes, numbers
 from nodekit.deploy.environment.wheels import Platform
 from nodekit.deploy.host import venvs
 from nodekit.deploy.sync import sync
@@ -145,7 +145,7 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
     if found["problem"]:
         raise HostError(host.name, f"its workdir cannot be used: {found['problem']}")
     version = str(found["markers"]["python_full_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_PYTHON:
+    if numbers(version) < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         raise HostError(
             host.name,

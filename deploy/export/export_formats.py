@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from yaml.resolver import Resolver
 
+from nodekit.deploy.connect import sshconfig
 from nodekit.deploy.export.export_script import (
     Source,
     bash_word,
@@ -92,18 +93,14 @@ def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
             "HostName": None if name == host.address else host.address,
             "User": host.user,
             "Port": None if host.port is None else str(host.port),
-            "IdentityFile": host.identity_file and _config_path(host.identity_file),
+            "IdentityFile": host.identity_file and sshconfig.quoted(host.identity_file),
             "UserKnownHostsFile": host.known_hosts
-            and f"{_config_path(host.known_hosts)} ~/.ssh/known_hosts ~/.ssh/known_hosts2",
+            and f"{sshconfig.quoted(host.known_hosts)} ~/.ssh/known_hosts ~/.ssh/known_hosts2",
         }
         lines = tuple(f"  {key} {one_line(value)}" for key, value in settings.items() if value is not None)
         if lines:
             blocks.setdefault(lines, []).append(name)
     return "\n".join("\n".join([f"Host {' '.join(of)}", *lines]) for lines, of in blocks.items())
-
-
-def _config_path(path: str) -> str:
-    return '"' + path.replace("%", "%%") + '"'
 
 
 class _Verbatim(str):
@@ -165,7 +162,7 @@ def ansible(source: Source) -> list[File]:
     hosts = {}
     for host in source.inventory.hosts:
         is_local = host.connection == "local"
-        known = host.known_hosts and shlex.quote(f"UserKnownHostsFile={_config_path(host.known_hosts)}")
+        known = host.known_hosts and shlex.quote(f"UserKnownHostsFile={sshconfig.quoted(host.known_hosts)}")
         values = {
             "ansible_connection": "local" if is_local else None,
             "ansible_host": None if is_local else _verbatim(host.address),

@@ -15,9 +15,9 @@ from pathlib import Path
 from nodekit.deploy.connect import cluster, sshconfig
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import on_all, open_local
-from nodekit.deploy.init import draft, draft_slurm
-from nodekit.deploy.init.draft import Looked
-from nodekit.deploy.init.draft_text import Draft, visible
+from nodekit.deploy.init import template, template_slurm
+from nodekit.deploy.init.template import Looked
+from nodekit.deploy.init.template_text import Draft, visible
 from nodekit.inventory import ansible, importers, scontrol
 from nodekit.inventory.errors import HostError, InventoryError, KitError
 from nodekit.inventory.importers import FoundHost, Imported
@@ -50,7 +50,7 @@ class Options:
 class Written:
     """The result of `kit init`."""
 
-    draft: Draft
+    template: Draft
     num_reached: int
     """Number of hosts that answered; 1 for Slurm."""
 
@@ -86,10 +86,10 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
     else:
         imported = _hosts(options)
         looked = look(imported.hosts, options.ssh, say)
-        made = draft.from_hosts(looked, notes=imported.notes, **told)
+        made = template.from_hosts(looked, notes=imported.notes, **told)
         num_reached = sum(each.survey is not None for each in looked)
     _write(made.text, options.output if is_file else None, told["name"], force=options.force)
-    return Written(draft=made, num_reached=num_reached)
+    return Written(template=made, num_reached=num_reached)
 
 
 def _refuse_options(options: Options) -> None:
@@ -188,7 +188,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
     finally:
         link.close()
     default = next((name for name, each in known.items() if each.get("Default") == "YES"), None)
-    return draft_slurm.from_slurm(scontrol.partitions(out, default), default=default, **told)
+    return template_slurm.from_slurm(scontrol.partitions(out, default), default=default, **told)
 
 
 # --- what they have -----------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
     except HostError as error:
         return Looked(host=host, problem=error.problem)
     try:
-        return Looked(host=host, survey=link.call("survey.survey", timeout_s=SURVEY_TIMEOUT_S))
+        return Looked(host=host, survey=link.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S))
     except HostError as error:
         return Looked(host=host, problem=error.problem)
     finally:

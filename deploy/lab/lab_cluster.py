@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nodekit.deploy.connect import sshconfig
 from nodekit.deploy.lab import lab_disk, lab_needs, lab_network, lab_process, lab_record
 from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab.lab_process import ProcessRecord
@@ -209,7 +210,7 @@ class Lab:
     def ssh_argv(self, host: str, *command: str) -> list[str]:
         """Return the command on this machine that logs in to a host with the system's ssh client."""
         files = {"UserKnownHostsFile": self.known_hosts, "IdentityFile": self.identity_file}
-        options = [f"-o{option}={_quote_for_ssh(path)}" for option, path in files.items()]
+        options = [f"-o{option}={sshconfig.quoted(path)}" for option, path in files.items()]
         login = f"root@{self._host(host).address}"
         return ["ssh", "-F", "none", *options, "-oIdentitiesOnly=yes", "-oBatchMode=yes", login, *command]
 
@@ -368,11 +369,6 @@ def lab_folder(folder: Path | None) -> Path:
         return folder.absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     return Path(state) / "nodekit/lab"
-
-
-def _quote_for_ssh(path: Path) -> str:
-    """Quote a file's name for ssh's configuration syntax, which also applies to ``-o``."""
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def _greet(host: LabHost) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
-from nodekit.deploy.host.node.schema import VERSION
+from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
@@ -26,8 +26,8 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
-from nodekit.deploy.supervise import judge
-from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, Hands, secrets_of, take
+from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, NodeClient, secrets_of, take
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
@@ -141,7 +141,7 @@ def start(
     options: Options,
     *,
     placed: str = "",
-) -> Hands:
+) -> NodeClient:
     """Start a run, or go on with `resumed`.
 
     Args:
@@ -214,9 +214,9 @@ def start(
     for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
         versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
         run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
-    hands = Hands(run, inventory, links)
+    hands = NodeClient(run, inventory, links)
     active = [node.name for node in planned.active]
-    state = judge.begin(
+    state = policy.begin(
         rules_of(inventory),
         generation=run.generation,
         host=active[0],
@@ -384,7 +384,7 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _wait_started(hands: Hands, names: Sequence[str]) -> None:
+def _wait_started(hands: NodeClient, names: Sequence[str]) -> None:
     """Until workers run on every node (or a node has more to say than that).
 
     Raises:

@@ -28,13 +28,13 @@ from nodekit.deploy.records import fetchlogs, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.verdict_screen import failed_screen, shown_path, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
-from nodekit.deploy.screen.watched import Watched
+from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.story.summary import summary
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.supervise import drain
-from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, Hands
-from nodekit.deploy.supervise.judge import Rules
+from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient
 from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
+from nodekit.deploy.supervise.policy import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
@@ -44,7 +44,7 @@ STOPPED_EXIT = 130
 
 
 def watch(
-    hands: Hands,
+    hands: NodeClient,
     options: Options,
     *,
     tail_bytes: int | None = None,
@@ -135,7 +135,7 @@ def full_screen(run: Run, rules: Rules, *, leaves: str, interrupts: str) -> Full
         drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
         drained=lambda: run.drained,
     )
-    return FullScreen(Watched(run.run_id, rules.nodes, run.clock_offsets), doing)
+    return FullScreen(ViewModel(run.run_id, rules.nodes, run.clock_offsets), doing)
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def _log_of_supervisor(run: Run) -> IO[str]:
         return Path(os.devnull).open("a")
 
 
-def _fetch_logs(hands: Hands, lock: runs.SupervisorLock, view: View) -> None:
+def _fetch_logs(hands: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
     """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
     if hands.inventory.logs.fetch and lock.take():
         fetchlogs.at_the_end(hands.run, hands.links, view.say)

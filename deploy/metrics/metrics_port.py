@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from nodekit.deploy.agent.notes import parse_progress
+from nodekit.deploy.agent.telemetry.notes import parse_progress
 from nodekit.deploy.host.accept import Acceptor
-from nodekit.deploy.host.node.schema import EventKind, NodeStatus
+from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History

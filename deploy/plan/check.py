@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import ipaddress
 import posixpath
-import re
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
 from nodekit.deploy.plan.findings import Finding
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Environment, Host, Inventory
@@ -220,12 +219,8 @@ def _middle_clock(facts: Sequence[Facts]) -> Facts:
 _Problem = tuple[str, str, str]  # what was found, what was wanted, what mends it
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
-
-
 def _python_problem(found: Facts) -> _Problem | None:
-    if _version(found.python) >= OLDEST_PYTHON:
+    if numbers(found.python) >= OLDEST_PYTHON:
         return None
     wanted = ".".join(map(str, OLDEST_PYTHON))
     return (
@@ -252,7 +247,7 @@ def _torch_problem(
         )
         return f"no torch in {python}", "", cure
     differs = len(torches) > 1 and found.torch != common
-    if _version(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
+    if numbers(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
         wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer (older ones load unsafe snapshots)"
         return f"torch {found.torch}", wanted, f"{python} -m pip install -U torch"
     if not differs:

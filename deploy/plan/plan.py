@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
@@ -365,7 +365,7 @@ def spec_of(
     *,
     run_id: str,
     nodes: Sequence[str],
-    electorate: Electorate,
+    electorate: Voters,
     master_addr: str,
     master_port: int,
     is_host: bool,

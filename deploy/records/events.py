@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
 from nodekit.deploy.host.files import append_private
-from nodekit.deploy.host.node.schema import EventKind, NodeStatus
+from nodekit.deploy.host.schema import EventKind, NodeStatus
 
 FILE = "events.jsonl"
 MAX_KEPT = 20_000  # events while there is no room for them on the disk
-_REWRITTEN = (present.KIND, present.MOVED)
+_REWRITTEN = (current_status.KIND, current_status.MOVED)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read(folder: Path) -> list[Event]:
 
 def now(folder: Path) -> dict[str, NodeStatus]:
     """What each node of that run does, as it was last heard of."""
-    return present.statuses(str(folder))
+    return current_status.statuses(str(folder))
 
 
 class Follower:
@@ -146,7 +146,7 @@ class Gatherer:
     def __init__(self, folder: Path) -> None:
         """Find out what is there already, and mend a last line that a crash has torn."""
         self._path = folder / FILE
-        self._present = present.Present(str(self._path))
+        self._present = current_status.Present(str(self._path))
         self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from nodekit.deploy.host.files import append_private, write_private
-from nodekit.deploy.host.node.schema import EventKind
+from nodekit.deploy.host.schema import EventKind
 from nodekit.inventory.errors import KitError, NotWritten
 
 Outcome = Literal["succeeded", "failed", "stopped"]
@@ -61,7 +61,7 @@ class Run:
     skew_s: float = 0.0
     """How far the nodes' clocks are apart."""
     judgement: dict[str, Any] = field(default_factory=dict)
-    """What the supervisor has decided so far (deploy/supervise/judge.py): who takes over goes on from it."""
+    """What the supervisor has decided so far (deploy/supervise/policy.py): who takes over goes on from it."""
     number: int = 0
     """Which run of this user it is, counted from 1; 0: it was begun before they were counted."""
 

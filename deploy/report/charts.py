@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
+from nodekit.deploy.story.event_text import duration
 from nodekit.deploy.story.history import Span
-from nodekit.deploy.story.narrate import duration
 
 MOST_POINTS = 800
 MOST_READ = 240

@@ -9,8 +9,8 @@ from typing import Any
 
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.report.charts import Chart, Clock, Mark, Series
+from nodekit.deploy.story.event_text import count, duration, metric
 from nodekit.deploy.story.history import Attempt, History, Point
-from nodekit.deploy.story.narrate import count, duration, metric
 
 MOST_LINES = 5
 """More nodes than this are drawn as their median and range."""

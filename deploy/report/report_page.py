@@ -28,8 +28,8 @@ from nodekit.deploy.report import charts, report_curves
 from nodekit.deploy.report.charts import Clock
 from nodekit.deploy.report.report_curves import MOST_LINES, as_float, as_int, size_text
 from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.story.event_text import Narrator, count, duration, metric, names
 from nodekit.deploy.story.history import Attempt, History, Point
-from nodekit.deploy.story.narrate import Narrator, count, duration, metric, names
 from nodekit.deploy.story.verdict import failure_of
 
 MOST_EVENTS = 2000

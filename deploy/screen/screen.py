@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Span, Text
 
-from nodekit.deploy.story.narrate import count, duration, metric
+from nodekit.deploy.story.event_text import count, duration, metric
 
 GOOD = ("running", "waiting", "succeeded")
 ENDED = ("succeeded", "failed", "stopped")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Run
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from nodekit.deploy.screen.screen import Model
-    from nodekit.deploy.screen.watched import Watched
+    from nodekit.deploy.screen.view_model import ViewModel
 
 REDRAW_S = 0.5
 NOTICE_S = 6.0  # how long an answer to a key stands in place of the keys
@@ -159,7 +159,7 @@ class View:
 class FullScreen(View):
     """Draws all of it over and over (deploy/screen/screen.py), and takes the user's keys."""
 
-    def __init__(self, watched: Watched, doing: Doing) -> None:
+    def __init__(self, watched: ViewModel, doing: Doing) -> None:
         """Nothing is drawn before the `with` block.
 
         Args:
@@ -473,9 +473,9 @@ def _state_style(state: str) -> str:
 def show_last(run: Run, record: Run, events: Iterable[Event]) -> int:
     """Print the last that is known of a run that is over, by its leader's record, and how it ended; the exit status."""
     from nodekit.deploy.screen import screen
-    from nodekit.deploy.screen.watched import Watched
+    from nodekit.deploy.screen.view_model import ViewModel
 
-    watched = Watched(run.run_id, list(record.nodes), record.clock_offsets)
+    watched = ViewModel(run.run_id, list(record.nodes), record.clock_offsets)
     for event in events:
         watched.event(event)
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH

@@ -11,7 +11,7 @@ from pathlib import Path
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
@@ -25,9 +25,9 @@ from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
 from nodekit.deploy.screen.verdict_screen import shown_path
 from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
-from nodekit.deploy.supervise.hands import CALL_TIMEOUT_S, Hands, secrets_of
-from nodekit.deploy.supervise.judge import Rules
+from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
+from nodekit.deploy.supervise.policy import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore
@@ -76,7 +76,7 @@ class SshBackend:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
         inventory = restore(run.inventory)
         with cluster.links(inventory.hosts, options.ssh, some=True) as links:
-            return leading.watch(Hands(run, inventory, links), options)
+            return leading.watch(NodeClient(run, inventory, links), options)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
@@ -89,7 +89,7 @@ class SshBackend:
                 show_last(run, run, events.read(run.folder))
                 print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
                 return 0
-            hands = Hands(run, inventory, links)
+            hands = NodeClient(run, inventory, links)
             with _view(run, rules, plain=plain) as view, sigterm_interrupts():
                 if not is_led:
                     view.say("nobody supervises this run: what is lost is not replaced before kit up does")
@@ -159,7 +159,7 @@ class SshBackend:
         inventory = restore(run.inventory)
         run.say_stop("kit down")
         with cluster.links(inventory.hosts, ssh, some=True) as links:
-            hands = Hands(run, inventory, links)
+            hands = NodeClient(run, inventory, links)
             results = hands.stop_all(force=force)
             _gather_unwatched(hands)
             unheard = [name for name in run.nodes if name not in links]
@@ -248,13 +248,13 @@ def _is_alive(run: Run, links: Mapping[str, Link]) -> bool:
     return any(status["alive"] for status in _statuses(run, links).values())
 
 
-def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> Hands | None:
+def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClient | None:
     """The hands of a run on record as running; None when none of its agents is alive any more."""
     inventory = restore(run.inventory)
     links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
     if _is_led(run) or _is_alive(run, links):
         print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
-        return Hands(run, inventory, links)
+        return NodeClient(run, inventory, links)
     _settle(run, links)
     return None
 
@@ -277,12 +277,12 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
             f"{run.run_id} may still be running on {missing}, which cannot be reached; "
             f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost {run.run_id}"
         )
-    _gather_unwatched(Hands(run, restore(run.inventory), dict(links)))
+    _gather_unwatched(NodeClient(run, restore(run.inventory), dict(links)))
     states = {status.get("state") for status in found.values()}
     run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
 
 
-def _gather_unwatched(hands: Hands) -> None:
+def _gather_unwatched(hands: NodeClient) -> None:
     """Have the events of a run whole that nobody supervises."""
     lock = SupervisorLock(hands.run)
     if lock.take():

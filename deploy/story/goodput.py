@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.story.attempts import Attempt, Session, is_number, of_kind, session_of
-from nodekit.deploy.story.whereabouts import Span
+from nodekit.deploy.story.timeline import Span
 
 CAUSES = ("start", "restart", "redone", "snapshots", "waiting", "end")
 """What the time that is lost goes into, see `Goodput`."""

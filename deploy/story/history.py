@@ -19,7 +19,7 @@ from nodekit.deploy.story.attempts import (
     session_of,
 )
 from nodekit.deploy.story.goodput import CAUSES, Goodput, goodput
-from nodekit.deploy.story.whereabouts import Span, whereabouts
+from nodekit.deploy.story.timeline import Span, whereabouts
 
 __all__ = ["CAUSES", "Attempt", "Goodput", "History", "Point", "Span", "standing"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy.agent import guess
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output import terminal
 
 

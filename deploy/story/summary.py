@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from nodekit.deploy.agent.notes import parse_progress
+from nodekit.deploy.agent.telemetry.notes import parse_progress
 from nodekit.deploy.host.files import write_private
-from nodekit.deploy.host.node.schema import Guess
+from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History
@@ -36,7 +36,7 @@ class Summary:
     world_size: int | None = None
     """Ranks, in its last attempt."""
     guess: Guess | None = None
-    """How far it seems to be by what rank 0 printed (`deploy/agent/guess.py`), where it told of no step."""
+    """How far it seems to be by what rank 0 printed (`deploy/agent/telemetry/guess.py`), where it told of no step."""
 
     @classmethod
     def of(cls, history: History) -> Summary:

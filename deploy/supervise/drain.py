@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.story.narrate import names
-from nodekit.deploy.supervise.judge import Rules
+from nodekit.deploy.story.event_text import names
+from nodekit.deploy.supervise.policy import Rules
 
 
 def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records.events import Event
 
 

@@ -15,20 +15,20 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
-from nodekit.deploy.supervise import judge
-from nodekit.deploy.supervise.hands import Hands
-from nodekit.deploy.supervise.judge import Action, Finish, NodeAction, Rules, Seen, State
+from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Observer, View
+from nodekit.deploy.supervise.policy import Action, Finish, NodeAction, Observation, Rules, State
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
@@ -61,7 +61,7 @@ class Supervisor:
 
     def __init__(
         self,
-        hands: Hands,
+        hands: NodeClient,
         view: View,
         lock: SupervisorLock,
         *,
@@ -101,7 +101,7 @@ class Supervisor:
         self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
-        self._seen = {name: Seen(reachable=name in self._links) for name in rules.nodes}
+        self._seen = {name: Observation(reachable=name in self._links) for name in rules.nodes}
         self._heard: set[str] = set()
         self._told = {name: Told() for name in rules.nodes}
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
@@ -158,7 +158,7 @@ class Supervisor:
             self._view.say("supervising now: the one before is gone")
         if (drained := self._run.drained) != self._rules.drained:
             self._rules = dataclasses.replace(self._rules, drained=drained)
-        state, actions = judge.decide(self._state, self._seen, time.monotonic(), self._rules)
+        state, actions = policy.decide(self._state, self._seen, time.monotonic(), self._rules)
         finish = next((action for action in actions if isinstance(action, Finish)), None)
         if not self._acts:
             self._pass(state)
@@ -209,10 +209,10 @@ class Supervisor:
 
     def _do(self, action: Action, state: State) -> None:
         _LOG.debug("generation %d: %s", state.generation, action)
-        if isinstance(action, judge.Say):
+        if isinstance(action, policy.Notice):
             self._view.say(action.text, is_event=True)
             self._note("said", text=action.text)
-        elif isinstance(action, judge.Start | judge.Join) and self._run.stopped_by:
+        elif isinstance(action, policy.Start | policy.Join) and self._run.stopped_by:
             pass
         elif not isinstance(action, Finish):
             self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
@@ -221,21 +221,21 @@ class Supervisor:
     def _attempt(self, action: NodeAction, state: State) -> None:
         try:
             match action:
-                case judge.Start(name, is_new):
+                case policy.Start(name, is_new):
                     self._start(name, state, is_new)
-                case judge.Join(name):
+                case policy.Join(name):
                     self._hands.call_in(name, state)
-                case judge.Fence(name, generation):
+                case policy.Fence(name, generation):
                     self._hands.fence(name, generation)
-                case judge.Grant(name, electorate):
+                case policy.SetVoters(name, electorate):
                     self._hands.grant(name, electorate)
-                case judge.Stop(name):
+                case policy.Stop(name):
                     self._hands.stop(name)
-                case judge.Drain(name):
+                case policy.Drain(name):
                     self._hands.stop(name, for_good=False)
         except KitError as error:
             problem = error.problem if isinstance(error, HostError) else str(error)
-            kind = "problem" if isinstance(action, judge.Start) else "refused"
+            kind = "problem" if isinstance(action, policy.Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
             self._queue.put((action.node, kind, problem))
 
@@ -367,7 +367,7 @@ class Supervisor:
             self._note("reached", about=name)
         self._heard.add(name)
         if kind == "unknown":
-            self._seen[name] = Seen(problem=seen.problem)
+            self._seen[name] = Observation(problem=seen.problem)
             self._lines[name] = "spare"
             return
         status = value["status"] if kind == "part" else value
@@ -452,15 +452,15 @@ class Supervisor:
         self._view.log(node, rank, lines)
 
 
-def seen_of(status: NodeStatus, *, problem: str = "") -> Seen:
+def seen_of(status: NodeStatus, *, problem: str = "") -> Observation:
     """What the judge is to know of a node's status."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
-    electorates = [Electorate.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
+    electorates = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
     fence = int(status.get("fence", -1))
     held = status.get("snapshot", (-1, 0))
     is_clear = not alive or generation >= fence or not status.get("workers")
-    return Seen(
+    return Observation(
         alive=alive,
         agent=str(status.get("agent", "")),
         generation=generation,

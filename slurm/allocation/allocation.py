@@ -46,8 +46,8 @@ from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host
-from nodekit.slurm.allocation.meeting import MEET_S, Tasks, call, run_for
-from nodekit.slurm.allocation.own_job import (
+from nodekit.slurm.allocation.handshake import MEET_S, Tasks, call, run_for
+from nodekit.slurm.allocation.requeue import (
     attempt,
     exclude,
     finish,

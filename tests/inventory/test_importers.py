@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import RECORDED
 
-from nodekit.deploy.init import draft, draft_slurm
-from nodekit.deploy.init.draft import Looked
+from nodekit.deploy.init import template, template_slurm
+from nodekit.deploy.init.template import Looked
 from nodekit.inventory import ansible, hostlists, importers, scontrol
 from nodekit.inventory.errors import InventoryError, KitError
 from nodekit.inventory.importers import FoundHost, Imported
@@ -343,7 +343,7 @@ def test_no_nodes_are_told() -> None:
 
 def slurm_text(name: str, default: str | None) -> str:
     found = scontrol.partitions(recorded(name), default)
-    return draft_slurm.from_slurm(
+    return template_slurm.from_slurm(
         found, default=default, name="c", file="c.yaml", command="kit init --slurm", date="today"
     ).text
 
@@ -362,7 +362,9 @@ def test_a_slurm_inventory_leaves_the_partition_to_choose(tmp_path: Path) -> Non
 def test_a_slurm_inventory_has_what_has_one_answer(tmp_path: Path) -> None:
     one = "NodeName=a Gres=gpu:4 CPUTot=8 RealMemory=64000 Partitions=gpu State=IDLE\n"
     found = scontrol.partitions(one + one.replace("=a ", "=b "))
-    made = draft_slurm.from_slurm(found, default=None, name="c", file="c.yaml", command="kit", date="today")
+    made = template_slurm.from_slurm(
+        found, default=None, name="c", file="c.yaml", command="kit", date="today"
+    )
     slurm = loaded(made.text, tmp_path).slurm
     assert slurm is not None
     assert (slurm.partition, slurm.gpus_per_node) == ("gpu", 4)
@@ -475,7 +477,7 @@ def test_no_text_makes_an_importer_crash_or_name_what_is_no_host(kind: str, data
         assert not (host.user or "").startswith("-")
         assert not set(host.user or "") & set(" \n\0")
     looked = [Looked(host=host, problem=text) for host in found.hosts]
-    made = draft.from_hosts(looked, name="c", file="c", command=text, date="today", notes=found.notes)
+    made = template.from_hosts(looked, name="c", file="c", command=text, date="today", notes=found.notes)
     with tempfile.TemporaryDirectory() as folder:
         try:
             inventory = loaded(made.text, Path(folder))
@@ -498,7 +500,7 @@ def test_no_output_of_scontrol_makes_it_crash(text: str, default: str | None) ->
         found = scontrol.partitions(text, default)
     except KitError:
         return
-    made = draft_slurm.from_slurm(
+    made = template_slurm.from_slurm(
         found, default=default, name="c", file="c.yaml", command=text[:20], date="today"
     )
     assert only_ours(made.text) <= {"name", "slurm", ""}
@@ -523,7 +525,7 @@ def test_nothing_that_a_host_or_a_file_says_adds_a_line(
         Looked(host=FoundHost(name="gpu1", **host), survey=survey),
         Looked(host=FoundHost(name="null", **host), problem=problem),
     ]
-    made = draft.from_hosts(looked, name="c", file=text, command=model, date="today", notes=notes)
+    made = template.from_hosts(looked, name="c", file=text, command=model, date="today", notes=notes)
     assert only_ours(made.text) <= {"name", "python", "identity_file", "hosts", ""}
 
 

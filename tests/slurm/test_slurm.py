@@ -31,7 +31,7 @@ from test_curves import points
 
 from nodekit.deploy.connect.link import on_all
 from nodekit.deploy.records import runs
-from nodekit.slurm.allocation import allocation, meeting, own_job
+from nodekit.slurm.allocation import allocation, handshake, requeue
 
 pytestmark = pytest.mark.lab
 
@@ -327,7 +327,7 @@ def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> No
         each.begin()
     for each in (stuck, spent, cancelled):
         each.wait_for("it is ")
-    until(lambda: own_job.has_made_progress(spent.run_dir), what="progress on record")
+    until(lambda: requeue.has_made_progress(spent.run_dir), what="progress on record")
     for each in (stuck, spent):
         submitit.SlurmJob(each.run_dir / "slurm", each.job_id)._interrupt(timeout=True)
     site.slurm("scancel", cancelled.job_id)
@@ -391,7 +391,7 @@ def test_a_lost_leader_is_replaced_and_one_that_only_some_cannot_reach_is_not(
     leader = site.lab.hosts["node1"]
     site.lab.run("node3", ["ip", "route", "add", "blackhole", leader.address], check=True)
     run.wait_for(STARTED, 2)
-    time.sleep(meeting.UNHEARD_S + 2 * allocation.LEADER_LOST_S)  # longer than for a leader that is lost
+    time.sleep(handshake.UNHEARD_S + 2 * allocation.LEADER_LOST_S)  # longer than for a leader that is lost
     assert run.job()["JobState"] == "RUNNING"
     assert run.job()["Restarts"] == "0"
     site.lab.run("node3", ["ip", "route", "del", "blackhole", leader.address], check=True)

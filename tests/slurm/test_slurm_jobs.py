@@ -26,7 +26,7 @@ from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm import submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
-from nodekit.slurm.allocation import own_job
+from nodekit.slurm.allocation import requeue
 from nodekit.slurm.allocation.allocation import Ending
 from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import (
@@ -227,7 +227,7 @@ ALWAYS = {
     "stderr_to_stdout": True,
     "setup": [
         "export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}",
-        "trap '/v/python -m nodekit.slurm.allocation.broken_off /s' EXIT",
+        "trap '/v/python -m nodekit.slurm.allocation.srun_loss /s' EXIT",
     ],
     "srun_args": ["--no-kill", "--kill-on-bad-exit=0"],
     "additional_parameters": {"requeue": True, "no_kill": True, "chdir": "/s/r"},
@@ -518,7 +518,7 @@ def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
     if seconds is not None:
         events.append({"kind": "workers-started", "time": time.time() - seconds})
     (run_dir / "node1" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
-    assert own_job.has_made_progress(run_dir) == expected
+    assert requeue.has_made_progress(run_dir) == expected
 
 
 @pytest.fixture

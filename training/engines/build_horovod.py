@@ -46,6 +46,8 @@ _ENVIRON = {
 _TOOLS = ("g++", "cmake", "make")
 """Programs, and the names of their packages in Debian."""
 
+_PERCENT = re.compile(r"\[ *(\d+)%\]")
+"""The progress that make prints."""
 _NUM_LINES = 20
 """How many of a failed program's last lines are shown, and of earlier ones with the word error."""
 
@@ -166,7 +168,6 @@ def build(source: Path, folder: Path) -> Path:
         "build (some minutes)",
         [*argv, "--wheel-dir", str(folder), str(source)],
         environ={**_ENVIRON, **jobs},
-        progress=re.compile(r"\[ *(\d+)%\]"),
     )
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -176,13 +177,7 @@ def _pip(command: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", command, *arguments]
 
 
-def _run(
-    what: str,
-    argv: Sequence[str],
-    *,
-    environ: Mapping[str, str] | None = None,
-    progress: re.Pattern[str] | None = None,
-) -> None:
+def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
     """Run a program; print what it does, its progress, and, if it fails, why."""
     print(what, flush=True)
     output: list[str] = []
@@ -198,7 +193,7 @@ def _run(
         assert process.stdout is not None
         for line in process.stdout:
             output.append(line)
-            percent = progress.search(line) if progress else None
+            percent = _PERCENT.search(line)
             if percent and int(percent[1]) >= shown + 10:
                 shown = int(percent[1]) // 10 * 10
                 print(f"  {shown} %", flush=True)

@@ -1,7 +1,7 @@
 """Find a hang: every rank is alive, and all or some make no progress. Standard library only.
 
 The limit is learnt from the job's own steps. Then `deploy/agent/hang/stacks.py` shows what each rank does, and
-`deploy/agent/hang/blame.py` which rank the others wait for.
+`deploy/agent/hang/culprit.py` which rank the others wait for.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from typing import Any
 from nodekit.deploy.agent.ranks.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
-from nodekit.deploy.agent.record import Record
-from nodekit.deploy.agent.rendezvous import Formed
+from nodekit.deploy.agent.rendezvous.rendezvous import Formed
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.host import processes, programs
 from nodekit.deploy.host.logs.logbook import Logbook
-from nodekit.deploy.host.node.schema import EventKind, WorkerFailure
 from nodekit.deploy.host.probes import kernel
+from nodekit.deploy.host.schema import EventKind, WorkerFailure
 
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
@@ -29,7 +29,7 @@ _POLL_S = 0.05
 class Attempts:
     """Starts the ranks of one attempt at a time, and writes down how each has ended."""
 
-    def __init__(self, spec: AgentSpec, record: Record, server: ForkServer | None) -> None:
+    def __init__(self, spec: AgentSpec, record: EventLog, server: ForkServer | None) -> None:
         """No rank is started yet; ranks are forks of `server`, fresh processes without one."""
         self._record = record
         self._name = spec.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nodekit.deploy.agent.ranks.failures import never_starts
-from nodekit.deploy.host.node.schema import WorkerFailure
+from nodekit.deploy.host.schema import WorkerFailure
 
 # Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 10

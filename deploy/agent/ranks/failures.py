@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.host.node.schema import WorkerFailure
+from nodekit.deploy.host.schema import WorkerFailure
 
 # What a rank prints when another one went away. A rank that says this did not start it.
 _OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")

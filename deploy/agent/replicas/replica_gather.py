@@ -34,7 +34,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     sha256_of,
 )
 from nodekit.deploy.agent.replicas.replica_wire import Wire
-from nodekit.deploy.host.node.schema import Say
+from nodekit.deploy.host.schema import Say
 from nodekit.training.snapshots import commit
 
 _MAX_CALLS = 16

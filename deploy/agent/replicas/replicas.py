@@ -38,7 +38,7 @@ from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here,
 from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
-from nodekit.deploy.host.node.schema import EventKind, Say
+from nodekit.deploy.host.schema import EventKind, Say
 from nodekit.training.snapshots import commit
 
 POLL_S = 0.5

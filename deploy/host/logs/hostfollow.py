@@ -13,7 +13,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from nodekit.deploy.host.node import status
-from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus
+from nodekit.deploy.host.schema import AgentRecord, NodeStatus
 
 LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
 _POLL_S = 0.2

@@ -22,7 +22,7 @@ import time
 from typing import Callable, List, Optional, Sequence, Tuple
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node.schema import Say
+from nodekit.deploy.host.schema import Say
 
 LOOK_S = 2.0  # while ranks train, the agent asks four times as often
 CHECK_S = 5.0  # how often the room that the logs take is looked at

@@ -9,10 +9,10 @@ import subprocess
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
-from nodekit.deploy.host import files, ports, present, processes
+from nodekit.deploy.host import current_status, files, ports, processes
 from nodekit.deploy.host.node import fence, status
-from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus, Stopped
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Stopped
 
 NO_WORKERS_GRACE_S = 3.0
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
@@ -102,7 +102,7 @@ def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_o
         os.unlink(os.path.join(node_dir, "stop"))
     before = status.said(node_dir)
     if before:  # by another agent
-        present.of(node_dir).write({"run": before["run"], "node": before["node"], "time": time.time()})
+        current_status.of(node_dir).write({"run": before["run"], "node": before["node"], "time": time.time()})
     record: AgentRecord = {
         "pid": agent.pid,
         "start_time": processes.start_time(agent.pid),
@@ -199,7 +199,7 @@ def _settle_status(node_dir: str) -> None:
     found = status.said(node_dir)
     if found and found.get("state") not in ("succeeded", "failed", "stopped"):
         try:
-            present.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
+            current_status.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
         except OSError:
             pass
 

@@ -11,8 +11,8 @@ import socket
 from typing import Any, Dict, Iterator, Mapping
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node.schema import NodeStatus
 from nodekit.deploy.host.node.status import fence_in, load_spec, snapshot_folder, status
+from nodekit.deploy.host.schema import NodeStatus
 
 
 def fence(node_dir: str, generation: int) -> NodeStatus:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node import leftovers
+from nodekit.deploy.host.probes import leftovers
 
 _OWN = ("code", "code.tree.json", "slurm", "state")  # beside the nodes' folders
 _BEAT_S = 1.0

@@ -8,9 +8,9 @@ import re
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from nodekit.deploy.host import files, present, processes
-from nodekit.deploy.host.node.schema import AgentRecord, NodeStatus, Worker
+from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 
 HELD_S = 30.0
 _SNAPSHOT = re.compile(
@@ -81,7 +81,7 @@ def status(node_dir: str) -> NodeStatus:
 def said(node_dir: str) -> NodeStatus:
     """Return the last status that this node's agent wrote; {} before the first."""
     nothing: NodeStatus = {}
-    return max(present.statuses(node_dir).values(), key=lambda each: each["time"], default=nothing)
+    return max(current_status.statuses(node_dir).values(), key=lambda each: each["time"], default=nothing)
 
 
 def running_workers(node_dir: str) -> List[Worker]:

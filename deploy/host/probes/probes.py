@@ -22,8 +22,7 @@ from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node import leftovers
-from nodekit.deploy.host.probes import hostfacts, kernel
+from nodekit.deploy.host.probes import hostfacts, kernel, leftovers
 
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again

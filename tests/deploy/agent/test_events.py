@@ -14,13 +14,12 @@ from agents import Agents, until
 from disks import full, small_disk
 from places import ROOT
 
-from nodekit.deploy.agent import notes
-from nodekit.deploy.agent.notes import Notes, parse_progress, pause_s
-from nodekit.deploy.agent.record import Record
-from nodekit.deploy.agent.usage import Usage
-from nodekit.deploy.host import present
+from nodekit.deploy.agent.telemetry import notes
+from nodekit.deploy.agent.telemetry.event_log import EventLog
+from nodekit.deploy.agent.telemetry.notes import Notes, parse_progress, pause_s
+from nodekit.deploy.agent.telemetry.usage import Usage
+from nodekit.deploy.host import current_status, schema
 from nodekit.deploy.host.logs import hostfollow
-from nodekit.deploy.host.node import schema
 from nodekit.deploy.records import events
 from nodekit.deploy.story.status import status_line
 
@@ -181,7 +180,7 @@ def test_every_kind_is_documented():
         names = r"\.event|\._note"
         if path.stem in (
             "notes",
-            "lifeline",
+            "keepalive",
             "replicas",
             "logbook",
         ):  # they are handed the agent's record.event
@@ -196,7 +195,7 @@ def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: A
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()
-    record = Record(spec)
+    record = EventLog(spec)
     for state in ("rendezvous", "running"):
         record.update(state=state)
         lines = (folder / events.FILE).read_text().splitlines()
@@ -211,13 +210,13 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()
-    record = Record(spec)
+    record = EventLog(spec)
     record.end("stopped")  # nothing else looks any more
     (folder / "progress/rank0").write_text("7/9 loss 1.0\n")
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(notes, "SAMPLE_S", 0.0)
     monkeypatch.setattr(
-        present.Present,
+        current_status.Present,
         "write",
         lambda _, status: seen.append((status["progress"], status["usage"]["memory"])),
     )
@@ -229,7 +228,7 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()
-    record = Record(spec)
+    record = EventLog(spec)
     log = folder / "logs/rank0-attempt0.0.log"
     log.write_text("iter 100: loss 3.1405, time 200.15ms\n")
     record.begin("0.0", group_rank=0, log_of_rank_0=str(log))
@@ -237,7 +236,7 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
 
     def now() -> dict[str, Any]:
         record.look()
-        return present.statuses(str(folder))["n0"]
+        return current_status.statuses(str(folder))["n0"]
 
     seen = now()
     assert seen["guess"] == {"step": 100, "total_steps": None, "epoch": None, "loss": 3.1405}
@@ -256,12 +255,12 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
 
 def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "nodekit.deploy.agent.record.MAX_STATUS_INTERVAL_S", 600.0
+        "nodekit.deploy.agent.telemetry.event_log.MAX_STATUS_INTERVAL_S", 600.0
     )  # longer than a test may take
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()
-    record = Record(spec)
+    record = EventLog(spec)
     (folder / "progress/rank0").write_text("7/9 loss 1.0\n")
     record.look_soon()
     until(lambda: record.step == 7)
@@ -298,7 +297,7 @@ def test_every_kind_of_event_is_documented_and_no_other():
 def test_events_and_statuses_of_before_there_was_a_version_are_read(home: Path):
     line = {"run": "r", "node": "n0", "time": 1.0, "kind": "agent-started"}
     (home / "run" / events.FILE).write_text(json.dumps(line) + "\n")
-    present.Present(str(home / "run" / events.FILE)).write({**line, "state": "running"})
+    current_status.Present(str(home / "run" / events.FILE)).write({**line, "state": "running"})
     assert kinds(home) == ["agent-started"]
     assert events.now(home / "run")["n0"]["state"] == "running"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.agent import guess
+from nodekit.deploy.agent.telemetry import guess
 
 
 def found(

@@ -18,9 +18,9 @@ from agents import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy.agent.hang import inquiry
+from nodekit.deploy.agent import hang_diagnosis
 from nodekit.deploy.agent.hang import stacks as stacks_module
-from nodekit.deploy.agent.hang.blame import explain, waiting
+from nodekit.deploy.agent.hang.culprit import explain, waiting
 from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack, parse_faulthandler, stacks
 
@@ -802,14 +802,14 @@ def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
 
 def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the other node are done, and this one's still write: now and then, with times of an hour ago."""
-    monkeypatch.setattr(inquiry, "FLOOR_S", 0.5)
-    monkeypatch.setattr(inquiry, "LOOK_S", 0.0)
+    monkeypatch.setattr(hang_diagnosis, "FLOOR_S", 0.5)
+    monkeypatch.setattr(hang_diagnosis, "LOOK_S", 0.0)
     told: list[str] = []
 
     store = SimpleNamespace(get=lambda _: None)
     formed = SimpleNamespace(store=store, members=("n0", "n1"), without=lambda _: ["n0"])
     record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
-    inquires = inquiry.Inquiry("auto", record)  # type: ignore[arg-type]  # all that is used of it
+    inquires = hang_diagnosis.HangDiagnosis("auto", record)  # type: ignore[arg-type]  # all that is used of it
     inquires.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
     begun, hour_ago = time.monotonic(), time.time() - 3600
     for number in range(20):
@@ -817,6 +817,6 @@ def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: p
         os.utime(tmp_path / "rank0", (hour_ago - number, hour_ago - number))
         assert not inquires.finds_a_hang(lambda: None)
         time.sleep(0.05)
-    assert time.monotonic() - begun > inquiry.FLOOR_S
+    assert time.monotonic() - begun > hang_diagnosis.FLOOR_S
     assert until(lambda: inquires.finds_a_hang(lambda: None), what="the end of patience")
     assert told == ["lingering"]

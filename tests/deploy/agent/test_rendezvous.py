@@ -20,10 +20,10 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
-from nodekit.deploy.agent import rendezvous
-from nodekit.deploy.agent.lifeline import Hub, Lifeline
-from nodekit.deploy.agent.rendezvous import Formed, Rendezvous, StoreLost
-from nodekit.deploy.agent.signed_store import Forged, SignedStore
+from nodekit.deploy.agent.rendezvous import rendezvous
+from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
+from nodekit.deploy.agent.rendezvous.rendezvous import Formed, Rendezvous, StoreLost
+from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 
 TOKEN = "the run's token"
@@ -188,10 +188,12 @@ def test_how_the_job_ended_is_known_to_who_comes_late(connect: Any) -> None:
 
 def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
     said: list[tuple[str, float]] = []
-    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s)))
+    hub = KeepaliveServer(
+        "127.0.0.1", TOKEN, 1.0, 3, lambda kind, lost_after_s: said.append((kind, lost_after_s))
+    )
 
-    def call() -> Lifeline:
-        return Lifeline(
+    def call() -> Keepalive:
+        return Keepalive(
             "127.0.0.1", hub.port, TOKEN, "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
         )
 
@@ -206,9 +208,11 @@ def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
 
 
 def test_a_stranger_is_not_listened_to() -> None:
-    hub = Hub("127.0.0.1", TOKEN, 1.0, 3, nothing)
+    hub = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
     with pytest.raises(ConnectionError):
-        Lifeline("127.0.0.1", hub.port, "wrong", "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None)
+        Keepalive(
+            "127.0.0.1", hub.port, "wrong", "1.77", keep_alive_s=1.0, lost_after=3, on_lost=lambda: None
+        )
     assert hub.connected == set()
     hub.close()
 

@@ -36,7 +36,7 @@ from nodekit.deploy.drill.drill_report import (
     world_sizes,
 )
 from nodekit.deploy.drill.faults import FAULTS
-from nodekit.deploy.host import present, processes
+from nodekit.deploy.host import current_status, processes
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.load import load_inventory
@@ -297,7 +297,7 @@ def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: boo
     (tmp_path / "events.jsonl").write_text('{"time": 1.5}\n')
     agent = {"pid": 1, "start_time": -1, "boot_id": hostfacts.boot_id()}  # of this boot, and not alive
     (tmp_path / "agent.json").write_text(json.dumps(agent))
-    present.of(str(tmp_path)).write({"node": tmp_path.name, "time": 2.5, "workers": [recorded]})
+    current_status.of(str(tmp_path)).write({"node": tmp_path.name, "time": 2.5, "workers": [recorded]})
     return str(tmp_path)
 
 

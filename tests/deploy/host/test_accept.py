@@ -15,14 +15,14 @@ import strangers
 from agents import until
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.lifeline import Hub, Lifeline
+from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
 from nodekit.deploy.agent.replicas import replica_wire
 from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.host import accept, ports
 from nodekit.deploy.host.accept import Acceptor
 from nodekit.deploy.host.probes import linkspeed
-from nodekit.slurm.allocation import meeting
+from nodekit.slurm.allocation import handshake
 
 TOKEN = "token-of-the-run"
 
@@ -83,9 +83,9 @@ def service(
         pass
 
     if request.param == "lifelines":
-        hub = Hub("127.0.0.1", TOKEN, 1.0, 3, nothing)
+        hub = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
         options: dict[str, Any] = {"keep_alive_s": 1.0, "lost_after": 3, "on_lost": nothing}
-        yield hub.port, lambda: Lifeline("127.0.0.1", hub.port, TOKEN, "1.7", **options).close()
+        yield hub.port, lambda: Keepalive("127.0.0.1", hub.port, TOKEN, "1.7", **options).close()
         hub.close()
     elif request.param == "copies":
         replicas = Replicas(
@@ -99,11 +99,11 @@ def service(
         replicas.close()
     elif request.param == "tasks":
         monkeypatch.setenv("SLURMD_NODENAME", "n2")
-        tasks = meeting.Tasks(TOKEN)
+        tasks = handshake.Tasks(TOKEN)
         where = {"addresses": ["127.0.0.1"], "port": tasks.port, "token": TOKEN}
 
         def meet() -> None:
-            with meeting.call(where, is_here=False):
+            with handshake.call(where, is_here=False):
                 until(lambda: "n2" in tasks.address)
 
         yield tasks.port, meet
@@ -244,7 +244,7 @@ def test_who_finds_no_descriptor_waits_for_one() -> None:
 
 
 def test_lost_connections_are_cut_though_there_is_no_descriptor_to_look_with() -> None:
-    from nodekit.deploy.agent.lifeline import cut_connections
+    from nodekit.deploy.agent.rendezvous.keepalive import cut_connections
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

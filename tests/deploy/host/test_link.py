@@ -20,7 +20,7 @@ import pytest
 
 from nodekit.deploy import host
 from nodekit.deploy.connect.link import Link, LinkLost, RemoteError, on_all, open_local
-from nodekit.deploy.host import files, present, processes
+from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.node.fence import fence as set_fence
@@ -221,7 +221,7 @@ def followed(
     (node_dir / "logs").mkdir(parents=True)
     (node_dir / "agent.json").write_text(json.dumps(own))
     (node_dir / "events.jsonl").write_text('{"time": 1.5}\n')
-    present.of(str(node_dir)).write({**STATUS, "state": "running"})
+    current_status.of(str(node_dir)).write({**STATUS, "state": "running"})
     (node_dir / "logs/rank0-attempt0.0.log").write_text("begun\n" + 1_000 * (999 * "x" + "\n"))
     rests = iter(meanwhile)
     sent: list[list[dict[str, Any]]] = [[]]
@@ -280,7 +280,7 @@ def test_of_a_new_status_no_more_is_read_than_that(tmp_path: Path, monkeypatch: 
     sent = followed(
         folder,
         monkeypatch,
-        then(lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7})),
+        then(lambda: current_status.of(str(folder)).write({**STATUS, "state": "running", "step": 7})),
         then(lambda: files.write_private(str(folder / "fence"), b"3")),
         then(lambda: None),
     )
@@ -304,7 +304,7 @@ def test_each_change_is_seen_and_nothing_else_is_sent(
         lambda: add("logs/rank0-attempt0.0.log", "more\n"),
         lambda: None,
         lambda: add("logs/rank1-attempt0.0.log", "another\n"),
-        lambda: present.of(str(folder)).write({**STATUS, "state": "running", "step": 7}),
+        lambda: current_status.of(str(folder)).write({**STATUS, "state": "running", "step": 7}),
         lambda: add("events.jsonl", '{"time": 2.5}\n'),
         lambda: files.write_private(str(folder / "fence"), b"3"),
         lambda: add("events.jsonl", '{"time": 3.5'),
@@ -350,10 +350,10 @@ def test_a_rest_ends_when_the_folder_has_changed_or_the_agent_has_ended(
         (tmp_path / "logs/rank0-attempt0.0.log").write_text("x")
         events.write_text('{"time": 1.5}\n{"time": 2.0}\n')
         assert rest(0.1) == set(), "what grows is looked at in its turn"
-        present.of(str(tmp_path)).write(STATUS)
+        current_status.of(str(tmp_path)).write(STATUS)
         assert rest(forever_s) == {"status"}
         assert rest(0.1) == set(), "once"
-        threading.Timer(0.1, present.of(str(tmp_path)).write, [{**STATUS, "time": 3.5}]).start()
+        threading.Timer(0.1, current_status.of(str(tmp_path)).write, [{**STATUS, "time": 3.5}]).start()
         assert rest(forever_s) == {"status"}, "rewritten where it stands"
         threading.Timer(0.1, files.write_private, [str(tmp_path / "fence"), b"3"]).start()
         assert rest(forever_s) == {"folder"}, "replaced"

@@ -16,8 +16,8 @@ from kit_runs import Kit
 from lab_hosts import on
 from places import RECORDED
 
-from nodekit.deploy.init import choices, draft, draft_text, init
-from nodekit.deploy.init.draft import Looked
+from nodekit.deploy.init import defaults, init, template, template_text
+from nodekit.deploy.init.template import Looked
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.importers import FoundHost
 from nodekit.inventory.load import load_inventory
@@ -202,9 +202,9 @@ def docker(address: str = "172.17.0.1/16") -> dict[str, Any]:
 def test_the_network_that_hosts_share(
     story: str, hosts: list[list[dict[str, Any]]], found: list[str], chosen: str | None
 ) -> None:
-    shared = choices.shared_networks({f"h{i}": survey(*nics) for i, nics in enumerate(hosts)})
+    shared = defaults.shared_networks({f"h{i}": survey(*nics) for i, nics in enumerate(hosts)})
     assert [str(each.network) for each in shared] == found, story
-    best = choices.choose_network(shared)
+    best = defaults.choose_network(shared)
     assert (str(best.network) if best else None) == chosen, story
 
 
@@ -220,33 +220,33 @@ def test_the_network_that_hosts_share(
                 {"~/venv/bin/python": "2.13.0", "/opt/conda/bin/python": "2.12.0"},
                 {"~/venv/bin/python": "2.13.0"},
             ],
-            choices.Pythons(everywhere="~/venv/bin/python", of_host={}, torch="2.13.0"),
+            defaults.Pythons(everywhere="~/venv/bin/python", of_host={}, torch="2.13.0"),
         ),
         (
             "two that all have are for a person to choose from",
             [{"/a/python": "2.13.0", "/b/python": "2.13.0"}] * 2,
-            choices.Pythons(of_host={}, choices=("/a/python", "/b/python")),
+            defaults.Pythons(of_host={}, choices=("/a/python", "/b/python")),
         ),
         (
             "paths that differ, with one torch",
             [{"/a/python": "2.13.0"}, {"/b/python": "2.13.0"}],
-            choices.Pythons(of_host={"h0": "/a/python", "h1": "/b/python"}, torch="2.13.0"),
+            defaults.Pythons(of_host={"h0": "/a/python", "h1": "/b/python"}, torch="2.13.0"),
         ),
         (
             "another torch at the same path",
             [{"/a/python": "2.13.0"}, {"/a/python": "2.12.0"}],
-            choices.Pythons(of_host={}),
+            defaults.Pythons(of_host={}),
         ),
-        ("too old for kit", [{"/a/python": "2.1.0"}] * 2, choices.Pythons(of_host={})),
-        ("no torch", [{"/a/python": None}, {}], choices.Pythons(of_host={})),
-        ("no host", [], choices.Pythons(of_host={})),
+        ("too old for kit", [{"/a/python": "2.1.0"}] * 2, defaults.Pythons(of_host={})),
+        ("no torch", [{"/a/python": None}, {}], defaults.Pythons(of_host={})),
+        ("no host", [], defaults.Pythons(of_host={})),
     ],
 )
 def test_the_interpreter_that_hosts_share(
-    story: str, hosts: list[dict[str, str | None]], wanted: choices.Pythons
+    story: str, hosts: list[dict[str, str | None]], wanted: defaults.Pythons
 ) -> None:
     found = {f"h{i}": survey(pythons=pythons) for i, pythons in enumerate(hosts)}
-    assert choices.choose_pythons(found) == wanted, story
+    assert defaults.choose_pythons(found) == wanted, story
 
 
 # --- the text -----------------------------------------------------------------------------------------------
@@ -254,10 +254,10 @@ def test_the_interpreter_that_hosts_share(
 
 def written(folder: Path, looked: Sequence[Looked], notes: Sequence[str] = ()) -> tuple[str, Inventory]:
     """The text, and what kit's loader makes of it."""
-    made = draft.from_hosts(looked, name="c", file="c.yaml", command="kit init", date="today", notes=notes)
+    made = template.from_hosts(looked, name="c", file="c.yaml", command="kit init", date="today", notes=notes)
     file = folder / "c.yaml"
     file.write_text(made.text)
-    assert all(len(line) <= draft_text.WIDTH + 20 for line in made.text.splitlines())
+    assert all(len(line) <= template_text.WIDTH + 20 for line in made.text.splitlines())
     return made.text, load_inventory(file)
 
 
@@ -419,7 +419,7 @@ def test_slurm_is_asked_for_its_nodes(tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "slurm.yaml"
     made = init.init(init.Options(slurm=True, output=file), say=print)
     assert load_inventory(file).slurm is not None
-    assert made.draft.summary == "2 partitions"
+    assert made.template.summary == "2 partitions"
     assert re.search(
         r"# partition: main +# default; 2 nodes with no GPU, 2 CPUs, 0.5 GiB\n", file.read_text()
     )

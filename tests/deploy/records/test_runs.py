@@ -16,7 +16,7 @@ import pytest
 from disks import full, small_disk
 
 from nodekit.deploy.commands import cli
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
 from nodekit.deploy.output import plot
 from nodekit.deploy.output.plot import Curve
 from nodekit.deploy.records import runs
@@ -101,7 +101,7 @@ def test_of_a_run_that_goes_on_the_step_is_that_of_now(capsys: pytest.CaptureFix
         ("gpu3", "starting", ""),
         ("gpu4", "fenced", "12/20"),
     ):
-        present.of(str(run.folder)).write(
+        current_status.of(str(run.folder)).write(
             {"run": run.run_id, "time": START, "node": node, "state": state, "progress": progress}
         )
     assert " 16/20 " in table(capsys)[1]
@@ -124,8 +124,8 @@ def test_where_a_script_tells_no_step_it_is_guessed_and_called_so(
 ) -> None:
     run = record("lab-1122-060100-aaaa", state="running")
     status = {"run": run.run_id, "time": START, "state": "running", "progress": None}
-    present.of(str(run.folder)).write({**status, "node": "gpu1", "guess": guess})
-    present.of(str(run.folder)).write({**status, "node": "gpu2", "guess": None})
+    current_status.of(str(run.folder)).write({**status, "node": "gpu1", "guess": guess})
+    current_status.of(str(run.folder)).write({**status, "node": "gpu2", "guess": None})
     for state in ("running", "succeeded"):  # and is kept in its summary
         if state == "succeeded":
             run.finish(state, "")

@@ -12,7 +12,7 @@ from nodekit.deploy.output.keys import decode
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.screen.screen import Model, Node, lines, render, spark
 from nodekit.deploy.screen.view import Doing, FullScreen
-from nodekit.deploy.screen.watched import Watched
+from nodekit.deploy.screen.view_model import ViewModel
 
 GIB = 2**30
 NOW = 1_795_327_283.0
@@ -159,7 +159,7 @@ def status(step: int, when: float, **more: Any) -> dict[str, Any]:
 
 
 def test_steps_per_second_are_those_of_the_last_seconds() -> None:
-    watched = Watched("r", ["a"])
+    watched = ViewModel("r", ["a"])
     watched.lines({"a": "running  rank 0 of 1"})
     for second in range(60):
         watched.see({"a": status(second if second < 30 else 30 + 2 * (second - 30), NOW + second)})
@@ -169,14 +169,14 @@ def test_steps_per_second_are_those_of_the_last_seconds() -> None:
 
 
 def test_a_clock_that_is_off_does_not_make_a_node_late() -> None:
-    watched = Watched("r", ["a"], {"a": 100.0})
+    watched = ViewModel("r", ["a"], {"a": 100.0})
     watched.lines({"a": "running"})
     watched.see({"a": status(1, NOW + 100)})
     assert watched.model(NOW + 2).nodes[0].quiet_s == pytest.approx(2.0)
 
 
 def test_redone_steps_are_not_in_the_curve_twice() -> None:
-    watched = Watched("r", ["a"])
+    watched = ViewModel("r", ["a"])
     for step in (1, 2, 3, 4):
         watched.see({"a": status(step, NOW + step)})
     watched.see({"a": status(3, NOW + 9, attempt="0.2", progress="3/100 loss 9.0")})
@@ -185,7 +185,7 @@ def test_redone_steps_are_not_in_the_curve_twice() -> None:
 
 
 def test_a_run_that_is_over_is_told_from_its_events() -> None:
-    watched = Watched("r", ["a", "b"])
+    watched = ViewModel("r", ["a", "b"])
     found: list[tuple[float, str | None, str, dict[str, Any]]] = [
         (NOW, None, "run-started", {"nodes": ["a", "b"], "generation": 0}),
         *((NOW + 1, name, "workers-started", {"attempt": "0.1", "world_size": 2}) for name in "ab"),
@@ -206,14 +206,14 @@ def test_a_run_that_is_over_is_told_from_its_events() -> None:
 
 
 def test_what_comes_in_late_stands_where_it_belongs() -> None:
-    watched = Watched("r", ["a"])
+    watched = ViewModel("r", ["a"])
     for when in (1.0, 3.0, 2.0):
         watched.say(f"at {when:.0f}", when)
     assert [text for _, text in watched.sentences] == ["at 1", "at 2", "at 3"]
 
 
 def test_of_many_evaluations_in_a_row_the_last_is_told() -> None:
-    watched = Watched("r", ["a"])
+    watched = ViewModel("r", ["a"])
     for step in (1, 2, 3):
         watched.event(Event(NOW, "a", "evaluation", {"step": step, "metrics": {"accuracy": step / 10}}))
     assert [text for _, text in watched.sentences] == [
@@ -222,7 +222,7 @@ def test_of_many_evaluations_in_a_row_the_last_is_told() -> None:
 
 
 def test_a_mistake_in_the_view_leaves_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    class Wrong(Watched):
+    class Wrong(ViewModel):
         def event(self, event: Event) -> None:
             raise ValueError(event.kind)
 

@@ -26,7 +26,7 @@ from agents import until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
 from nodekit.deploy.lab.lab_cluster import Lab
 
 pytestmark = pytest.mark.lab
@@ -62,7 +62,7 @@ class Story:
 
     def status(self, host: str) -> dict[str, Any]:
         """What the agent of a host has written, read from the host's disk."""
-        return present.statuses(str(self.disk(host))).get(host, {})
+        return current_status.statuses(str(self.disk(host))).get(host, {})
 
     def disk(self, host: str) -> Path:
         """A node's folder of the run, on its host's disk."""

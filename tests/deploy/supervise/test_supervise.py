@@ -17,14 +17,25 @@ from agents import until
 from disks import full, small_disk
 from fake_nodes import NAMES, Nodes
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
-from nodekit.deploy.supervise import judge, supervise
-from nodekit.deploy.supervise.judge import Action, Fence, Finish, Join, Rules, Say, Seen, Start, State, Stop
+from nodekit.deploy.supervise import policy, supervise
+from nodekit.deploy.supervise.policy import (
+    Action,
+    Fence,
+    Finish,
+    Join,
+    Notice,
+    Observation,
+    Rules,
+    Start,
+    State,
+    Stop,
+)
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of, seen_of
 
 DONE = Told(state="succeeded")
@@ -130,18 +141,18 @@ STATUS = {
         pytest.param({"no_quorum": True}, {"blocked": True}, id="it waits for a majority"),
         pytest.param(
             {"granted": {"generation": 1, "version": 3, "nodes": ["a"]}},
-            {"electorate": Electorate(1, 3, ("a",))},
+            {"electorate": Voters(1, 3, ("a",))},
             id="the newer electorate",
         ),
         pytest.param(
             {"granted": {"generation": 0, "version": 3, "nodes": ["a"]}},
-            {"electorate": Electorate(1, 0, ("a", "b"))},
+            {"electorate": Voters(1, 0, ("a", "b"))},
             id="one of an older generation does not count",
         ),
     ],
 )
 def test_what_the_judge_sees_of_a_status(changes: dict[str, object], expected: dict[str, object]) -> None:
-    seen: Seen = seen_of({**STATUS, **changes})
+    seen: Observation = seen_of({**STATUS, **changes})
     assert {name: getattr(seen, name) for name in expected} == expected
 
 
@@ -169,7 +180,7 @@ def supervising(
     """One that decides as it is told: `decide` gets the state and how often it was asked."""
     asked = 0
 
-    def decided(state: State, seen: Mapping[str, Seen], now: float, rules: Rules) -> Any:
+    def decided(state: State, seen: Mapping[str, Observation], now: float, rules: Rules) -> Any:
         nonlocal asked
         asked += 1
         new, actions = decide(state, asked)
@@ -178,9 +189,9 @@ def supervising(
     rules = rules_of(nodes.inventory)
     if not nodes.run.judgement:
         with nodes.run.changing():
-            begun = judge.begin(rules, generation=0, host="a", port=4711, nodes=("a", "b"))
+            begun = policy.begin(rules, generation=0, host="a", port=4711, nodes=("a", "b"))
             nodes.run.judgement = begun.to_dict()
-    monkeypatch.setattr(judge, "decide", decided)
+    monkeypatch.setattr(policy, "decide", decided)
     view = Said()
     lock = SupervisorLock(nodes.run)
     others = set(threading.enumerate())
@@ -196,7 +207,7 @@ def supervising(
 
 def generation_after(state: State) -> State:
     number = state.generation + 1
-    return dataclasses.replace(state, generation=number, electorate=Electorate(number, 0, ("a", "b")))
+    return dataclasses.replace(state, generation=number, electorate=Voters(number, 0, ("a", "b")))
 
 
 @pytest.fixture
@@ -290,7 +301,7 @@ def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         if number == 1:
-            return state, [Say("d is lost"), Fence("d", 7)]
+            return state, [Notice("d is lost"), Fence("d", 7)]
         is_refused = "Fence(node='d', generation=7): HostError" in caplog.text
         return state, [Finish("succeeded")] if is_refused or number > 10_000 else []
 
@@ -300,7 +311,7 @@ def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
     ):
         supervisor.watch()
     assert [each.getMessage() for each in caplog.records if each.name == supervise.__name__] == [
-        "generation 0: Say(text='d is lost')",
+        "generation 0: Notice(text='d is lost')",
         "generation 0: Fence(node='d', generation=7)",
         "generation 0: Fence(node='d', generation=7): HostError",
         "generation 0: Finish(outcome='succeeded', text='')",

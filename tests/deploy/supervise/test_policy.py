@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.agent.quorum import Electorate
-from nodekit.deploy.supervise import judge
-from nodekit.deploy.supervise.judge import (
+from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.policy import (
     Action,
     Drain,
     Fence,
     Finish,
-    Grant,
     Join,
-    Known,
+    NodeHistory,
+    Notice,
+    Observation,
     Rules,
-    Say,
-    Seen,
+    SetVoters,
     Start,
     State,
     Stop,
@@ -30,24 +30,24 @@ from nodekit.deploy.supervise.judge import (
 NODES = ("a", "b", "c", "d", "e")
 RULES = Rules(nodes=NODES, min_nodes=2, max_nodes=4)  # e is a spare
 FOUR = ("a", "b", "c", "d")
-UNSTARTED = Seen()
-UNSEEN = Seen(reachable=False)
+UNSTARTED = Observation()
+UNSEEN = Observation(reachable=False)
 
 
-def agent(state: str = "running", *, generation: int = 0, name: str = "x", **more: Any) -> Seen:
+def agent(state: str = "running", *, generation: int = 0, name: str = "x", **more: Any) -> Observation:
     fields: dict[str, Any] = {"port": 1, "fence": generation, "held": (0, 100)}
-    return Seen(alive=True, agent=name, generation=generation, state=state, **{**fields, **more})
+    return Observation(alive=True, agent=name, generation=generation, state=state, **{**fields, **more})
 
 
-def ended(state: str = "running", *, generation: int = 0, **more: Any) -> Seen:
+def ended(state: str = "running", *, generation: int = 0, **more: Any) -> Observation:
     return dataclasses.replace(agent(state, generation=generation, **more), alive=False)
 
 
-def running(*members: str, **more: Any) -> Seen:
+def running(*members: str, **more: Any) -> Observation:
     return agent("running", members=members, **more)
 
 
-def lost(seen: Seen) -> Seen:
+def lost(seen: Observation) -> Observation:
     """The same, last seen a while ago."""
     return dataclasses.replace(seen, reachable=False)
 
@@ -59,16 +59,16 @@ class Story:
         self.rules = rules
         self.state = begin(rules, generation=0, host=host, port=1, nodes=nodes)
         self.now = 1000.0
-        self.seen: dict[str, Seen] = dict.fromkeys(rules.nodes, UNSTARTED)
+        self.seen: dict[str, Observation] = dict.fromkeys(rules.nodes, UNSTARTED)
 
-    def sees(self, for_s: float = 0.2, **seen: Seen) -> list[Action]:
+    def sees(self, for_s: float = 0.2, **seen: Observation) -> list[Action]:
         """What is done in the next seconds, but for what is said."""
-        return [action for action in self.all(for_s, **seen) if not isinstance(action, Say)]
+        return [action for action in self.all(for_s, **seen) if not isinstance(action, Notice)]
 
-    def says(self, for_s: float = 0.2, **seen: Seen) -> list[str]:
-        return [action.text for action in self.all(for_s, **seen) if isinstance(action, Say)]
+    def says(self, for_s: float = 0.2, **seen: Observation) -> list[str]:
+        return [action.text for action in self.all(for_s, **seen) if isinstance(action, Notice)]
 
-    def all(self, for_s: float, **seen: Seen) -> list[Action]:
+    def all(self, for_s: float, **seen: Observation) -> list[Action]:
         self.seen.update(seen)
         done: list[Action] = []
         for _ in range(max(1, round(for_s / 0.2))):
@@ -136,16 +136,16 @@ def test_all_that_trained_when_they_were_seen_are_counted_while_out_of_sight() -
 def test_with_no_node_in_sight_nothing_is_done_and_it_is_said_once() -> None:
     story = Story().all_run()
     done = story.all(900, **{name: lost(story.seen[name]) for name in NODES})
-    assert [type(action) for action in done] == [Say]
+    assert [type(action) for action in done] == [Notice]
     assert not any(known.failures for known in story.state.known.values())
     assert story.all(60, **{name: running(*FOUR) for name in FOUR}, e=UNSTARTED) == []
 
 
-def orphans(*names: str, **more: Any) -> dict[str, Seen]:
+def orphans(*names: str, **more: Any) -> dict[str, Observation]:
     return {name: agent("orphaned", **more) for name in names}
 
 
-def fenced(*names: str, generation: int, fence: int) -> dict[str, Seen]:
+def fenced(*names: str, generation: int, fence: int) -> dict[str, Observation]:
     return {name: agent("fenced", generation=generation, fence=fence) for name in names}
 
 
@@ -153,7 +153,9 @@ def fenced(*names: str, generation: int, fence: int) -> dict[str, Seen]:
     "host",
     [pytest.param(ended(), id="its agent ended"), pytest.param(lost(running(*FOUR)), id="it is gone")],
 )
-def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_survivors(host: Seen) -> None:
+def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_survivors(
+    host: Observation,
+) -> None:
     story = Story().all_run()
     in_sight = {"b", "c", "d", "e"} | ({"a"} if host.reachable else set())
     done = story.sees(1, a=host, **orphans("b", "c", "d"))
@@ -164,7 +166,7 @@ def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_surv
     done = story.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
     assert {Join("b"), Join("c"), Join("d")} <= set(done)
     assert (story.state.generation, story.state.host, story.state.port) == (1, "b", 1)
-    assert story.state.electorate == Electorate(1, 0, ("b", "c", "d"))
+    assert story.state.electorate == Voters(1, 0, ("b", "c", "d"))
 
 
 def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
@@ -213,7 +215,7 @@ def test_those_in_sight_are_not_fenced_while_the_others_may_train() -> None:
     story = Story(rules=dataclasses.replace(RULES, max_nodes=5), nodes=NODES)
     story.all_run(NODES)
     done = story.all(900, **{n: lost(story.seen[n]) for n in "abc"}, **orphans("d", "e"))
-    assert [type(action) for action in done] == [Say]
+    assert [type(action) for action in done] == [Notice]
 
 
 def test_a_fencing_is_called_off_when_the_generation_trains_after_all() -> None:
@@ -290,17 +292,17 @@ def test_the_electorate_is_shrunk_to_those_who_train_on_and_grown_again() -> Non
     story = Story(rules=dataclasses.replace(RULES, nodes=FOUR))
     story.all_run()
     three = {name: running("a", "b", "c") for name in "abc"}
-    smaller = Electorate(0, 1, ("a", "b", "c"))
+    smaller = Voters(0, 1, ("a", "b", "c"))
     done = story.sees(6, d=UNSEEN, **three)
-    assert done == [Grant(name, smaller) for name in "abc"]
+    assert done == [SetVoters(name, smaller) for name in "abc"]
     assert (story.state.electorate.version, story.state.newest) == (0, smaller)
     story.sees(1, a=running("a", "b", "c", electorate=smaller))
     assert story.state.electorate.version == 0  # b, c and d could still train by the old one
     story.sees(1, b=running("a", "b", "c", electorate=smaller))
     assert (story.state.electorate, story.state.granted) == (smaller, None)
-    larger = Electorate(0, 2, FOUR)
+    larger = Voters(0, 2, FOUR)
     done = story.sees(7, **{name: running(*FOUR, electorate=smaller) for name in FOUR})
-    assert done == [Grant(name, larger) for name in FOUR]
+    assert done == [SetVoters(name, larger) for name in FOUR]
 
 
 def test_a_newcomer_has_no_vote_before_it_holds_what_the_others_do() -> None:
@@ -313,7 +315,7 @@ def test_a_newcomer_has_no_vote_before_it_holds_what_the_others_do() -> None:
 
 def test_while_an_electorate_is_being_written_down_both_must_be_fenced() -> None:
     story = Story(rules=Rules(nodes=NODES, min_nodes=1, max_nodes=5), nodes=NODES)
-    story.state = dataclasses.replace(story.state, granted=Electorate(0, 1, ("a", "b", "c")))
+    story.state = dataclasses.replace(story.state, granted=Voters(0, 1, ("a", "b", "c")))
     assert story.state.electorate.is_fenced_by(("c", "d", "e"))
     assert not story.state.is_fenced_by(("c", "d", "e"))
     assert story.state.is_fenced_by(("b", "c", "d"))
@@ -325,8 +327,8 @@ def test_a_node_whose_disk_is_lost_has_no_vote_until_it_is_a_new_one() -> None:
     story.all_run()
     three = {name: running("a", "b", "c") for name in "abc"}
     done = story.sees(7, d=UNSTARTED, **three)
-    smaller = Electorate(0, 1, ("a", "b", "c"))
-    assert done == [Grant(name, smaller) for name in "abc"]
+    smaller = Voters(0, 1, ("a", "b", "c"))
+    assert done == [SetVoters(name, smaller) for name in "abc"]
     done = story.sees(2, **{name: running("a", "b", "c", electorate=smaller) for name in "abc"})
     assert done == [Start("d", is_new=True)]
 
@@ -335,9 +337,9 @@ def test_a_fence_on_a_lost_disk_proves_nothing() -> None:
     story = Story(rules=Rules(nodes=("a", "b", "c"), min_nodes=1, max_nodes=3), nodes=("a", "b", "c"))
     story.all_run(("a", "b", "c"))
     story.sees(3, a=UNSEEN, b=UNSTARTED, c=ended("orphaned"))
-    story.sees(5, b=Seen(fence=1), c=ended("orphaned", fence=1))
+    story.sees(5, b=Observation(fence=1), c=ended("orphaned", fence=1))
     assert story.state.generation == 0  # a, and what b has forgotten, may have gone further than c
-    story.sees(5, a=Seen(fence=1, held=(0, 120)))
+    story.sees(5, a=Observation(fence=1, held=(0, 120)))
     assert (story.state.generation, story.state.host) == (1, "a")
 
 
@@ -378,7 +380,7 @@ def test_the_others_are_stopped_after_their_last_words(state: str) -> None:
 
 def test_how_an_older_generation_ended_says_nothing() -> None:
     story = Story()
-    story.state = dataclasses.replace(story.state, generation=3, electorate=Electorate(3, 0, FOUR))
+    story.state = dataclasses.replace(story.state, generation=3, electorate=Voters(3, 0, FOUR))
     story.seen.update({name: running(*FOUR, generation=3) for name in "abc"})
     assert story.sees(d=ended("stopped", generation=2)) == [Start("d")]
 
@@ -394,7 +396,7 @@ def test_a_generation_of_another_supervisor_is_left_alone() -> None:
     story = Story().all_run()
     theirs = {name: running(*FOUR, generation=7) for name in FOUR}
     done = story.all(600, **theirs)
-    assert done == [Say("generation 7 was begun by another kit up; this one leaves it alone")]
+    assert done == [Notice("generation 7 was begun by another kit up; this one leaves it alone")]
     assert story.sees(**{name: ended("succeeded", generation=7) for name in FOUR}) == [Finish("succeeded")]
 
 
@@ -416,18 +418,18 @@ def test_who_takes_over_while_fencing_goes_on_with_it() -> None:
     other = taken_over(story)
     assert other.sees() == [Fence(name, 1) for name in "bcde"]
     other.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
-    assert other.state.electorate == Electorate(1, 0, ("b", "c", "d"))
+    assert other.state.electorate == Voters(1, 0, ("b", "c", "d"))
 
 
 def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
     story = Story().all_run()
     story.state = dataclasses.replace(
         story.state,
-        granted=Electorate(0, 1, ("a", "b")),
+        granted=Voters(0, 1, ("a", "b")),
         next_generation=4,
         called_off=3,
         forgot=frozenset("c"),
-        known={**story.state.known, "d": Known(failures=(1.0, 2.0, 900.0))},
+        known={**story.state.known, "d": NodeHistory(failures=(1.0, 2.0, 900.0))},
     )
     fields = json.loads(json.dumps(story.state.to_dict()))
     again = State.from_dict(fields, RULES)
@@ -435,7 +437,7 @@ def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
     for name in ("generation", "host", "port", "electorate", "granted", "next_generation", "called_off"):
         assert getattr(again, name) == getattr(story.state, name)
     assert (again.voters, again.forgot) == (frozenset(FOUR), frozenset("c"))
-    assert again.known["d"].paused_until - again.elapsed_s == judge.PAUSE_S
+    assert again.known["d"].paused_until - again.elapsed_s == policy.PAUSE_S
     before = Story().all_run()
     fields = before.state.to_dict()
     before.all(600)
@@ -456,7 +458,7 @@ def test_a_clock_that_jumps_changes_nothing(jump: float) -> None:
 def test_decide_does_not_change_what_it_is_given() -> None:
     story = Story().all_run()
     state, seen = story.state, {**story.seen, "a": ended()}
-    known: Mapping[str, Known] = dict(state.known)
+    known: Mapping[str, NodeHistory] = dict(state.known)
     decide(state, seen, story.now, RULES)
     assert state.known == known
     assert decide(state, seen, story.now, RULES) == decide(state, seen, story.now, RULES)
@@ -476,7 +478,7 @@ def test_a_drained_node_leaves_and_a_spare_comes() -> None:
     three = {name: running("a", "b", "d") for name in "abd"}
     assert story.sees(1, c=ended("ended"), **three) == [Start("e", is_new=True)]
     four = {name: running("a", "b", "d", "e") for name in "abde"}
-    assert {type(action) for action in story.sees(600, **four)} == {Grant}
+    assert {type(action) for action in story.sees(600, **four)} == {SetVoters}
     assert story.state.known["c"].failures == ()
 
 
@@ -503,7 +505,7 @@ def test_a_drained_host_of_the_rendezvous_is_followed_by_another_generation() ->
 
 def test_a_node_that_the_job_needs_is_not_drained_before_another_is_there() -> None:
     story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
-    assert drain(story, "b").all(60) == [Say("b is not drained yet: 1 of at least 2 nodes are left")]
+    assert drain(story, "b").all(60) == [Notice("b is not drained yet: 1 of at least 2 nodes are left")]
 
 
 def test_a_job_that_is_short_of_nodes_says_that_some_are_drained() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.init.choices import (
+from nodekit.deploy.init.defaults import (
     Nic,
     Pythons,
     Shared,
@@ -21,7 +21,7 @@ from nodekit.deploy.init.choices import (
     rank,
     shared_networks,
 )
-from nodekit.deploy.init.draft_text import (
+from nodekit.deploy.init.template_text import (
     CHOOSE,
     Draft,
     comment,

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from nodekit.deploy.agent.hang import blame, hang
+from nodekit.deploy.agent.hang import culprit, hang
 from nodekit.deploy.agent.hang.stacks import Stack, stacks
-from nodekit.deploy.agent.record import Record
-from nodekit.deploy.agent.rendezvous import Formed
+from nodekit.deploy.agent.rendezvous.rendezvous import Formed
+from nodekit.deploy.agent.telemetry.event_log import EventLog
 
 DONE = "done"
 """What a node tells the others of its round when all its ranks have ended well."""
@@ -26,10 +26,10 @@ STACKS_S = 10.0  # to read the stacks of all ranks
 _POLL_S = 0.05
 
 
-class Inquiry:
+class HangDiagnosis:
     """One node's part of it, through all rounds: what was learnt of the job's pace stays."""
 
-    def __init__(self, setting: float | Literal["auto", "never"], record: Record) -> None:
+    def __init__(self, setting: float | Literal["auto", "never"], record: EventLog) -> None:
         """`setting` is the inventory's ``timings.hang``."""
         self._is_off = setting == "never"
         self._watch = hang.Watch(hang="off" if setting == "never" else setting, floor_s=FLOOR_S)
@@ -98,7 +98,7 @@ class Inquiry:
                 nodes.update({int(rank): name for rank in parts[-1][0]})
         found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
         progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
-        blamed = blame.explain(found, progress, nodes=nodes, world_size=formed.world_size)
+        blamed = culprit.explain(found, progress, nodes=nodes, world_size=formed.world_size)
         own = list(
             itertools.takewhile(lambda line: "deploy/agent/ranks/forkserver.py" not in line, blamed.stack)
         )

@@ -19,7 +19,7 @@ from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.accept import Acceptor
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host
-from nodekit.slurm.allocation.own_job import node_name
+from nodekit.slurm.allocation.requeue import node_name
 
 MEET_S = 300.0
 """How long the tasks wait for the leader, and it for them: the slowest of them may still load its modules."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nodekit.deploy.host.node import schema
+from nodekit.deploy.host import schema
 
 
 class Usage:

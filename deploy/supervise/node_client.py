@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.host.node import agents
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer, of_node
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
-from nodekit.deploy.supervise.judge import State
+from nodekit.deploy.supervise.policy import State
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Inventory
@@ -30,7 +30,7 @@ SYNC_TIMEOUT_S = 3600.0
 STOP_MARGIN_S = 10.0
 
 
-class Hands:
+class NodeClient:
     """The run's nodes, each behind a link that `links` has at the moment.
 
     Several threads use it at once: it reads the run's record and never writes it.
@@ -151,7 +151,7 @@ class Hands:
         """Refuse older generations on a node."""
         self._call(name, "fence", node_dir=self.node(name).node_dir, generation=generation)
 
-    def grant(self, name: str, electorate: Electorate) -> None:
+    def grant(self, name: str, electorate: Voters) -> None:
         """Have a node write down another electorate."""
         self._call(name, "grant", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
 

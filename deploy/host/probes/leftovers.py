@@ -10,10 +10,10 @@ import signal
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
-from nodekit.deploy.host import files, present, processes
-from nodekit.deploy.host.node.schema import Worker
+from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.probes import hostfacts, netstate
 from nodekit.deploy.host.processes import Process
+from nodekit.deploy.host.schema import Worker
 
 
 def runs(workdir: str) -> List[Dict[str, Any]]:
@@ -52,7 +52,7 @@ def _running() -> Dict[int, Process]:
 
 def _run(node_dir: str, record: Mapping[str, Any], there: Mapping[int, Process]) -> Dict[str, Any]:
     node, run_id = os.path.basename(node_dir), os.path.basename(os.path.dirname(node_dir))
-    status = present.statuses(node_dir).get(node, {})
+    status = current_status.statuses(node_dir).get(node, {})
     agent = _same(record, there)
     workers = {each["pid"]: each for each in status.get("workers", [])}
     own = [

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Nic = Mapping[str, Any]
 """One interface, as `deploy/host/probes/nics.py` tells it."""
 Survey = Mapping[str, Any]
-"""One host, as `deploy/host/probes/survey.py` tells it."""
+"""One host, as `deploy/host/probes/discovery.py` tells it."""
 
 _NEVER = re.compile(
     r"lo|docker.*|br-[0-9a-f]{6,}|veth.*|virbr.*|vnet\d+.*|cni.*|flannel.*|cali.*|cilium.*|lxc.*|lxdbr.*|podman.*"
@@ -150,7 +150,7 @@ class Pythons:
 def fits(python: Mapping[str, Any]) -> bool:
     """Whether kit can train with an interpreter."""
     torch = python["torch"]
-    return bool(torch) and _numbers(torch) >= OLDEST_TORCH and _numbers(python["version"]) >= OLDEST_PYTHON
+    return bool(torch) and numbers(torch) >= OLDEST_TORCH and numbers(python["version"]) >= OLDEST_PYTHON
 
 
 def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
@@ -174,7 +174,3 @@ def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
             of_host={host: next(iter(found)) for host, found in usable.items()}, torch=versions.pop()
         )
     return Pythons(of_host={})
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
-from nodekit.deploy.host.node.schema import Say
+from nodekit.deploy.host.schema import Say
 
 _MAX_WIDENING = 8
 
@@ -37,7 +37,7 @@ def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int)
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Hub:
+class KeepaliveServer:
     """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
 
     def __init__(self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Say) -> None:
@@ -107,7 +107,7 @@ class Hub:
             self._say("false-alarm", lost_after_s=self._keep_alive_s * wider)
 
 
-class Lifeline:
+class Keepalive:
     """A node's end: `lost` is set once the rendezvous host is gone, after `on_lost` was called."""
 
     def __init__(

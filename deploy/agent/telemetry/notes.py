@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from nodekit.deploy.agent.hang import hang
-from nodekit.deploy.host.node.schema import Say, Usage
+from nodekit.deploy.host.schema import Say, Usage
 
 SAMPLE_S = 2.0
 SAMPLES_A_WEEK = 20_000

@@ -3,7 +3,7 @@
 srun ends the tasks of all nodes when one of them was started anew before Slurm had missed it ("io error and missing
 step"), --no-kill or not, and with it would end the job. So would a crash of the leader where there is no other task.
 
-``python -m nodekit.slurm.allocation.broken_off RUNS``, with the folder of all runs in the shared one.
+``python -m nodekit.slurm.allocation.srun_loss RUNS``, with the folder of all runs in the shared one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main(runs: Path) -> None:
         if json.loads(place.read_text(encoding="utf-8")).get("over"):
             continue
         # Late: most jobs end above, and this is half a second.
-        from nodekit.slurm.allocation import own_job
+        from nodekit.slurm.allocation import requeue
 
         run_dir = place.parent.parent
-        own_job.keep_records_in(run_dir)
-        if own_job.job_now().get("JobState") != "RUNNING":
+        requeue.keep_records_in(run_dir)
+        if requeue.job_now().get("JobState") != "RUNNING":
             continue
-        if own_job.has_made_progress(run_dir):
-            own_job.queue_again_without_leader(run_dir, WHY, [])
+        if requeue.has_made_progress(run_dir):
+            requeue.queue_again_without_leader(run_dir, WHY, [])
         else:
             print(f"{WHY}, and before the first step: the job is not queued again", file=sys.stderr)
 

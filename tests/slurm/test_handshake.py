@@ -14,7 +14,7 @@ from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.connect.link import LinkLost
 from nodekit.inventory.schema import Host
 from nodekit.slurm.allocation import allocation
-from nodekit.slurm.allocation.meeting import Tasks
+from nodekit.slurm.allocation.handshake import Tasks
 
 TOKEN = "0123456789abcdef" * 4
 NODE = "n2"

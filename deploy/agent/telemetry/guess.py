@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from nodekit.deploy.host.node.schema import Guess
+from nodekit.deploy.host.schema import Guess
 
 TAIL_BYTES = 8192
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy.agent import guess
-from nodekit.deploy.agent.notes import parse_progress
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.agent.telemetry.notes import parse_progress
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output.terminal import harmless
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.screen.screen import Model, Node
-from nodekit.deploy.story.narrate import Narrator
+from nodekit.deploy.story.event_text import Narrator
 
 RATE_S = 20.0  # what steps per second are taken over
 LOG_LINES = 2000  # of a node
@@ -41,7 +41,7 @@ class _Row:
     log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
 
 
-class Watched:
+class ViewModel:
     """Of one run, from its beginning if its events are told from there."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nodekit.deploy.init.draft_text import CHOOSE, Draft, comment, gib, heading, keyed, scalar, shown
+from nodekit.deploy.init.template_text import CHOOSE, Draft, comment, gib, heading, keyed, scalar, shown
 from nodekit.inventory.scontrol import NodeKind
 
 

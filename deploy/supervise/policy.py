@@ -1,4 +1,4 @@
-"""The supervisor's judgement: what to do next, from what is known and what is seen. Pure; no clock, no network.
+"""The supervisor's policy: what to do next, from what is known and what is observed. Pure; no clock, no network.
 
 `decide` is called again and again with what was last seen of every node. Each action is about one node and safe to
 repeat: it is asked for again when its effect has not been seen after a while. The story it tells:
@@ -6,12 +6,12 @@ repeat: it is asked for again when its effect has not been seen after a while. T
 - A node without an agent gets one (`Start`); an agent of an older generation is called into the present one (`Join`).
 - The generation is *broken* when its rendezvous is gone (its host's agent has ended: a store is never opened twice
   in one generation), or when nobody that can be seen has a way to go on. Then, if enough nodes are in sight to make
-  sure that no others go on, they are fenced (`Fence`), and when so many of the electorate are that the rest cannot
-  train (deploy/agent/quorum.py), the next generation begins on the survivors. If the old one turns out to train after
-  all, the fencing is called off.
-- When nodes are lost for a while and the others train on, the electorate is shrunk to them (`Grant`), and grown
+  sure that no others go on, they are fenced (`Fence`), and when so many of the voters are that the rest cannot
+  train (deploy/agent/quorum.py), the next generation begins on the survivors. If the old one turns out to
+  train after all, the fencing is called off.
+- When nodes are lost for a while and the others train on, the voters are reduced to them (`SetVoters`), and extended
   again when they are back, so that the next loss is measured against who is there.
-- What cannot be seen from here is left alone: a node out of sight whose peers train with it is fine.
+- What cannot be seen from here is left alone: an unreachable node whose peers train with it is fine.
 - A node that the user wants out has its agent ended (`Drain`), which saves with the others, and gets no other one.
 
 A supervisor may die at any moment and another go on from `State.to_dict`. So whoever calls `decide` must have
@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy.agent.quorum import Electorate
+from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.records.runs import ENDED, Outcome
 
 LAST_WORDS_S = 3.0  # after a node failed, how long the others may still tell of their own failure
@@ -59,7 +59,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class Observation:
     """What was last seen of one node."""
 
     reachable: bool = True
@@ -77,7 +77,7 @@ class Seen:
     """Who is in its round."""
     fence: int = -1
     """Generations below this are refused there; -1 where there is no run folder (never started, or lost)."""
-    electorate: Electorate | None = None
+    electorate: Voters | None = None
     """The newest it has written down."""
     port: int = 0
     """Where its rendezvous listens or would: a port it keeps."""
@@ -93,7 +93,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class NodeHistory:
     """What is remembered of one node."""
 
     failures: tuple[float, ...] = ()
@@ -122,9 +122,9 @@ class State:
     host: str
     """The node whose agent keeps the rendezvous store."""
     port: int
-    electorate: Electorate
+    electorate: Voters
     """The one in force."""
-    granted: Electorate | None = None
+    granted: Voters | None = None
     """One that is being written down: until it is in force, either may be what a group goes by."""
     next_generation: int | None = None
     """The one being fenced for."""
@@ -134,7 +134,7 @@ class State:
     """Those that have had a run folder."""
     forgot: frozenset[str] = frozenset()
     """Those of the electorate that have lost theirs since, and with it what they promised and held."""
-    known: Mapping[str, Known] = field(default_factory=dict)
+    known: Mapping[str, NodeHistory] = field(default_factory=dict)
     met: tuple[str, ...] = ()
     """While fencing: the nodes that had a way to each other."""
     has_trained: bool = False
@@ -154,7 +154,7 @@ class State:
     """Topic → what was said last, and when."""
 
     @property
-    def newest(self) -> Electorate:
+    def newest(self) -> Voters:
         """The electorate that a `Start` or `Join` gives along."""
         return self.granted or self.electorate
 
@@ -181,13 +181,13 @@ class State:
             generation=fields["generation"],
             host=fields["host"],
             port=fields["port"],
-            electorate=Electorate.of(fields["electorate"]),
-            granted=Electorate.of(fields["granted"]) if fields["granted"] else None,
+            electorate=Voters.of(fields["electorate"]),
+            granted=Voters.of(fields["granted"]) if fields["granted"] else None,
             next_generation=fields["next_generation"],
             called_off=fields["called_off"],
             voters=frozenset(fields["voters"]),
             forgot=frozenset(fields["forgot"]),
-            known={name: Known(failures=failures[name]) for name in rules.nodes},
+            known={name: NodeHistory(failures=failures[name]) for name in rules.nodes},
             elapsed_s=max((when for each in failures.values() for when in each), default=0.0),
         )
 
@@ -225,11 +225,11 @@ class Fence:
 
 
 @dataclass(frozen=True)
-class Grant:
+class SetVoters:
     """Have a node write down another electorate."""
 
     node: str
-    electorate: Electorate
+    electorate: Voters
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class Say:
+class Notice:
     """Tell the user."""
 
     text: str
@@ -261,8 +261,8 @@ class Finish:
     text: str = ""
 
 
-NodeAction = Start | Join | Fence | Grant | Stop | Drain
-Action = NodeAction | Say | Finish
+NodeAction = Start | Join | Fence | SetVoters | Stop | Drain
+Action = NodeAction | Notice | Finish
 
 
 def begin(rules: Rules, *, generation: int, host: str, port: int, nodes: Iterable[str]) -> State:
@@ -271,13 +271,13 @@ def begin(rules: Rules, *, generation: int, host: str, port: int, nodes: Iterabl
         generation=generation,
         host=host,
         port=port,
-        electorate=Electorate(generation, 0, tuple(nodes)),
-        known={name: Known() for name in rules.nodes},
+        electorate=Voters(generation, 0, tuple(nodes)),
+        known={name: NodeHistory() for name in rules.nodes},
     )
 
 
 def decide(
-    state: State, seen: Mapping[str, Seen], now: float, rules: Rules
+    state: State, seen: Mapping[str, Observation], now: float, rules: Rules
 ) -> tuple[State, tuple[Action, ...]]:
     """What to do now, and what to remember; `seen` has every node of `rules`."""
     gap = 0.0 if state.clock is None else min(max(now - state.clock, 0.0), MAX_GAP_S)
@@ -299,7 +299,7 @@ def decide(
 class _Turn:
     """One decision in the making: what it is made from, and what has come out so far."""
 
-    def __init__(self, state: State, seen: Mapping[str, Seen], rules: Rules) -> None:
+    def __init__(self, state: State, seen: Mapping[str, Observation], rules: Rules) -> None:
         self.state = state
         self.seen = seen
         self.rules = rules
@@ -342,7 +342,7 @@ class _Turn:
 
     def tell(self, text: str) -> None:
         """Say what happens this once."""
-        self.actions.append(Say(text))
+        self.actions.append(Notice(text))
 
     def say(self, topic: str, text: str) -> None:
         """Say something once; "" takes it back, so that it may be said again."""
@@ -350,7 +350,7 @@ class _Turn:
         if text == old or (text and self.now - at < SAY_AGAIN_S):
             return
         if text:
-            self.actions.append(Say(text))
+            self.actions.append(Notice(text))
         self.said[topic] = (text, self.now if text else at)
 
 
@@ -598,7 +598,7 @@ def _begin_generation(turn: _Turn, able: list[str], holders: list[str]) -> None:
         generation=following,
         host=host,
         port=seen[host].port if seen[host].alive else 0,
-        electorate=Electorate(following, 0, tuple(nodes)),
+        electorate=Voters(following, 0, tuple(nodes)),
         granted=None,
         next_generation=None,
         forgot=frozenset(),
@@ -627,7 +627,7 @@ def _adjust_electorate(turn: _Turn) -> None:
                 turn.change(electorate=granted, granted=None, stable_since=None)
                 return
         for name in (name for name in turn.own if name not in written and name not in turn.rules.drained):
-            turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, Grant(name, granted))
+            turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, SetVoters(name, granted))
         return
     members = next(iter(turn.rounds)) if len(turn.rounds) == 1 else frozenset[str]()
     if not members or members == set(state.electorate.nodes):
@@ -642,7 +642,7 @@ def _adjust_electorate(turn: _Turn) -> None:
     wanted = {n for n in members if n in state.electorate.nodes or turn.seen[n].held >= state.floor}
     if turn.now - state.stable_since >= GRANT_S and wanted != set(state.electorate.nodes):
         version = state.electorate.version + 1
-        granted = Electorate(state.generation, version, tuple(sorted(wanted)))
+        granted = Voters(state.generation, version, tuple(sorted(wanted)))
         turn.change(granted=granted, stable_since=None)
 
 

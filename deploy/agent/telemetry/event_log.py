@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.agent import descriptors, guess
+from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.hang import hang
-from nodekit.deploy.agent.notes import Notes
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.agent.usage import Usage
-from nodekit.deploy.host import files, present
-from nodekit.deploy.host.node import fence, schema
-from nodekit.deploy.host.node.schema import EventKind, NodeStatus, WorkerFailure
+from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.agent.telemetry.notes import Notes
+from nodekit.deploy.agent.telemetry.usage import Usage
+from nodekit.deploy.host import current_status, files, schema
+from nodekit.deploy.host.node import fence
+from nodekit.deploy.host.schema import EventKind, NodeStatus, WorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of Python 3.11
@@ -29,7 +30,7 @@ RESERVE_BYTES = 256 * 1024
 MAX_RESULT_BYTES = 4096
 
 
-class Record:
+class EventLog:
     """The node's status and events on disk."""
 
     def __init__(self, spec: AgentSpec) -> None:
@@ -66,7 +67,7 @@ class Record:
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
         self._events = str(self._folder / "events.jsonl")
-        self._present = present.Present(self._events)
+        self._present = current_status.Present(self._events)
         files.end_torn_line(self._events)
         self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")

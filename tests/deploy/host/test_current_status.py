@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from agents import until
 
-from nodekit.deploy.host import present
+from nodekit.deploy.host import current_status
+from nodekit.deploy.host.current_status import Present
 from nodekit.deploy.host.logs import hostfollow
-from nodekit.deploy.host.present import Present
 from nodekit.deploy.records import events
 
 FIRST = {"run": "r", "time": 1.5, "node": None, "kind": "run-started"}
@@ -136,7 +136,7 @@ def test_it_is_never_the_first_event_by_which_a_file_is_known(tmp_path: Path) ->
 
 def test_what_is_read_while_it_is_written_is_whole(path: Path) -> None:
     program = f"""
-from nodekit.deploy.host.present import Present
+from nodekit.deploy.host.current_status import Present
 writer, number = Present({str(path)!r}), 0
 while True:
     number += 1
@@ -178,7 +178,7 @@ def test_what_nodes_do_is_gathered_once_as_what_has_happened(path: Path, tmp_pat
 
 
 def test_a_line_that_is_none_is_not_taken_for_one() -> None:
-    line = present.encode(status("a", 1))
-    assert present.decode(line + b"   \n") == {"kind": "status", **status("a", 1)}
+    line = current_status.encode(status("a", 1))
+    assert current_status.decode(line + b"   \n") == {"kind": "status", **status("a", 1)}
     for other in (b"", b"{}", line[:-1], line.replace(b"a", b"b"), json.dumps(FIRST).encode()):
-        assert present.decode(other) is None
+        assert current_status.decode(other) is None

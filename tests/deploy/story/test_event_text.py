@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.story.narrate import Narrator, count, duration
+from nodekit.deploy.story.event_text import Narrator, count, duration
 
 
 def told(*events: tuple[float, str | None, str, dict[str, Any]]) -> list[str]:

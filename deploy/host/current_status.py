@@ -15,7 +15,7 @@ import time
 from typing import Dict, List, Mapping, Optional, cast
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node.schema import NodeStatus
+from nodekit.deploy.host.schema import NodeStatus
 
 KIND = "status"
 MOVED = "status-moved"  # what is left where a line had too little room

@@ -8,7 +8,7 @@ from fake_nodes import NAMES, FakeLink, Nodes
 
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
-from nodekit.deploy.supervise import judge
+from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
@@ -18,8 +18,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return Nodes(tmp_path, monkeypatch)
 
 
-def state(nodes: Nodes) -> judge.State:
-    return judge.begin(rules_of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
+def state(nodes: Nodes) -> policy.State:
+    return policy.begin(rules_of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
 
 
 def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:

@@ -9,10 +9,10 @@ tests/test_rendezvous_releases.py fails when upstream moves them. What differs f
   a stale MASTER_ADDR and old keys in it, or (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) leaves it to the worker of
   rank 0, for which the others then wait in growing pauses (0.4 s of a start);
 - a participant that is gone counts as a reason to re-form (upstream looks at waiting nodes only), and is known to
-  be gone by its lifeline (deploy/agent/lifeline.py), seconds before its heartbeat expires;
+  be gone by its keepalive (`keepalive.py`), seconds before its heartbeat expires;
 - a round is complete as soon as all who are connected are in it, not after the last call;
 - the loss of the store's host ends every call that waits for it;
-- what is in the store is signed (deploy/agent/signed_store.py), and refused, before it is unpickled, if it is not;
+- what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
 - a state that has to be asked for again is asked for after 0.05 s, not 1 s.
 """
 
@@ -39,11 +39,11 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.lifeline import Hub, Lifeline, cut_connections
-from nodekit.deploy.agent.signed_store import SignedBackend, SignedStore
+from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, cut_connections
+from nodekit.deploy.agent.rendezvous.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import ports
-from nodekit.deploy.host.node.schema import Say
+from nodekit.deploy.host.schema import Say
 
 CONNECT_TIMEOUT_S = 60.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
@@ -141,8 +141,8 @@ class Rendezvous:
         self._spec = spec
         self._pause = pause
         self._say = say
-        self._hub: Hub | None = None
-        self._lifeline: Lifeline | None = None
+        self._hub: KeepaliveServer | None = None
+        self._lifeline: Keepalive | None = None
         self._formed_size = 0
         run_id = f"{spec.run_id}.{spec.generation}"
         where = f"{spec.master_addr}:{spec.master_port}"
@@ -206,7 +206,9 @@ class Rendezvous:
         if spec.listen_fd is not None:
             # The port is the store's by now, so this cannot be begun again.
             self._hub = descriptors.when_there(
-                lambda: Hub(spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say),
+                lambda: KeepaliveServer(
+                    spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say
+                ),
                 self._pause,
             )
             self._signed.set(_HUB, str(self._hub.port))
@@ -214,7 +216,7 @@ class Rendezvous:
         where = f"{spec.master_addr}:{spec.master_port}"
         port = self._wait_for(lambda: self._signed.get(_HUB), f"{where} has no rendezvous of this generation")
         try:
-            self._lifeline = Lifeline(
+            self._lifeline = Keepalive(
                 spec.master_addr,
                 int(port),
                 token,

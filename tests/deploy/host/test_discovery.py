@@ -1,4 +1,4 @@
-"""The interpreters that `deploy/host/probes/survey.py` finds in a home, good ones and others."""
+"""The interpreters that `deploy/host/probes/discovery.py` finds in a home, good ones and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.host.probes import hostfacts, survey
+from nodekit.deploy.host.probes import discovery, hostfacts
 
 
 def program(path: Path, text: str) -> None:
@@ -30,7 +30,7 @@ def test_an_environment_in_the_home_has_a_path_from_the_home(
 ) -> None:
     (home / "my venv").symlink_to(sys.prefix)
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    found = {each["path"]: each for each in survey.interpreters()}
+    found = {each["path"]: each for each in discovery.interpreters()}
     ours = found["~/my venv/bin/python"]
     assert ours == {
         "path": "~/my venv/bin/python",
@@ -50,9 +50,9 @@ def test_what_is_no_interpreter_is_passed_over_in_time(home: Path, monkeypatch: 
     (home / "gone/bin/python").symlink_to("/nowhere/python")
     (home / "mine/bin").mkdir(parents=True)
     (home / "mine/bin/python").write_text("not executable")
-    monkeypatch.setattr(survey, "_PROBE_TIMEOUT_S", 2)
+    monkeypatch.setattr(discovery, "_PROBE_TIMEOUT_S", 2)
     start = time.monotonic()
-    found = survey.interpreters()
+    found = discovery.interpreters()
     assert time.monotonic() - start < 30
     assert found[0]["default"]
     assert not [
@@ -66,10 +66,10 @@ def test_torch_is_found_and_not_imported(home: Path, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").write_text(f"open({str(home / 'imported')!r}, 'w')")
     (package / "version.py").write_text("from x import y\n__version__ = '9.8.7+cu124'\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    assert survey.interpreters()[0]["torch"] == "9.8.7+cu124"
+    assert discovery.interpreters()[0]["torch"] == "9.8.7+cu124"
     assert not (home / "imported").exists()
     (package / "version.py").unlink()
-    assert survey.interpreters()[0]["torch"] != "9.8.7+cu124"
+    assert discovery.interpreters()[0]["torch"] != "9.8.7+cu124"
 
 
 def test_it_does_not_look_for_torch_where_it_stands(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +77,4 @@ def test_it_does_not_look_for_torch_where_it_stands(home: Path, monkeypatch: pyt
     (home / "torch/version.py").write_text("__version__ = '9.8.7'\n")
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-    assert "9.8.7" not in {each["torch"] for each in survey.interpreters()}
+    assert "9.8.7" not in {each["torch"] for each in discovery.interpreters()}
