@@ -66,7 +66,7 @@ def lost_and_regained(up: Terminal, watch: Terminal, lab: Lab) -> tuple[list[tup
         screens.append((title, up.screen()))
 
     up.run("kit up lab.yaml")
-    take("kit up lab.yaml: train on three machines", r"3 of 3 nodes.*steps 1 – 2\d\d\b")
+    take("kit up lab.yaml: train on three machines", r"3 of 3 nodes.*steps \d+ – 2\d\d\b")
     lab.cut("node2")
     take("The cable of node2 is pulled", "unreachable.*node2 is lost")
     take(

@@ -270,8 +270,8 @@ def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch:
 def test_every_field_of_a_status_is_documented():
     root = ROOT
     writers, said = ("self", "record", "self._record", "self._status"), set()
-    for name in ("agent", "main", "telemetry/event_log", "ranks/attempt"):
-        for node in ast.walk(ast.parse((root / f"deploy/agent/{name}.py").read_text())):
+    for path in (root / "deploy/agent").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(value=of, attr="update" | "end"), keywords=given) if (
                     ast.unparse(of) in writers
