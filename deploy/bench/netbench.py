@@ -193,14 +193,14 @@ def _measure_pairs(
     token = secrets.token_hex(16)
     num_pairs = len(nodes) * (len(nodes) - 1)
     limit_s = 60 + 2 * num_pairs * (seconds + 3)
-    ports = all_or_raise(
-        on_all(
-            {node.name: node for node in nodes},
-            lambda node: links[node.name].call(
-                "linkspeed.listen", timeout_s=_CALL_S, address=node.local_addr, token=token, limit_s=limit_s
-            ),
+
+    def listen(node: NodePlan) -> Any:
+        address = node.local_addr
+        return links[node.name].call(
+            "linkspeed.listen", timeout_s=_CALL_S, address=address, token=token, limit_s=limit_s
         )
-    )
+
+    ports = all_or_raise(on_all(by_name, listen))
 
     def one(ends: tuple[str, str]) -> Pair:
         sender, target = ends
@@ -238,10 +238,9 @@ def _measure_pairs(
         progress("slow pairs again", number, len(doubtful))
         again = one(ends)
         if not again.problem:
-            before = found[ends]
-            rate = max(before.bytes_per_s or 0.0, again.bytes_per_s or 0.0)
-            rtt_s = min(before.rtt_s or math.inf, again.rtt_s or math.inf)
-            found[ends] = replace(before, bytes_per_s=rate, rtt_s=rtt_s)
+            rate = max(found[ends].bytes_per_s or 0.0, again.bytes_per_s or 0.0)
+            rtt_s = min(found[ends].rtt_s or math.inf, again.rtt_s or math.inf)
+            found[ends] = replace(again, bytes_per_s=rate, rtt_s=rtt_s)
     return [found[a, b] for a in by_name for b in by_name if a != b]
 
 

@@ -57,9 +57,7 @@ def network_findings(
         unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names, _ = netpairs.told_apart(
-            _own_names(links, [name for name in here if name in chosen], left_s=left_s)
-        )
+        names = _own_names(links, list(nics), left_s=left_s)
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # If the kernel reports the cause, it is not a firewall.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
@@ -107,10 +105,11 @@ def _own_names(
     limit_s = min(nethost.NAME_S, left_s() / 2)
     if limit_s < _LEAST_S / 10:
         return {}
-    return on_all(
+    answers = on_all(
         {name: links[name] for name in names},
         lambda link: link.call("netprobe.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
     )
+    return netpairs.told_apart(answers)[0]
 
 
 @contextlib.contextmanager
