@@ -71,7 +71,7 @@ def main(settings: dict[str, Any]) -> None:
     least = torch.tensor([free], dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     most_bytes = float(least.item()) / _COPIES
-    block_s(zeros(4), 3)  # connections are made
+    block_s(zeros(4), 3)  # opens the connections
     points, stopped = _measure(settings, most_bytes, zeros, block_s, told)
     if dist.get_rank() == 0:
         print(json.dumps({"num_ranks": num_ranks, "points": points, "stopped": stopped}), flush=True)
@@ -101,7 +101,7 @@ def _measure(
         half_s = _MOST_SHARE * (deadline - time.monotonic()) / 2
         fewest = _LEAST_TIMES if _LEAST_TIMES * once_s < half_s else 1
         times = told(max(fewest, min(_MOST_TIMES, int(_ENOUGH_S / max(once_s, 1e-6)))))
-        # The median of some blocks: a moment's disturbance is not the network's.
+        # The median of several blocks is robust against short disturbances.
         blocks = min(times, _BLOCKS)
         last = (size_bytes, statistics.median(block_s(tensor, times // blocks) for _ in range(blocks)))
         points.append(last)

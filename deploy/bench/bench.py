@@ -136,7 +136,7 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
             f"{options.inventory} has no hosts but Slurm's: kit bench measures hosts that it reaches by SSH"
         )
     if options.model == JOB:
-        from nodekit.deploy.bench import pacing  # it reads the job's code
+        from nodekit.deploy.bench import pacing  # imported here, as it reads the job's code
 
         pacing.refuse(inventory)
     peers = cluster.peer_addresses(inventory.hosts)
@@ -159,14 +159,14 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
         if options.model == JOB:
             try:
                 job = pacing.on_first(inventory, links, measured.nodes, progress)
-            except KitError as error:  # what was measured is shown all the same
+            except KitError as error:  # the measurement is shown nevertheless
                 problems = (*measured.problems, str(error))
                 measured = dataclasses.replace(measured, problems=problems)
     return measured, job and _as_asked(job, options)
 
 
 def _job_here(options: Options) -> Job:
-    from nodekit.deploy.bench import pacing  # likewise
+    from nodekit.deploy.bench import pacing  # as above
 
     assert options.inventory is not None
     with showing() as progress:

@@ -214,7 +214,7 @@ def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[fl
         share = size / job.size_bytes
         if way.compress == "powersgd":
             whole = job.num_parameters * 2 / MATRIX if job.powersgd_numbers is None else job.powersgd_numbers
-            # Two products of thin matrices, one after the other, and what is no matrix.
+            # Two thin matrices, one after the other, and the parameters that are not matrices.
             seconds = 3 * curve.seconds(whole * 4 * share / 3, num_nodes)
         else:
             sent = size if way.compress == "off" else share * job.num_parameters * 2
@@ -295,8 +295,8 @@ def advise(job: Job, found: Sequence[Forecast], link_text: str) -> str:
     nodes = f"{ddp.num_nodes} nodes"
     if ddp.efficiency >= GOOD:
         return f"{begin}use ddp on {nodes}: {_share(ddp)}"
-    # What changes least of the training comes first: half the bits, a larger batch, steps apart. How much
-    # PowerSGD computes is not in the forecast, so it is no advice.
+    # Strategies that change the training least come first: half precision, a larger batch, local SGD. PowerSGD is not
+    # recommended, as the forecast does not include its compute time.
     offers = [each for each in others if each.way.compress != "powersgd"]
     good = next((each for each in offers if each.efficiency >= GOOD), None)
     best = good or max(offers, key=lambda each: each.efficiency)

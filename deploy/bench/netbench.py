@@ -193,14 +193,14 @@ def _measure_pairs(
     token = secrets.token_hex(16)
     num_pairs = len(nodes) * (len(nodes) - 1)
     limit_s = 60 + 2 * num_pairs * (seconds + 3)
-    ports = all_or_raise(
-        on_all(
-            {node.name: node for node in nodes},
-            lambda node: links[node.name].call(
-                "linkspeed.listen", timeout_s=_CALL_S, address=node.local_addr, token=token, limit_s=limit_s
-            ),
+
+    def listen(node: NodePlan) -> Any:
+        address = node.local_addr
+        return links[node.name].call(
+            "linkspeed.listen", timeout_s=_CALL_S, address=address, token=token, limit_s=limit_s
         )
-    )
+
+    ports = all_or_raise(on_all(by_name, listen))
 
     def one(ends: tuple[str, str]) -> Pair:
         sender, target = ends
@@ -220,7 +220,7 @@ def _measure_pairs(
             return Pair(source=sender, target=target, problem=f"no connection to {where}: {error.message}")
         return Pair(source=sender, target=target, **found)
 
-    # Hosts that are one machine, as in a lab, share its cores: there, one pair at a time.
+    # Hosts on one machine, as in a lab, share its cores: measure one pair at a time.
     machines = {found.boot_id for found in facts.values()}
     schedule = rounds([node.name for node in nodes])
     if len(machines) < len(nodes):
@@ -232,16 +232,15 @@ def _measure_pairs(
         for pair in all_or_raise(results).values():
             found[pair.source, pair.target] = pair
         progress("pairs", len(found), num_pairs)
-    # What looks slow is measured once more with nothing beside it; a neighbour's burst is no slow link.
+    # Measure slow pairs again with nothing else running, to exclude bursts of other traffic.
     doubtful = sorted({ends for slow in slow_links(list(found.values())) for ends in slow.links})
     for number, ends in enumerate(doubtful):
         progress("slow pairs again", number, len(doubtful))
         again = one(ends)
         if not again.problem:
-            before = found[ends]
-            rate = max(before.bytes_per_s or 0.0, again.bytes_per_s or 0.0)
-            rtt_s = min(before.rtt_s or math.inf, again.rtt_s or math.inf)
-            found[ends] = replace(before, bytes_per_s=rate, rtt_s=rtt_s)
+            rate = max(found[ends].bytes_per_s or 0.0, again.bytes_per_s or 0.0)
+            rtt_s = min(found[ends].rtt_s or math.inf, again.rtt_s or math.inf)
+            found[ends] = replace(again, bytes_per_s=rate, rtt_s=rtt_s)
     return [found[a, b] for a in by_name for b in by_name if a != b]
 
 
@@ -279,7 +278,7 @@ def _reduce(
         settings = {"backend": backend, "sizes": sizes(max_bytes), "seconds": seconds, "share": share}
         own = {"RANK": number, "LOCAL_RANK": local_rank, "WORLD_SIZE": len(ranks)}
         where = {"MASTER_ADDR": first.local_addr, "MASTER_PORT": port}
-        # torch's own, and the job's: what steers its network steers this.
+        # torch's variables and the job's, so that the job's network settings apply.
         env = {**node.env, **{name: str(value) for name, value in {**own, **where}.items()}}
         found: dict[str, Any] = links[node.name].stream(
             "attend",
@@ -316,7 +315,7 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
     failed = [(name, end) for name, end in ends if end["status"] != 0]
     if not failed:
         return None
-    # Those who wait for a lost peer raise, too, or are stopped with it.
+    # Ranks that wait for a lost peer fail, too, or are stopped with it.
     name, end = min(failed, key=lambda each: (each[1]["status"] is None, "onnection" in each[1]["err"]))
     if end["status"] is None:
         return HostError(name, f"the all-reduce by {backend} came to no end, and was stopped")
@@ -332,7 +331,7 @@ def slow_links(pairs: Sequence[Pair]) -> list[Slow]:
     rates = {(pair.source, pair.target): pair.bytes_per_s for pair in pairs if pair.bytes_per_s}
     found = _outliers(rates, SLOW, rate_text, "slow")
     known = {ends for slow in found for ends in slow.links}
-    # Latency, turned round so that more is better here, too.
+    # Inverse latency, so that higher is better here, too.
     nearness = {
         (pair.source, pair.target): 1 / pair.rtt_s
         for pair in pairs
@@ -360,7 +359,7 @@ def _outliers(
     for place, (ends, value) in enumerate(slowest_first):
         others = [other for _, other in slowest_first[:place] + slowest_first[place + 1 :]]
         if not others or value >= share * statistics.median(others):
-            break  # nor is what comes after it
+            break  # neither are the following ones
         what = "the way back" if len(others) == 1 else "the median of the others is"
         text = f"{ends[0]} → {ends[1]}: {shown(value)}; {what} {shown(statistics.median(others))}"
         found.append(Slow(links=(ends,), text=text))
@@ -388,7 +387,7 @@ def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group
             most = best.setdefault(node, [0.0, 0.0])
             most[place] = max(most[place], value)
     limit = share * max(values.values(), default=0.0)
-    # The others' median is no more than the best, so no other node can be slow: of hundreds few are looked at.
+    # The others' median is at most the best rate, so that no other node can be slow; few of hundreds remain.
     for node in sorted(name for name, most in best.items() if min(most) < limit):
         others = [value for ends, value in values.items() if node not in ends]
         ways = {
@@ -397,13 +396,13 @@ def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group
             "links to it": [ends for ends in values if ends[1] == node],
         }
         for which, own in ways.items():
-            # With one neighbour it is a link that is slow, not a node.
+            # With a single peer, the link is slow, not the node.
             if len({name for ends in own for name in ends}) < 3 or not others:
                 continue
             ratio = max(values[ends] for ends in own) / statistics.median(others)
             if ratio < share:
                 groups.append(_Group(node, which, tuple(own), ratio))
-                break  # that all are slow says more than that those of one direction are
+                break  # all links being slow includes those of one direction
     return min(groups, key=lambda group: group.ratio, default=None)
 
 

@@ -22,7 +22,7 @@ NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install '
 CORNER = "from \\ to"
 _RAMP = (53, 54, 60, 66, 72, 78, 114, 150, 186, 228)
 """Of ANSI's 256 colours, from dark violet to pale yellow: slow to fast, as matplotlib's viridis goes."""
-_DARK = 5  # so many of them are dark: white figures go on them
+_DARK = 5  # the number of dark colours, which get white figures
 _BROKEN = "bold white on red3"
 _BAR_WIDTH = 24
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -185,7 +185,7 @@ def write_png(measured: Measured, path: Path) -> bool:
     """The heat map, and beside it the all-reduce's bus bandwidth by size; False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and an extra
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import, and is an extra
     from matplotlib.figure import Figure
 
     names = [node.name for node in measured.nodes]

@@ -146,7 +146,7 @@ class Comparison:
             with self._console.status("") as status:
                 process = subprocess.Popen(
                     argv, env={**environ, **told}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                    start_new_session=True,  # a Ctrl-C is ours, and then we end it
+                    start_new_session=True,  # Ctrl-C is for this process, which then ends the run
                 )  # fmt: skip
                 try:
                     while process.poll() is None and time.monotonic() < started_s + self._timeout_s:

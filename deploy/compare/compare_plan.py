@@ -32,7 +32,7 @@ _OURS = {
     "--nproc-per-node": "give --nproc",
     "--output": "give -o",
 }
-_OF_A_JOB = (  # what kit and torchrun tell the ranks of a job, one of which may be running us
+_OF_A_JOB = (  # variables of a job's ranks, in case we run in one
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "NODEKIT_SNAPSHOT_DIR", "NODEKIT_SNAPSHOT_SHARED", "NODEKIT_OUTPUT_DIR", "NODEKIT_GENERATION", "NODEKIT_RUN_ID",
     "NODEKIT_SNAPSHOT_EVERY", "NODEKIT_SNAPSHOT_EXPECTED", "NODEKIT_COLLECTIVE_TIMEOUT_S",

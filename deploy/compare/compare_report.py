@@ -25,7 +25,7 @@ CSV_COLUMNS = (
 NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install 'nodekit[compare]'"
 
 _STYLES = {"trained": "green", "failed": "bold red", "not here": "yellow"}
-# Okabe and Ito's, which are told apart with any colour vision.
+# Okabe and Ito's palette, suitable for colour blindness.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _GREY = "#555555"
 
@@ -122,7 +122,7 @@ def write_chart(rows: Sequence[Row], path: Path, *, title: str, subtitle: str) -
     """Write a bar chart of samples/s, grouped by number of ranks; False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and an extra
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import, and is an extra
     from matplotlib.figure import Figure
 
     base = base_of(rows)
@@ -132,7 +132,7 @@ def write_chart(rows: Sequence[Row], path: Path, *, title: str, subtitle: str) -
             groups.setdefault(row.num_ranks, []).append(row)
     sizes = [len(group) + 0.2 for group in groups.values()]
     lines = textwrap.wrap(subtitle, 110)
-    above = 0.4 + 0.13 * len(lines)  # inches, as height is
+    above = 0.4 + 0.13 * len(lines)  # in inches, like the height
     height = above + 0.5 + 0.3 * sum(sizes) + 0.3 * len(groups)
     figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

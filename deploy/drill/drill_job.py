@@ -89,11 +89,11 @@ def copied(path: Path, *, name: str) -> str:
     data = parse(path.read_text(encoding="utf-8")).data
     assert isinstance(data, dict), "it was loaded before"
     data["name"] = name
-    data.pop("notify", None)  # nobody is to be called for a fault that is meant
+    data.pop("notify", None)  # an intended fault should notify nobody
     hosts = data.get("hosts")
     blocks = list(hosts.values()) if isinstance(hosts, dict) else []
     for block in [data, *(each for each in blocks if isinstance(each, dict))]:
         for key in ("identity_file", "known_hosts"):
             if block.get(key) and not str(block[key]).startswith("~"):
                 block[key] = str(path.resolve().parent / block[key])
-    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is YAML, and leaves no doubt what is text
+    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings

@@ -73,7 +73,7 @@ class Drill:
         self._is_own_job = not (command or inventory.job.command)
         self._command = OWN_JOB if self._is_own_job else tuple(command)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Under another name, so that `kit up` does not go on with a drill's run, nor a drill's end one of kit up's.
+        # Under another name, so that `kit up` does not resume a drill's run, and a drill does not end one of kit up's.
         self._inventory = folder / "inventory.yaml"
         text = copied(inventory.path, name=f"{inventory.name}-drill")
         self._inventory.write_text(text, encoding="utf-8")
@@ -130,7 +130,7 @@ class Drill:
                 except GaveUp as error:
                     problem = str(error)
                 if fault.needs_lab and fault.back:
-                    # The job may have ended before, and what all nodes say must be heard.
+                    # The job may have ended before, and all nodes must be reachable for their last events.
                     fault.back(self.site)
                 watch.close()
                 trace = watch.trace

@@ -74,7 +74,7 @@ class Watch:
         self._closing.set()
         with self._lock:
             links, self._links, self._is_over = self._links, {}, True
-        on_all(links, Link.close)  # which ends the calls that wait
+        on_all(links, Link.close)  # which ends pending calls
 
     @property
     def trace(self) -> Trace:
@@ -126,9 +126,9 @@ class Watch:
     def _follow(self, name: str) -> None:
         while not self._closing.is_set():
             started = time.monotonic()
-            with contextlib.suppress(KitError):  # a lost node is what drills are about
+            with contextlib.suppress(KitError):  # losing nodes is what drills are about
                 self._look(name)
-            # Large files are looked at less often.
+            # Large files are polled less often.
             self._closing.wait(max(POLL_S, time.monotonic() - started))
 
     def _look(self, name: str) -> None:
@@ -161,7 +161,7 @@ class Watch:
                 event["time"] = self.local_time(name, event["time"])
                 self._events.setdefault(name, []).append(event)
             for line in metrics:
-                with contextlib.suppress(KeyError, TypeError, ValueError):  # a user's file of the same name
+                with contextlib.suppress(KeyError, TypeError, ValueError):  # another file of the same name
                     step = Step(self.local_time(name, line["time"]), int(line["step"]), float(line["loss"]))
                     self._steps.setdefault((name, step.step, step.time), step)
             if len(self._steps) + len(self._progress) > known:

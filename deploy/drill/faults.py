@@ -108,7 +108,7 @@ def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone"
     lab = _lab(site)
     at = time.time()
     for node in nodes:
-        lab.cut(site.lab_name(node))  # first: a host without power resets no connection
+        lab.cut(site.lab_name(node))  # first, as a host without power does not reset connections
     for node in nodes:
         lab.crash(site.lab_name(node))
     return Struck(", ".join(nodes), what, at)

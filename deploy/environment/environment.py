@@ -121,7 +121,7 @@ def enter(
     there = {host.name: host for host in hosts if host.name in links}
     found = on_all(there, lambda host: _look(links[host.name], host, asked))
     seats: dict[str, Seat] = all_or_raise(found)
-    # Hosts that share the folder, and have the same interpreter, share the venv: the first of them makes it.
+    # Hosts that share the folder and have the same interpreter share the venv: the first of them builds it.
     makers: dict[tuple[str, str], Seat] = {}
     for seat in seats.values():
         if not seat.is_there:

@@ -168,7 +168,7 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
     """
     if sys.version_info >= (3, 11):
         import tomllib
-    else:  # which has it only inside pip
+    else:  # Python 3.10, which has it only inside pip
         from pip._vendor import tomli as tomllib
     try:
         project = tomllib.loads(text)["project"]

@@ -25,8 +25,8 @@ from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import KitError
 
 LAST_LINES = 8
-# pip reads conditions such as `; python_version < "3.11"` with the values of the python that it runs on. Here they
-# have to be the nodes', and no option of it says so.
+# pip evaluates markers such as `; python_version < "3.11"` for the python that it runs on. Here they have to be
+# evaluated for the nodes, and pip has no option for that.
 _PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -148,7 +148,7 @@ def _download(
     argv += [f"--find-links={each}" for each in (*indexes.folders, str(stand_ins))]
     stand_ins.mkdir()
     names = _stand_in(stand_ins, has, platform)
-    for pins in (names, {}) if names else ({},):  # where what the nodes have will not do, all is fetched
+    for pins in (names, {}) if names else ({},):  # if the nodes' packages are unsuitable, download all
         shutil.rmtree(dest, ignore_errors=True)
         dest.mkdir(mode=0o700)
         if not pins:

@@ -23,7 +23,7 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 
 _PORT = 29500
-_NETWORK = "10.222.0.0"  # none of docker's own, and seldom anybody's
+_NETWORK = "10.222.0.0"  # not one of docker's own, and rarely used
 _FIRST_ADDRESS = 11
 _NODEKIT = "/nodekit"
 _CODE = "/code"
@@ -90,7 +90,7 @@ def _service(
         "environment": environment,
         "volumes": [{"type": "bind", "source": folder, "target": _CODE}, *_volumes(node, name)],
         "networks": {"job": {"ipv4_address": address}},
-        "shm_size": "2gb",  # docker's own 64 MB are too few for a DataLoader's workers, and for NCCL
+        "shm_size": "2gb",  # docker's default of 64 MB is too small for DataLoader workers and NCCL
         "ulimits": {"memlock": -1},
     }
     if gpus:

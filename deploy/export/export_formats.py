@@ -119,7 +119,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     tag = "!unsafe" if isinstance(data, _Verbatim) else Resolver.DEFAULT_SCALAR_TAG
-    # Left to itself PyYAML writes U+0085 and U+2028 as they are, and reads them back as a blank.
+    # By default PyYAML writes U+0085 and U+2028 unescaped, and reads them back as a space.
     return dumper.represent_scalar(tag, str(data), style=None if data.isprintable() else '"')
 
 
@@ -146,8 +146,8 @@ def _verbatim(text: str | None) -> str | None:
         text.encode()
     except UnicodeEncodeError:
         raise KitError(f"{text!r} is not UTF-8, and an Ansible inventory can hold nothing else") from None
-    # Of what is tagged Ansible makes a boolean, number or null, in quotes or not, and with `&` reads nothing at all.
-    # Untagged and in quotes it is a text; and such a one is no template.
+    # Ansible converts tagged values to booleans, numbers or null, even in quotes, and cannot read `&`. Such values
+    # are strings if untagged and in quotes, and none of them is a template.
     resolve: Callable[..., str] = Resolver().resolve
     is_text = resolve(yaml.ScalarNode, text, (True, False)) == Resolver.DEFAULT_SCALAR_TAG
     return _Verbatim(text) if is_text else text
@@ -209,7 +209,7 @@ def _accelerate(node: NodePlan, planned: Plan, source: Source) -> str:
     is_alone = planned.world_size == 1
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        # MULTI_GPU is also what several machines without GPUs are: MULTI_CPU would be left to mpirun.
+        # MULTI_GPU also for several machines without GPUs: accelerate would leave MULTI_CPU to mpirun.
         "distributed_type": "NO" if is_alone else "MULTI_GPU",
         "use_cpu": not node.gpus,
         "num_machines": len(planned.active),
@@ -305,10 +305,11 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
     left_out = []
     for name in dict.fromkeys(name for node in nodes for name in node.env):
         values = list(dict.fromkeys(node.env.get(name, "") for node in nodes))
-        # NCCL takes several, and uses those that are there.
+        # NCCL accepts several names, and uses those that exist.
         if name == "NCCL_SOCKET_IFNAME" and len(values) > 1:
             values = ["=" + ",".join(value.removeprefix("=") for value in values)]
-        if name == "GLOO_SOCKET_IFNAME" and len(values) > 1:  # it takes one, which each host's shell looks up
+        # gloo accepts one name, which each host's shell looks up.
+        if name == "GLOO_SOCKET_IFNAME" and len(values) > 1:
             known = " ".join(f"-e {node.local_addr}" for node in nodes)
             env[name] = f"$(ip -o addr | grep -wF {known} | awk '{{print $2; exit}}')"
             continue

@@ -97,7 +97,7 @@ def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
         ]
     else:
         address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
-        # As kit has it: a lost node is noticed within seconds, and the others go on (docs/recovery.md).
+        # As with kit: a lost node is detected within seconds, and the others continue (docs/recovery.md).
         settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [
             ["--nnodes", f"{node.min_nodes}:{node.max_nodes}"],
@@ -114,7 +114,7 @@ def torchrun_env(node: NodePlan) -> dict[str, str]:
     """Return the variables that kit's agent sets and torchrun does not."""
     if node.min_nodes == node.max_nodes:
         return {"PYTHONUNBUFFERED": "1", "NODE_RANK": str(node.node_rank)}
-    # Or survivors would meet at the address of the one that was lost.
+    # Otherwise survivors would use the store on the lost node.
     return {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -188,7 +188,7 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
     env = {**torchrun_env(node), **node.env}
     python_path = env.pop("PYTHONPATH", None)
     after = "${PYTHONPATH:+:$PYTHONPATH}"
-    if python_path is not None:  # an empty part of it would be the current folder
+    if python_path is not None:  # an empty entry would mean the current folder
         after = bash_word(f":{python_path}") if python_path else ""
     lines = [
         "#!/usr/bin/env bash",

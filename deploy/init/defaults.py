@@ -56,7 +56,7 @@ def rank(nic: Nic, nics: Iterable[Nic]) -> int | None:
         parts = [part for part in nics if part["master"] == nic["name"]]
         return 0 if any(part["kind"] in ("physical", "bond", "vlan") for part in parts) else None
     if nic["master"] is not None:
-        return None  # its address, if it has one, is not what packets leave by
+        return None  # packets do not leave by its own address
     if nic["kind"] != "virtual":
         return 0
     return 1 if nic["driver"] in _OWN_CABLE else 2

@@ -71,7 +71,7 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
         raise KitError(
             f"{options.output} is there already; --force writes over it, -o FILE writes another one"
         )
-    if is_file and not options.output.parent.is_dir():  # not only when all hosts have been looked at
+    if is_file and not options.output.parent.is_dir():  # before all hosts are surveyed
         raise KitError(f"{options.output} cannot be written: there is no folder {options.output.parent}")
     stem = options.output.stem if is_file else "cluster"
     is_name = re.fullmatch(r"[^\x00-\x20\x7f/.-][\w -]{0,46}", stem) and stem == stem.strip()
@@ -211,7 +211,7 @@ def look(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]
     results = on_all({host.name: host for host in hosts}, ask)
     for result in results.values():
         if isinstance(result, Exception):
-            raise result  # our own bug: what a host can do wrong is in its Looked
+            raise result  # a bug of ours: errors of a host are in its Looked
     return [result for result in results.values() if isinstance(result, Looked)]
 
 

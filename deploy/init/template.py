@@ -132,7 +132,7 @@ def _twins(looked: Sequence[Looked]) -> dict[str, str]:
                 if rank(nic, each.survey["nics"]) is not None
                 for address in nic["addresses"]
             )
-            if addresses:  # containers of one machine have its boot, but each its own addresses
+            if addresses:  # containers of one machine share its boot id, but not its addresses
                 keys.append((each.survey["boot_id"], addresses))
         twin = next((places[key] for key in keys if key in places), None)
         if twin is not None:

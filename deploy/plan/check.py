@@ -22,7 +22,7 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
-PINGS = 3  # the shortest round trip of so many says most about the clock
+PINGS = 3  # the shortest round trip of these is the best estimate of the clock
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _middle_clock(facts: Sequence[Facts]) -> Facts:
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
 
 
-_Problem = tuple[str, str, str]  # what was found, what was wanted, what mends it
+_Problem = tuple[str, str, str]  # found, wanted, cure
 
 
 def _python_problem(found: Facts) -> _Problem | None:
@@ -311,7 +311,7 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> _Problem | 
     code = Path(inventory.job.code).expanduser().resolve()
     if not Path(name).is_absolute():
         if "PATH" in {**host.env, **inventory.job.env}:
-            return None  # ranks look in other places
+            return None  # the ranks have another PATH
         return (
             f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
             "",
@@ -375,7 +375,7 @@ def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, .
     chosen_by_route = {
         each.name: each for each in found.interfaces for address in each.addresses if address in sources
     }
-    if not peers:  # a single node talks to itself alone
+    if not peers:  # a single node only talks to itself
         sources, chosen_by_route = {"127.0.0.1"}, {"lo": by_name["lo"]} if "lo" in by_name else {}
     if len(chosen_by_route) == 1:
         return _usable(host, next(iter(chosen_by_route.values())), None, sources)

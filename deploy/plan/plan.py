@@ -35,7 +35,7 @@ _LAUNCHERS = {
 }  # fmt: skip
 
 
-# Doubled braces are another tool's templates, and `${node}` is a shell's or Hydra's own.
+# Not double braces, which are other tools' templates, nor `${node}`, which is for a shell or Hydra.
 _WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
 
 
@@ -133,7 +133,7 @@ def argv_of(
     """
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
     begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
-    target = argv[begin:] or argv  # the interpreter alone is a program as any other
+    target = argv[begin:] or argv  # the interpreter alone is like any other program
     _refuse_launcher(target)
     name = target[0]
     is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
@@ -206,7 +206,7 @@ def refuse_options(
         except EngineError as error:
             raise KitError(str(error)) from error
     if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
-        return  # another folder than that of the code is the hosts' own
+        return  # a folder outside of the code is the hosts' own
     if (code / asked.data).is_dir():
         try:
             read_splits(code / asked.data)
@@ -336,7 +336,7 @@ def _environment(
     env |= {
         "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
         "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
-        "PYTHONFAULTHANDLER": "1",  # a rank that crashes or hangs can then say where
+        "PYTHONFAULTHANDLER": "1",  # prints the stack of a rank that crashes or hangs
     }
     if inventory.snapshots.shared is not None:
         env["NODEKIT_SNAPSHOT_DIR"] = f"{inventory.snapshots.shared}/{run_id}"

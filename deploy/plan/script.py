@@ -18,15 +18,15 @@ from nodekit.deploy.sync import selection
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
-MAX_FILES = 500  # of the project's own, that the script imports
-_MAX_ENTRIES = 20_000  # of the project's folder, that are looked through for a name
+MAX_FILES = 500  # limit of the project's files that are parsed
+_MAX_ENTRIES = 20_000  # limit of the project's folders that are searched for a module
 _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
-# Options whose value is the next word, and those with which no script is read.
+# Options whose value is the next word, and options without a script.
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 _PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
 _NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
 _NO_CODE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
-# Those whose packages have other names than what is imported.
+# Module → its package, if the names differ.
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "bs4": "beautifulsoup4",
@@ -62,7 +62,7 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     for name in _needed(argv)[1]:
         if not Path(name).is_absolute():
             _refuse_absent(code, name, argv)
-    # What begins with a dash is -m, or an option of the interpreter.
+    # A leading dash is -m or an option of the interpreter.
     if argv[:2] != (plan.PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
         return None
     path = code / argv[2]
@@ -193,9 +193,9 @@ def _outside(script: Path, roots: list[Path]) -> set[str]:
         path = waiting.pop()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they are the job's, which will say them itself
+                warnings.simplefilter("ignore")  # the job will print its warnings itself
                 tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-        except (SyntaxError, ValueError, RecursionError):  # the hosts' interpreters say that of the script
+        except (SyntaxError, ValueError, RecursionError):  # reported by the hosts' interpreters
             continue
         for level, parts in _imports(tree.body):
             where = roots if level == 0 else [path.parents[level - 1]]

@@ -51,7 +51,7 @@ def _table(report: Report) -> str:
 def _cell(report: Report, host: str, column: str) -> str:
     found = [each for each in report.findings if each.check == column and host in each.hosts]
     if not found:
-        return "–"  # not looked at
+        return "–"  # not examined
     worst = max(found, key=lambda each: _RANK[each.level])
     if worst.level != "ok":
         return WORDS[worst.level]

@@ -87,7 +87,7 @@ def run(options: Options) -> Report:
         visits.wait(visits.deadline)
     reached = visits.seen()
     network = _network(visits.links(reached), inventory, reached, deadline=visits.deadline) if reached else []
-    visits.wait(visits.deadline)  # for who came too late for that
+    visits.wait(visits.deadline)  # for hosts that were too late for the network check
     seen = visits.seen()
     findings += visits.access()
     unmade = visits.unmade()
@@ -219,7 +219,7 @@ def _files(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ..
     try:
         return script.hosts_own(plan.argv_of(inventory, command))
     except KitError:
-        return ()  # another launcher, which `_here` tells
+        return ()  # another launcher, which `_here` reports
 
 
 def _network(
@@ -230,7 +230,7 @@ def _network(
     later: Later[list[Finding]] = Later(lambda: network_findings(links, inventory, facts, deadline_s=left_s))
     if (found := later.get(left_s + RESERVE_S / 2)) is not None:
         return found
-    # It keeps to its time by itself; but nothing may hold up the rest.
+    # It has a time limit of its own; this makes sure that the rest is not delayed.
     text, cure = f"not known: no answer within {left_s:.0f} s", "give it more time with --timeout"
     return [Finding("network", "all hosts", "warning", text, "an answer", cure, tuple(facts))]
 

@@ -15,7 +15,7 @@ from nodekit.deploy.preflight.software import differing, unseen
 from nodekit.inventory.schema import Inventory
 
 OFF_THE_BUS = 79
-# Xid → what it means, of those that are the GPU's own and not the program's (NVIDIA's list of Xid errors).
+# Xid → its meaning, for hardware errors only (NVIDIA's list of Xid errors).
 HARDWARE_XIDS = {
     48: "an ECC error that could not be corrected",
     62: "its microcontroller halted",
@@ -30,7 +30,7 @@ HARDWARE_XIDS = {
     120: "an error of its system processor",
 }
 
-_Told = tuple[Level, str, str, str]  # how bad, what was found, what was wanted, what mends it
+_Told = tuple[Level, str, str, str]  # level, found, wanted, cure
 
 
 def findings(
@@ -132,7 +132,7 @@ def _host(
 def _users(gpu: Gpu, owners: Mapping[str, str], own_pids: Mapping[int, str]) -> Iterator[_Told]:
     """Return processes that use a GPU already."""
     for process in gpu.processes:
-        if process.kind == "G":  # a desktop's, small and always there
+        if process.kind == "G":  # graphics: a desktop, small and always present
             continue
         owner = owners.get(str(process.pid), "")
         whose = f" of {owner}" if owner else " (of another container)"

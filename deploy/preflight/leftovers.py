@@ -20,8 +20,8 @@ from nodekit.inventory.schema import Inventory
 LOOK_TIMEOUT_S = 15.0
 GRACE_S = 10.0
 STOP_MARGIN_S = 20.0
-RECENT_S = 120.0  # ranks that said something since are at work
-ENDING_S = 60.0  # so long an agent whose run is over may take to end
+RECENT_S = 120.0  # ranks with output since then are working
+ENDING_S = 60.0  # grace period of an agent whose run is over
 
 # left: the agent is gone; forgotten: it is there, and the run is over; running: leave it alone
 Standing = Literal["left", "forgotten", "running"]

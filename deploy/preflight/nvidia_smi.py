@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Those that say that a GPU is slower than it could be for no reason of the job's own.
+# Reasons for reduced clocks that are not caused by the job.
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU(\d+)")
@@ -95,7 +95,8 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
     counts = [
         _number(each.text) for each in (ecc.iter() if ecc is not None else ()) if "uncorrectable" in each.tag
     ]
-    counts.append(_number(_text(gpu, "ecc_errors/volatile/double_bit/total")))  # GPUs before Turing count so
+    # The counter of GPUs before Turing.
+    counts.append(_number(_text(gpu, "ecc_errors/volatile/double_bit/total")))
     known = [count for count in counts if count is not None]
     pending = (
         "retired_pages/pending_retirement",

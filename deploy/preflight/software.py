@@ -18,8 +18,8 @@ from nodekit.inventory.schema import Inventory
 
 FEW_BYTES = 1024**3
 FEW_INODES = 10_000
-FEW_FILES = 1024  # open at once: connections to all peers, data loaders' workers, logs
-FEW_SHM_BYTES = 256 * 1024**2  # data loaders and NCCL; a container has 64 MiB unless told otherwise
+FEW_FILES = 1024  # open files: connections to all peers, data loaders' workers, logs
+FEW_SHM_BYTES = 256 * 1024**2  # for data loaders and NCCL; a container has 64 MiB by default
 UNLIMITED = -1
 # CUDA's major version → the oldest Linux driver that runs it (CUDA's release notes, minor version compatibility).
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
@@ -62,7 +62,7 @@ def findings(
         )
     pythons = {host: _minor(each.python) for host, each in facts.items()}
     found += _differ("Python", pythons, "warning", lambda *_: "set `python:` to the same version everywhere")
-    # Where torch itself differs, `check.needed` has told, and the rest follows from that.
+    # Differences of torch itself are in `check.needed`, and cause the others.
     torch = (
         collections.Counter(each.torch or "" for each in facts.values()).most_common(1)[0][0] if facts else ""
     )
@@ -92,7 +92,7 @@ def _minor(version: str) -> str:
 
 def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]:
     if facts.workdir_problem:
-        return []  # as `check.needed` tells
+        return []  # reported by `check.needed`
     if "error" in place:
         return [unseen("workdir", host, place["error"])]
     quoted = shlex.quote(facts.workdir)
@@ -104,7 +104,7 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
         cure = fill if full else f"sudo chown {facts.user} {quoted}, or set `workdir:` to another folder"
         wanted = "a folder that kit may write to"
         found.append(finding("failure", f"nothing can be written to {place['problem']}", wanted, cure))
-    elif NEEDED_BYTES <= facts.free_bytes < FEW_BYTES:  # less is a failure that `check.needed` tells of
+    elif NEEDED_BYTES <= facts.free_bytes < FEW_BYTES:  # less is a failure, reported by `check.needed`
         free = f"{facts.free_bytes / 1024**2:.0f} MiB free in {facts.workdir}"
         found.append(finding("warning", free, "1 GiB or more, for snapshots and logs", fill))
     inodes = place["free_inodes"]
@@ -181,7 +181,7 @@ def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> Iterator[_Told]:
 def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[_Told]:
     nofile, memlock, shm = own["nofile"][0], own["memlock"][0], own["shm"]
     conf = "/etc/security/limits.d/nodekit.conf"
-    # With one of these the job has another locale than the probe.
+    # With one of these variables the job has another locale than the probe.
     is_told = env.keys() & {"LC_ALL", "LC_CTYPE", "LANG", "PYTHONUTF8"}
     if not is_told and (own["locale"] or own["encoding"].lower() != "utf-8"):
         what = own["locale"] or f"the encoding of file names is {own['encoding']}"

@@ -130,7 +130,7 @@ class Visits:
             with self._lock:
                 self._unmade |= unmade
                 self._seen[host.name] = seen
-        except Exception as error:  # told for this host, and the others go on
+        except Exception as error:  # reported for this host; the others continue
             with self._lock:
                 self._failed[host.name] = error
         finally:

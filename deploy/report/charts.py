@@ -167,7 +167,7 @@ class Chart:
         ]
         box = {"viewBox": f"0 0 1000 {_HEIGHT:g}", "preserveAspectRatio": "none"}
         drawn = tag("svg", *parts, **box, width="100%", height=_HEIGHT)
-        if len(points) <= 40:  # so few that each is worth a dot
+        if len(points) <= 40:  # few enough to draw a dot for each
             for x, y in points:
                 drawn += tag("circle", class_=f"dot {colour}", cx=scale.percent(x), cy=scale.y(y), r=2.5)
         return drawn
@@ -188,7 +188,7 @@ class Chart:
             return [[self.x_text(x), self.y_text(y)] for x, y in evenly(self.series[0].points, MOST_ROWS)]
         names = [dict(each.points) for each in self.series]
         every = sorted({x for each in names for x in each})
-        # Series with points of their own: each row has of all of them the nearest.
+        # Series with different points: each row has the nearest point of every series.
         has_nearest = len(every) > MOST_ROWS and not all(set(each) == set(names[0]) for each in names)
         rows = []
         for x, _ in evenly([(x, 0.0) for x in every], MOST_ROWS):

@@ -61,7 +61,7 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
     redactor = Redactor(run.inventory, known=[run.token] if run.token else [])
     if redactor.warning:
         options.notice(f"warning: {redactor.warning}")
-    # Before anything is told of them: what shortens a text might cut a secret so that nobody knows it again.
+    # First of all: a shortened text might contain a part of a secret, which would not be recognised.
     events = redactor.tree(events)
     now = time.time()
     if run.state in runs.ENDED and run.ended:  # its last event may be lost
@@ -81,7 +81,7 @@ def to_json(run: Run, options: SshOptions) -> str:
     values = dataclasses.asdict(dataclasses.replace(history, samples={}))
     del values["samples"]
     for attempt, found in zip(values["attempts"], history.attempts, strict=True):
-        del attempt["steps"]  # of the samples
+        del attempt["steps"]  # derived from the samples
         attempt.update(trained_s=found.trained_s, steps_per_s=found.steps_per_s)
     values["goodput"]["share"] = history.goodput.share
     values["curves"] = {

@@ -176,7 +176,7 @@ class _View:
     def _story(self) -> list[tuple[str, str]]:
         narrator = Narrator()
         told = [(event, text) for event in self._source.events for text in narrator.tell(event)]
-        # The evaluations have a curve of their own.
+        # Evaluations have a chart.
         return [(_time_of_day(event.time), text) for event, text in told if event.kind != "evaluation"]
 
     # --- timeline ---
@@ -272,12 +272,12 @@ class _View:
     def snapshots(self) -> dict[str, Any]:
         snapshots = self._history.snapshots
         groups: dict[tuple[int, int], list[Event]] = {}
-        number: collections.Counter[tuple[int, str]] = collections.Counter()  # of a generation, by each node
+        number: collections.Counter[tuple[int, str]] = collections.Counter()  # (generation, node) → snapshots
         for event in snapshots:
             generation = as_int(event.get("generation"))
             groups.setdefault((as_int(event.get("step")), generation), []).append(event)
             number[generation, str(event.node)] += as_int(event.get("count")) or 1
-        most: dict[int, int] = {}  # every node may note the same ones
+        most: dict[int, int] = {}  # nodes may record the same snapshots
         for (generation, _), own in number.items():
             most[generation] = max(own, most.get(generation, 0))
         text = "No snapshot of the training module, or of `Snapshots`, is on record."
@@ -387,7 +387,8 @@ class _View:
             for failure in sorted(those, key=lambda each: (each is not first, each.when)):
                 is_first = failure is first
                 how = "failed first" if is_first else "failed too"
-                if is_bystander(failure):  # the only one, too: a node was lost, or a rank that left no word
+                # Even if it is the only one: a node was lost, or a rank left no error.
+                if is_bystander(failure):
                     how = "ended because of another"
                 cause = recognise(failure.error, failure.exitcode, failure.kernel) if is_first else None
                 found.append(

@@ -95,7 +95,7 @@ def take(folder: Path) -> Tree:
         try:
             found = os.lstat(f"{root}/{path}")
         except FileNotFoundError:
-            continue  # deleted, but git still knows it
+            continue  # deleted, but still in git's index
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
             continue
@@ -182,7 +182,7 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
     unknown = [path for path in files if path not in stats]
     started_ns = time.time_ns()
     failed: dict[str, OSError] = {}
-    for _ in range(2):  # a file may be written to just as it is read
+    for _ in range(2):  # a file may change while it is read
         hashed, unreadable = host.hash_files(str(root), unknown)
         stats.update(hashed)
         failed.update(unreadable)
@@ -211,4 +211,4 @@ def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
         draft.write_text(json.dumps(stats), encoding="ascii")
         draft.replace(cache)
     except OSError:
-        draft.unlink(missing_ok=True)  # nowhere to remember it: the next time takes longer
+        draft.unlink(missing_ok=True)  # no cache: the next sync takes longer

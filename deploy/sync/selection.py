@@ -53,7 +53,7 @@ def select(root: Path, problems: list[str]) -> Selection:
         listed = _git_files(root, "", problems, ignored)
         if listed:  # else a folder that git itself ignores
             paths = {path for path in listed if not kit(path)}
-            # What .kitignore leaves out, too, is so by the user's own word.
+            # What .kitignore excludes, too, is excluded on purpose.
             ignored = {
                 path: repository
                 for path, repository in ignored.items()
@@ -83,7 +83,7 @@ def why_left_out(root: Path, path: str) -> Why | None:
         repository = next(iter(repositories), "")
         found = reasons(root, {path: repository}).get(path)
         if found is None or _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
-            return found  # else git ignores all of the root, which is read without it
+            return found  # else git ignores the whole root, which is then listed without git
     return reasons(root, {path: None}).get(path)
 
 
@@ -113,7 +113,7 @@ def _git(folder: Path, *arguments: str, text: str = "") -> list[str]:
 
 def _git_files(root: Path, below: str, problems: list[str], ignored: dict[str, str | None]) -> list[str]:
     listing = ("ls-files", "-z", "--others", "--exclude-standard")
-    # Two at once: on a large tree each takes a while.
+    # Both in parallel, as each takes a while on a large tree.
     left_out = _start_git(root / below, *listing, "--ignored", "--directory")
     process = _start_git(root / below, *listing, "--cached", stderr=subprocess.PIPE)
     names, said = process.communicate()
@@ -305,7 +305,7 @@ def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tupl
     inside = root / repository
     names = "".join(f"{path[len(repository) :]}\0" for path in paths)
     answer = _git(inside, "check-ignore", "-v", "-z", "--stdin", text=names)
-    # Its sources are named from the top of the work tree, which the folder that is sent may lie in.
+    # git prints sources relative to the top of the work tree, which may be above the folder to send.
     shown = _start_git(inside, "rev-parse", "--show-prefix").communicate()[0]
     prefix = os.fsdecode(shown).rstrip("\n")
     for source, _, pattern, name in zip(*[iter(answer)] * 4, strict=True):
@@ -316,7 +316,7 @@ def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tupl
         if file.rpartition("/")[2] == GIT_IGNORE_FILE and source.startswith(prefix):
             folder = (repository + file).rpartition("/")[0]
             yield path, Why(repository + file, _put_back(folder, pattern))
-        elif "/" in pattern.strip("/"):  # from somewhere else, where its path means another
+        elif "/" in pattern.strip("/"):  # a file elsewhere, to which the path is relative
             yield path, Why(source, f"!/{_escaped(path)}")
         else:
             yield path, Why(source, _put_back(repository.rstrip("/"), pattern.lstrip("/")))

@@ -19,9 +19,9 @@ from nodekit.inventory.errors import HostError, KitError
 if TYPE_CHECKING:
     from nodekit.deploy.connect.ssh import SshConnection
 
-PACK_BYTES = 8 << 20  # smaller files share a pack of about this size; one as big travels alone
-_COPY_FILES = 500  # files copied by one call, so that progress is seen
-_UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127)  # rsync's exits that another way of sending may do without
+PACK_BYTES = 8 << 20  # smaller files share a pack of about this size; larger ones are sent alone
+_COPY_FILES = 500  # files per call, so that progress is visible
+_UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127)  # rsync's exit codes after which another way of sending may work
 _FULL = ("No space left on device", "Disk quota exceeded")
 
 
@@ -142,7 +142,7 @@ def rsync_argv(rsh: Sequence[str], root: str, cache: str, *, whole: bool) -> lis
         "--from0",
         "--times",
         "--ignore-times",  # each is known to be missing or different
-        "--inplace",  # the cache is nobody's but ours, and verified afterwards: no file needs a rename
+        "--inplace",  # the cache is private and verified afterwards, so that no rename is needed
         "--secluded-args",  # no shell on the host sees a name
         "--no-human-readable",
         "--info=progress2",
@@ -162,7 +162,7 @@ def rsh_option(argv: Sequence[str]) -> str:
 def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     argv = rsync_argv(rsh, str(delivery.tree.root), delivery.cache, whole=delivery.whole)
     if shutil.which("setpriv"):
-        argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # kit may be interrupted, or killed: it ends with us
+        argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # so that it ends if kit is killed
     with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as stderr:
         for entry in delivery.entries:  # after ./ since rsync takes a # or ; at the start for a comment
             names.write(b"./" + entry.path.encode("utf-8", "surrogateescape") + b"\0")
@@ -266,7 +266,7 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
             delivery.link.host, f"the connection was lost while the code was being sent ({error})"
         ) from error
     except OSError as error:
-        # SFTP has one word, "Failure", for a full disk and all else.
+        # SFTP has a single error, "Failure", for a full disk and others.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or str(error) in ("Failure", "[Errno None] Failure"):
             raise delivery.disk_full() from error
         raise

@@ -15,14 +15,14 @@ _RULE = re.compile(r"(?P<text>.*\S) # handle (?P<handle>\d+)$")
 _ADDRESS = re.compile(r"\bip6? (saddr|daddr) (!= )?(\{[^}]*\}|\S+)")
 _PORT = re.compile(r"\btcp (sport|dport) (!= )?(\{[^}]*\}|\S+)")
 _INTERFACE = re.compile(r'\b([io])if(?:name)? (!= )?("[^"]*"|\S+)')
-# What says nothing of which connections a rule is for, or takes in the first packet of a new one.
+# Parts of a rule that do not restrict connections, or that match the first packet of a new one.
 _NOISE = re.compile(
     r'\bcounter packets \d+ bytes \d+|\bcounter\b|\blog( prefix "[^"]*")?( level \w+)?|\bct state new\b'
     r"|\bmeta l4proto tcp\b|\bip protocol tcp\b|\btcp flags syn( / [\w,|]+)?|\btcp flags & \([\w |]+\) == syn"
     r'|\bcomment "[^"]*"'
 )
 
-# What lets an address in, by what filters packets on a host.
+# Firewall tool → how to allow an address.
 _BY_TOOL = {
     "firewalld": "sudo firewall-cmd --permanent --zone=trusted --add-source={address} && sudo firewall-cmd --reload",
     "ufw": "sudo ufw allow from {address}",
@@ -69,7 +69,7 @@ def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, in
         elif hooked and (match := _RULE.match(line)):
             verdict = _verdict(match["text"], source, target, port, interface)
             if verdict == "accept":
-                hooked = False  # this chain lets it through, and another may not
+                hooked = False  # this chain accepts it; another one may not
             elif verdict:
                 return Rule(f"{table} {chain}", match["handle"], match["text"])
         elif hooked and line == "}" and policy == "drop":
@@ -155,7 +155,7 @@ def cure(
     for host, hook, sender, receiver, number in ways:
         here = found.get(host, {})
         if here.get("tool") in ("firewalld", "ufw"):
-            continue  # the rules are made anew by it: they are its to change
+            continue  # it regenerates the rules, so that they must be changed with it
         rule = blocking(
             here.get("rules", ""),
             hook,

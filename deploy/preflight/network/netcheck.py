@@ -21,9 +21,9 @@ RENDEZVOUS_PORT = 29500
 MAX_SAMPLED, MIN_SAMPLED = 16, 4
 MAX_CONNECTIONS = 4096
 """Connections of one host to all others: with many hosts, fewer ports of each are tried."""
-_SHARE_TO_BEGIN = 0.4  # of the time: a host that is slow to answer leaves some for the others to be tried in
+_SHARE_TO_BEGIN = 0.4  # share of the time to start listening; a slow host must leave time to test the others
 FINISH_S = 1.0
-_LEAST_S = 1.5  # with less than this, hosts that are well would seem not to answer
+_LEAST_S = 1.5  # with less time than this, healthy hosts would seem not to answer
 _USUAL_MTU = 1500
 
 
@@ -57,11 +57,9 @@ def network_findings(
         unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names, _ = netpairs.told_apart(
-            _own_names(links, [name for name in here if name in chosen], left_s=left_s)
-        )
+        names = _own_names(links, list(nics), left_s=left_s)
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
-        # Where the kernel says why, no firewall is to blame.
+        # If the kernel reports the cause, it is not a firewall.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
         pairs = {key: pair for key, pair in pairs.items() if not (pair.failed and full & set(key))}
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
@@ -80,7 +78,7 @@ def network_findings(
     found += outcomes.findings(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
     linked = {name: nic for name, nic in nics.items() if nic is not None and name not in unlinked}
     found += nethost.mtu_findings(linked) + nethost.speed_findings(linked)
-    if len(hosts) > 1:  # a single host talks to itself alone
+    if len(hosts) > 1:  # a single host only talks to itself
         for name, answer in names.items():
             found += nethost.name_findings(name, chosen[name][1], answer)
     env = {host.name: {**host.env, **inventory.job.env} for host in hosts if facts[host.name].num_gpus}
@@ -107,10 +105,11 @@ def _own_names(
     limit_s = min(nethost.NAME_S, left_s() / 2)
     if limit_s < _LEAST_S / 10:
         return {}
-    return on_all(
+    answers = on_all(
         {name: links[name] for name in names},
         lambda link: link.call("netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
     )
+    return netpairs.told_apart(answers)[0]
 
 
 @contextlib.contextmanager
@@ -127,7 +126,7 @@ def listening(
     session, token = token_hex(8), token_hex(16)
     num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
     first_at: dict[tuple[str, str], str] = {}
-    for host in hosts:  # local hosts are one machine: the port is that of one of them
+    for host in hosts:  # local hosts share a machine: only one of them listens on the port
         address = chosen.get(host.name, ("", ""))[1]
         first_at.setdefault((facts[host.name].boot_id, address), host.name)
     limit_s = left_s() * _SHARE_TO_BEGIN

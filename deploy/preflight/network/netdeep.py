@@ -25,11 +25,11 @@ NUMEL = 1 << 18
 GROUP_S = {"gloo": 10.0, "nccl": 30.0}
 """Timeout of the process group, once all hosts have arrived."""
 CALL_S = 2.0
-GRACE_S = 2.0  # for the others to say what they saw when one has failed
-PATIENCE_S = 5.0  # with a host that does not get through to a rendezvous which is there
+GRACE_S = 2.0  # for the others to report, after one has failed
+PATIENCE_S = 5.0  # for a host that cannot reach an existing rendezvous
 _POLL_S = 0.5
-_MAX_DIAGNOSIS_S, _DIAGNOSIS_SHARE = 8.0, 0.3  # what is left of the deadline to find out why
-# stage → what a host does from there on
+_MAX_DIAGNOSIS_S, _DIAGNOSIS_SHARE = 8.0, 0.3  # part of the deadline for the diagnosis
+# stage → what a host does after it
 _DOES = {
     "": "did not start",
     "imports": "imports torch",
@@ -144,7 +144,7 @@ def deep_findings(
         progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
             return _fine(progress, backend)
-        on_all(  # what still hangs, so that the hosts are free to find out why
+        on_all(  # ends hanging processes, so that the hosts are free for the diagnosis
             {host.name: links[host.name] for host in hosts},
             lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
         )
@@ -290,7 +290,7 @@ def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
     arrived = [name for name, each in progress.items() if each.reached("arrived")]
     absent = [name for name in progress if name not in arrived]
     if absent:
-        # Where one has failed the others are given no time to arrive.
+        # After a failure the others get no more time to arrive.
         late = [name for name in absent if progress[name].has_failed] or absent
         found = f"{', '.join(arrived)} waited for " if arrived else "did not arrive: "
         found += ", ".join(f"{name} ({_doing(progress[name])})" for name in late)
@@ -329,7 +329,7 @@ def _end_words(each: Progress) -> str:
         ),
         "",
     )
-    last = re.sub(r"\[/\S+\] ", "", last)  # where in its own source
+    last = re.sub(r"\[/\S+\] ", "", last)  # a location in torch's source
     return f"{how}: {last[:200]}" if last else how
 
 
@@ -359,7 +359,8 @@ def _told(
                     f"on {name}: {each.python} -c 'import torch, torch.distributed'",
                 )
             )
-        elif each.status and "closed by peer" not in each.errors:  # which is said of one that failed before
+        # "closed by peer" is the error of a rank whose peer failed first.
+        elif each.status and "closed by peer" not in each.errors:
             for address, number in reversed(_REMOTE.findall(each.errors)):
                 if (other := by_address.get(address, name)) != name:
                     problem = "refused" if "refused" in each.errors else "no answer"

@@ -87,9 +87,9 @@ def main() -> None:
     is_right = bool((tensor == wanted).all())
     say("reduced", seconds=round(time.monotonic() - begin, 4), is_right=is_right)
     store.set(f"reduced/{rank}", "")
-    store.wait([f"reduced/{each}" for each in range(world_size)])  # nobody leaves while another still reads
+    store.wait([f"reduced/{each}" for each in range(world_size)])  # no rank leaves before all have finished
     if rank == 0:
-        time.sleep(0.3)  # the store is here: the others' last answers are on their way
+        time.sleep(0.3)  # the store is in this process: let the last answers be sent
     os._exit(0)
 
 

@@ -227,7 +227,7 @@ def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Fi
         return []
     if ipaddress.ip_address(address).is_loopback:
         return []
-    if addresses[0].startswith("127.0.1."):  # Debian's line for it
+    if addresses[0].startswith("127.0.1."):  # Debian's default entry
         edit = f"s/^{re.escape(addresses[0])}\\b/{address}/"
     else:
         edit = f"/^(127\\.|::1)/s/\\s+{re.escape(name)}(\\s|$)/\\1/g; 1i {address} {name}"

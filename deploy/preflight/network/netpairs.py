@@ -22,15 +22,15 @@ from nodekit.deploy.preflight.network.outcomes import (
 from nodekit.inventory.errors import HostError
 
 ANSWER_S = 1.2  # a lost SYN is sent again after 1 s
-ATTEMPTS = 2  # of all that fails at once: a packet may have been lost
-FEW = 4  # so few pairs are at once tried alone
-# For a pair that is tried with nothing else under way: SYNs are sent after 1 and 3 s.
+ATTEMPTS = 2  # attempts of all failures together: a packet may have been lost
+FEW = 4  # up to this number of failures are tried alone without a second joint attempt
+# For a pair that is tried alone: SYNs are sent again after 1 and 3 s.
 ALONE_S, LEAST_ALONE_S = 5.0, 2.4
-_RESERVE_S = 1.2  # of the time, for what is asked after the pairs
+_RESERVE_S = 1.2  # time reserved for the questions after the pairs
 LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
 """Common packet sizes, to find the largest that passes."""
-_ARRIVAL_S = 0.5  # for a datagram to come, once it was sent
-_SPARE_S = 1.0  # of the time for a call: for its way there and back
+_ARRIVAL_S = 0.5  # for a datagram to arrive
+_SPARE_S = 1.0  # part of a call's time limit for the round trip
 _FIREWALL_S = 4.0
 
 
@@ -44,7 +44,7 @@ def measure(
     """
     names = list(ends)
     sizes = {(a, b): [SMALL_BYTES, packet(ends, a, b)] for a in names for b in names if a != b}
-    # Each begins with another one, so that not all call the same host at once.
+    # Each starts with another peer, so that not all connect to the same host at once.
     order = {a: [*names[i + 1 :], *names[:i]] for i, a in enumerate(names)}
     wanted = {(a, b): ends[b].ports for a in names for b in order[a]}
     pairs: Pairs = {}
@@ -58,7 +58,7 @@ def measure(
             a: [_peer(ends[b], wanted[a, b], sizes[a, b]) for b in order[a] if (a, b) in wanted]
             for a in names
         }
-        # A busy host needs longer than its limit; where there is time, it gets some.
+        # A busy host may need longer than its limit, and gets extra time if there is some.
         spare_s = max(_SPARE_S, (left_s() - limit_s) / 2)
         said = on_all(
             {a: links[a] for a in names if peers[a]},
@@ -168,7 +168,7 @@ def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ho
     silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
     for answer in answers.values():
         if isinstance(answer, Exception) and not isinstance(answer, HostError):
-            raise answer  # our own bug
+            raise answer  # a bug of ours
     return {name: answer for name, answer in answers.items() if name not in silent}, silent
 
 
@@ -218,7 +218,7 @@ def _asks(
 def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, Any]) -> Pair:
     """Return a pair after one more attempt at its failed ports."""
     failed: dict[str, list[int]] = {}
-    # Silence says less than what was heard before: a kernel says no a few times a second only.
+    # An earlier answer outweighs silence: a kernel rejects connections only a few times per second.
     known = {port: outcome for outcome, ports in before.failed.items() for port in ports} if before else {}
     tried = {*answer["connects"], *(port for ports in answer["failed"].values() for port in ports)}
     for port in known.keys() - tried:

@@ -12,7 +12,7 @@ from nodekit.deploy.preflight.network import firewall
 
 MAX_PACKET = 65535
 _MAX_COMMANDS = 3
-# outcome → what is said of the ports
+# outcome → description of the ports
 _WORDS = {
     "dropped": "dropped (no answer)",
     "refused": "refused, although it is listened at",
