@@ -74,9 +74,11 @@ def logs(run: Run, options: Options) -> int:
     if run.state in runs.ENDED and is_whole and not options.fetch:
         return _show_copies_of(run, options, known or ran, copies)
     with contextlib.ExitStack() as stack:
-        chosen = [host for name, host in hosts.items() if name in names or not known]
+        wanted = [name for name in hosts if not known or not {*names}.isdisjoint(backend.nodes_at(run, name))]
         try:
-            links = stack.enter_context(cluster.links(chosen, options.ssh, some=bool(known)))
+            links = stack.enter_context(
+                cluster.links([hosts[name] for name in wanted], options.ssh, some=bool(known))
+            )
         except KitError as error:
             if not copies or options.follow or options.fetch:
                 raise
@@ -151,7 +153,7 @@ def _show(
             node_dir=record.nodes[host]["node_dir"] if host in record.nodes else None,
         )
         for host in hosts
-        if host in names or host not in nodes
+        if not {*names}.isdisjoint(backend.nodes_at(record, host))
     ]
     follower.lost.update(each.name for each in followed if each.name not in links)
     follower.run(followed, lambda gone: backend.is_over(run, links, all_gone=gone), poll_s=backend.poll_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -95,12 +96,16 @@ def to_json(run: Run, options: SshOptions) -> str:
 
 def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
     """The page of a run."""
+    from nodekit.deploy.backend import backend_of
     from nodekit.deploy.report import report_page
 
-    asks = run.is_led_here and not offline
+    hosts: Mapping[str, Host] = {}
+    with contextlib.suppress(KitError):  # an inventory of an older kit may not be read any more
+        hosts = hosts if offline else backend_of(run).hosts(run)
     run, events, redactor, history = _story(run, options)
+    own = {name: host for name, host in hosts.items() if name in run.nodes}
     losses, versions, asked = (
-        _ask(run, options, history) if asks else ([], {}, "No host was asked for this page.")
+        _ask(run, own, options, history) if own else ([], {}, "No host was asked for this page.")
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime())
     return report_page.page(
@@ -118,12 +123,12 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
 
 
 def _ask(
-    run: Run, options: SshOptions, history: History
+    run: Run, hosts: Mapping[str, Host], options: SshOptions, history: History
 ) -> tuple[list[Point], dict[str, dict[str, Any]], str]:
     """Ask the hosts for a finer loss curve and versions; returns these, and a note on who answered."""
     found: dict[str, dict[str, Any]] = {}
     curves: dict[str, list[list[float]]] = {}
-    asking = threading.Thread(target=_ask_hosts, args=(run, options, found, curves), daemon=True)
+    asking = threading.Thread(target=_ask_hosts, args=(run, hosts, options, found, curves), daemon=True)
     asking.start()
     asking.join(ASK_TIMEOUT_S)
     versions, known = dict(found), dict(curves)
@@ -166,14 +171,15 @@ def finer(
 
 
 def _ask_hosts(
-    run: Run, options: SshOptions, found: dict[str, dict[str, Any]], curves: dict[str, list[list[float]]]
+    run: Run,
+    hosts: Mapping[str, Host],
+    options: SshOptions,
+    found: dict[str, dict[str, Any]],
+    curves: dict[str, list[list[float]]],
 ) -> None:
     """Ask all hosts in parallel; fills `found` and `curves` as answers arrive."""
-    import contextlib
-
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.link import on_all
-    from nodekit.inventory.load import restore
 
     class Quiet(cluster.SshOptions):
         """Never prompts at the terminal, which could exceed the time limit."""
@@ -204,6 +210,4 @@ def _ask_hosts(
             finally:
                 link.close()
 
-    with contextlib.suppress(KitError):
-        hosts = restore(run.inventory).hosts
-        on_all({host.name: host for host in hosts if host.name in run.nodes}, ask)
+    on_all(hosts, ask)
