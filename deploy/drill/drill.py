@@ -57,7 +57,7 @@ class Options:
 def drill(options: Options) -> int:
     """Try the faults; the exit status is 0 if all were survived."""
     inventory = load_inventory(options.inventory)
-    if inventory.slurm is not None:
+    if not inventory.hosts:
         raise NotPossible(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
     site = Site(inventory, options.load_lab)
     faults = chosen(options.faults, inventory, site.lab)

@@ -31,7 +31,7 @@ def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
         KitError: a host cannot be reached, or will not do, or the tool could not run this job.
     """
     inventory = load_inventory(options.inventory)
-    if inventory.slurm is not None:
+    if not inventory.hosts:
         raise KitError(
             f"{inventory.path}: found slurm, wanted hosts: only --to sbatch is for jobs that Slurm runs"
         )

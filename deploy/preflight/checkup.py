@@ -63,7 +63,7 @@ def run(options: Options) -> Report:
     """
     started = time.monotonic()
     inventory = load_inventory(options.inventory)
-    if inventory.slurm is not None:
+    if not inventory.hosts:
         raise KitError(
             f"{inventory.path}: kit check looks at hosts, and which nodes the job gets is Slurm's to say; "
             "list them as hosts: in another file, or see sinfo"

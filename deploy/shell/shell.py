@@ -176,7 +176,7 @@ def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
     Raises:
         KitError: it has none of that name, or no hosts at all.
     """
-    if inventory.slurm is not None:
+    if not inventory.hosts:
         raise KitError(
             f"{inventory.path}: found slurm, wanted hosts: the nodes of a job are reached by Slurm alone, "
             "as with srun --jobid=ID --overlap COMMAND"
