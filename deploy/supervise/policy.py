@@ -21,7 +21,7 @@ A supervisor may die at any moment and another go on from `State.to_dict`. So wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -662,14 +662,14 @@ def _fill(turn: _Turn) -> None:
     if turn.rounds:  # one that has not found the others for long makes room
         out |= set(orphans) - electorate
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
-    spares = turn.rules.nodes
+    wanted: Sequence[str] = [state.host, *state.electorate.nodes, *turn.rules.nodes]
     if not turn.rounds and state.may_train(unseen := electorate.difference(turn.in_sight)):
         # They may be training, with those who did when they were seen, and nobody knows how many others.
         taken |= unseen | {
             name for name in turn.rules.nodes if turn.known[name].present and not seen[name].reachable
         }
-        spares = ()
-    for name in dict.fromkeys([state.host, *state.electorate.nodes, *spares]):
+        wanted = [state.host, *state.newest.nodes]  # another has been replaced, or will be when they are seen again
+    for name in dict.fromkeys(wanted):
         each = seen[name]
         if (name in turn.here and each.state != "fenced") or not each.reachable:
             continue
