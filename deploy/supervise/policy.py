@@ -668,7 +668,10 @@ def _fill(turn: _Turn) -> None:
         taken |= unseen | {
             name for name in turn.rules.nodes if turn.known[name].present and not seen[name].reachable
         }
-        wanted = [state.host, *state.newest.nodes]  # another has been replaced, or will be when they are seen again
+        wanted = [
+            state.host,
+            *state.newest.nodes,
+        ]  # another has been replaced, or will be when they are seen again
     for name in dict.fromkeys(wanted):
         each = seen[name]
         if (name in turn.here and each.state != "fenced") or not each.reachable:
