@@ -17,7 +17,7 @@ import pytest
 from lab_hosts import BUSY_S
 from sshd import Sshd, free_port, keygen, learn
 
-from nodekit.deploy.connect import hostkeys, ssh
+from nodekit.deploy.connect import hostkeys, ssh, sshconfig
 from nodekit.deploy.connect.link import on_all
 from nodekit.inventory.errors import HostError
 
@@ -506,3 +506,10 @@ def _blob(public: str) -> bytes:
     import base64
 
     return base64.b64decode(public.split()[1])
+
+
+@pytest.mark.parametrize("path", ["/a b", '/a"b', "/a\\b", "/100%h", "/a'b"])
+def test_a_files_name_is_quoted_as_ssh_reads_it(path: str) -> None:
+    argv = ["ssh", "-F", "none", "-G", "-o", f"UserKnownHostsFile={sshconfig.quoted(path)}", "host"]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+    assert f"userknownhostsfile {path}\n" in said

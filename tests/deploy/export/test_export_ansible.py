@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from nodekit.deploy.connect import sshconfig
 from nodekit.deploy.export import export_formats
 from nodekit.deploy.export.export_script import Source
 from nodekit.inventory import hostlists
@@ -111,7 +112,7 @@ def test_ansible_has_every_string_as_it_is_in_the_inventory(
     for number, text in enumerate(texts):
         has = found[f"gpu{number}"]
         assert [has["ansible_host"], has["ansible_user"], has["ansible_ssh_private_key_file"]] == [text] * 3
-        known = f'UserKnownHostsFile="{text.replace("%", "%%")}"'
+        known = "UserKnownHostsFile=" + sshconfig.quoted(text)
         assert shlex.split(has["ansible_ssh_common_args"]) == ["-o", known]
         assert has["ansible_python_interpreter"] == text
 
