@@ -11,12 +11,12 @@ from pathlib import Path
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
-from nodekit.deploy.launch.options import Options
+from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics import metrics_port
+from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
-from nodekit.deploy.screen.verdict_screen import shown_path
 from nodekit.deploy.screen.view import fits_screen
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.policy import Rules
@@ -72,7 +72,7 @@ class SlurmBackend:
             from nodekit.slurm import watch as live
 
             return live.watch(run, options.ssh, cancels=True, metrics_at=options.metrics)
-        return runner.watch(run, options, tail_bytes=runner.ATTACH_TAIL_BYTES if attached else 0)
+        return runner.watch(run, options, tail_bytes=ATTACH_TAIL_BYTES if attached else 0)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until its job is over or the user leaves; the exit status."""

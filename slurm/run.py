@@ -7,7 +7,6 @@ Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import fetchlogs, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.causes import recognise
@@ -31,7 +31,6 @@ from nodekit.slurm.leader import fetch_logs, forget_secrets, settle
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
 
-ATTACH_TAIL_BYTES = 4096
 LOOK_S = 2.0
 POLL_S = 0.3
 STOP_S = 90.0
@@ -216,9 +215,7 @@ def bring_logs(run: Run, link: Link, *, is_asked: bool = False) -> None:
 
 
 def _how_to_resume(run: Run) -> str:
-    relative = os.path.relpath(run.inventory_path)
-    shown = run.inventory_path if relative.startswith("..") else relative
-    return f"kit up {shlex.quote(shown)} goes on from its snapshot"
+    return f"kit up {shlex.quote(shown_path(run.inventory_path))} goes on from its snapshot"
 
 
 def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.schema import NodeStatus
-from nodekit.deploy.launch.options import Options
+from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.records.runs import Run
@@ -85,7 +85,7 @@ def _cancel(run: Run, options: SshOptions, view: FullScreen, by: str) -> int:
 def _print(run: Run, options: SshOptions) -> int:
     """The same in lines: what the leader says."""
     as_up = Options(inventory=Path(run.inventory_path), ssh=options)
-    return runner.watch(run, as_up, tail_bytes=runner.ATTACH_TAIL_BYTES, cancels=False)
+    return runner.watch(run, as_up, tail_bytes=ATTACH_TAIL_BYTES, cancels=False)
 
 
 def _follow(run: Run, link: Link, watched: ViewModel, view: FullScreen) -> Job:

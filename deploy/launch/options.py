@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from nodekit.deploy.metrics.metrics_port import Place
 
 
+ATTACH_TAIL_BYTES = 4096
+"""Of each log that is there already, so much is shown by who attaches to a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the command line of `kit up` says."""

@@ -24,9 +24,10 @@ from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import fetchlogs, runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.screen.verdict_screen import failed_screen, shown_path, with_left_out
+from nodekit.deploy.screen.verdict_screen import failed_screen, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.story.summary import summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -88,3 +89,9 @@ def console(file: TextIO | None = None, **options: Any) -> Console:
 
     file = file or sys.stdout
     return Screen(file=file.stream if isinstance(file, Harmless) else file, **options)
+
+
+def shown_path(path: str) -> str:
+    """A path as a person writes it here."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

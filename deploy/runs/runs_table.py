@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ class Row:
     def verdict(self) -> str:
         """How it ended, in a line; of one that is left, what to do."""
         if self.state == LEFT:
-            file = shlex.quote(_shown(self.run.inventory_path))
+            file = shlex.quote(terminal.shown_path(self.run.inventory_path))
             return f"nobody looks after it: kit up {file} does again, kit down {self.run.run_id} stops it"
         return f"{self.run.sweep_values}  {self.run.verdict}".strip()
 
@@ -168,8 +167,3 @@ def duration(seconds: float) -> str:
     if seconds < 99.5 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
-
-
-def _shown(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -11,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from nodekit.deploy.agent.ranks.failures import message_of
+from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.verdict import Verdict
@@ -208,9 +208,3 @@ def resume_command(run: Run) -> str:
     """What goes on with a run, from its newest snapshot."""
     command = f"kit up {shlex.quote(shown_path(run.inventory_path))}"
     return f"{command} -- {shlex.join(run.command)}" if run.command else command
-
-
-def shown_path(path: str) -> str:
-    """A path as a person writes it here."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -14,15 +14,15 @@ from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch import watch as leading
-from nodekit.deploy.launch.options import Options
+from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, fetchlogs, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
-from nodekit.deploy.screen.verdict_screen import shown_path
 from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient, secrets_of
@@ -32,8 +32,6 @@ from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
-
-ATTACH_TAIL_BYTES = 4096
 
 
 class SshBackend:
