@@ -68,7 +68,8 @@ def _started() -> tuple[subprocess.Popen[bytes], Path, socket.socket]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-u", __file__, str(theirs.fileno())],
-        env={**env, "OMP_NUM_THREADS": "1"},
+        # Not the HOME of the test that happens to be the first: tests look for what theirs has left running.
+        env={**env, "HOME": str(folder), "XDG_STATE_HOME": str(folder), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,
