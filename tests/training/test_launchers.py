@@ -1,5 +1,7 @@
 """The commands of the tutorials, as they write them: launchers that add an option, GPUs by number, two terminals."""
 
+import base64
+import json
 import os
 import threading
 from pathlib import Path
@@ -229,3 +231,23 @@ def test_each_of_two_terminals_says_whom_it_waits_for_and_where_its_weights_are(
         assert ": all 2 ranks are there\n" in text
     assert f"the best weights are in {own}/best, the last in {own}/last. " in seconds
     assert "epoch 1 done" not in seconds  # rank 0 alone
+
+
+@pytest.mark.slow
+def test_deepspeeds_launcher_starts_the_ranks_of_one_node(in_folder: Path) -> None:
+    """As `deepspeed --num_gpus 2 --module nodekit.training` does, which starts this program."""
+    where = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    argv = [
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={where}",
+        f"--master_port={free_port()}",
+        "--module",
+    ]
+    command = [warm_python.program(), *argv, "nodekit.training", *SHORT, "--epochs", "1"]
+    with started(command, DS_ACCELERATOR="cpu") as process:
+        said = finish(process)
+    assert "'--local_rank=1'" in said
+    assert ": ranks 0-1 of 2 on cpu, gloo; " in said
+    (folder,) = (in_folder / "runs").iterdir()
+    assert not (folder / "node1").exists()
