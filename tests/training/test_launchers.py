@@ -13,6 +13,7 @@ from test_training import finish, free_port, started
 
 from nodekit.training import __main__ as module
 from nodekit.training import gpus, rank
+from nodekit.training.folder import held
 from nodekit.training.options import read
 from nodekit.training.spawn import environment
 from nodekit.training.world import World
@@ -204,6 +205,10 @@ def test_the_tutorials_command_goes_on_where_it_was(in_folder: Path) -> None:
     assert "epoch 2 done at step 8/8" in said
     assert "all 2 epochs are done already: only evaluating" in run("--epochs", "2")
     assert [*(in_folder / "runs").iterdir()] == [folder]
+    with held(place):  # as another live run of this command would
+        command = [warm_python.program(), "-m", "nodekit.training", *SHORT, "--epochs", "3"]
+        with started(command) as process:
+            assert f"{place} is in use by process {os.getpid()} on " in finish(process, 2)
 
 
 @pytest.mark.slow

@@ -45,6 +45,10 @@ def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
     assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
     for kind in ("logs", "snapshots", "output", "output/best"):
         assert re.search(rf"a:.*/a/{kind}\b", done.stdout), f"it says where the {kind} are"
+    assert "the same command" not in done.stdout  # nor where a run without kit goes on
+    assert re.search(r"^a:0 \| epoch 1 done .* \(best accuracy so far\)$", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
 
 
 # As the tutorials write them, but for gloo and for a port of the test's own.
