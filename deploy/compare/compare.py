@@ -203,7 +203,7 @@ def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str, remark
         print(remark)
     kept = ["compare.csv"]
     if any(row.outcome == "trained" for row in rows):
-        chart = compare_chart.svg(rows, title=what, subtitle=" ".join(filter(None, (f"{where}.", remark))))
+        chart = compare_chart.svg(rows, title=what, subtitle=f"{where}\n{remark}")
         (folder / "compare.svg").write_text(chart, encoding="utf-8")
         kept.append("compare.svg")
     print(f"{', '.join(kept)}, and each run's log, result and metrics: {folder}", flush=True)

@@ -11,10 +11,10 @@ from nodekit.deploy.compare.compare_plan import BASE
 from nodekit.deploy.compare.compare_report import Row, base_of, minutes, shown_rate, speedup
 from nodekit.deploy.output.phases import count
 
-_WIDTH, _LEFT, _RIGHT = 860, 150, 270
+_WIDTH, _LEFT, _RIGHT = 960, 150, 360
 """Of the drawing, of the names, of what stands behind the bars; in pixels."""
 _ROW = 24
-_LINE_WIDTH = 125
+_LINE_WIDTH = 140
 """Characters of a line of small text."""
 # Okabe and Ito's blue, and the same paler.
 _TRAINING, _REST = "#0072B2", "#9CCBE5"
@@ -33,13 +33,13 @@ def svg(rows: Sequence[Row], *, title: str, subtitle: str) -> str:
     base = base_of(rows)
     parts = [_text(20, 30, title, "title")]
     y = 50
-    for line in textwrap.wrap(subtitle, _LINE_WIDTH):
+    for line in [line for each in subtitle.splitlines() for line in textwrap.wrap(each, _LINE_WIDTH)]:
         parts.append(_text(20, y, line, "small"))
         y += 16
     y += 8
     parts += [
-        _bar(20, y, 14, _TRAINING), _text(40, y + 12, "training", "small"),
-        _bar(110, y, 14, _REST), _text(130, y + 12, "imports, start and end; shorter is better", "small"),
+        _bar(20, y, 14, _TRAINING), _text(40, y + 12, "training, in brackets", "small"),
+        _bar(190, y, 14, _REST), _text(210, y + 12, "imports, start and end; shorter is better", "small"),
     ]  # fmt: skip
     y += 40
     for num_ranks, group in groups.items():
