@@ -467,6 +467,13 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert pages[site / "start.html"].language == "en"
 
 
+def test_the_sites_search_finds_chinese_words_within_a_sentence(site: Path) -> None:
+    """Chinese has no spaces: a whole sentence would be one word of the index."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    found = re.split(index["config"]["separator"], "一张卡的显存，torchrun --nproc-per-node")
+    assert [each for each in found if each] == [*"一张卡的显存，", "torchrun", "nproc", "per", "node"]
+
+
 def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:
     text = " ".join(Loads(site / "commands.html").text.split())
     for name, parser in from_code().parsers(cli.parser(), "kit"):
