@@ -14,6 +14,7 @@ import pytest
 
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts, Interface
+from nodekit.deploy.plan.gpus import HostGpus
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.inventory.errors import HostError
@@ -51,7 +52,7 @@ def facts(host: str, *, address: str = "10.0.0.1") -> Facts:
         cpus=8,
         interfaces=(Interface("eth0", True, (address,)),),
         routes={},
-        num_gpus=0,
+        gpus=HostGpus(),
         workdir="/home/train/nodekit",
         workdir_id=host,
         workdir_problem=None,

@@ -36,8 +36,8 @@ OFFERED = (
     "accept", "current_status", "files", "hostshell", "ports", "processes", "programs", "schema", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
     "node.agents", "node.fence", "node.made", "node.removal", "node.status",
-    "probes.discovery", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed", "probes.netjob",
-    "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
+    "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
+    "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 

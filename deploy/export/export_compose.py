@@ -18,6 +18,7 @@ from nodekit.deploy.export.export_script import (
 )
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.check import Facts, Interface
+from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.plan import NodePlan, Plan
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
@@ -137,7 +138,7 @@ def _in_containers(
             cpus=1,
             interfaces=(Interface("eth0", True, (addresses[host.name],)),),
             routes={},
-            num_gpus=num_gpus,
+            gpus=HostGpus(usable=tuple(Gpu(index=each, token=str(each)) for each in range(num_gpus))),
             workdir=_NODEKIT,
             workdir_problem=None,
             rsync=False,

@@ -1,13 +1,16 @@
-"""Find the processes of a host in /proc, and send them signals."""
+"""Find the processes of a host in /proc, send them signals, and run programs for their output."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from typing import Dict, List, NamedTuple, Optional, Set
+import subprocess
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 from nodekit.deploy.host import files
 
+NOT_INSTALLED = "not installed"
 _PAGE_BYTES = 4096
 
 
@@ -79,3 +82,32 @@ def ask_to_end(pid: int, number: int) -> None:
     """Send a signal that ends a process, and wake it: a stopped one acts on nothing before SIGCONT."""
     send(pid, number)
     send(pid, signal.SIGCONT)
+
+
+def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
+    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended."""
+    if shutil.which(argv[0]) is None:
+        return "", NOT_INSTALLED
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ, LC_ALL="C"),
+        )
+        text = process.communicate(timeout=timeout_s)[0].decode("utf-8", "replace")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            pass
+        return "", "no answer within %.0f s" % timeout_s
+    except OSError as error:
+        return "", str(error.strerror)
+    if process.returncode != 0:
+        return "", " ".join(text.split())[:300] or "exit status %d" % process.returncode
+    return text, ""

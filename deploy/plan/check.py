@@ -14,7 +14,9 @@ from typing import Any
 
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.plan import gpus
 from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.gpus import HostGpus, Problem
 from nodekit.inventory.errors import HostError
 from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
@@ -22,6 +24,7 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
+SMI_TIMEOUT_S = 15.0  # it takes a second per GPU and more where persistence mode is off
 PINGS = 3  # the shortest round trip of these is the best estimate of the clock
 
 
@@ -46,6 +49,8 @@ class Facts:
     executable: str
     torch: str | None
     """The version of torch there; None: no torch."""
+    torch_build: str = ""
+    """What it was built for: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown."""
     modules: tuple[str, ...]
     """Installed libraries of engines and trackers."""
     clock_offset_s: float
@@ -54,7 +59,7 @@ class Facts:
     interfaces: tuple[Interface, ...]
     routes: Mapping[str, str | None]
     """Address of another host → the source address used to reach it."""
-    num_gpus: int
+    gpus: HostGpus
     workdir: str
     """Absolute."""
     workdir_problem: str | None
@@ -68,6 +73,11 @@ class Facts:
     """The shortest round trip of a call."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Absolute path, or program on the PATH, that the command runs → its `programs.kind`."""
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs a job may use there."""
+        return len(self.gpus.usable)
 
     @property
     def clock_error_s(self) -> float:
@@ -93,7 +103,8 @@ def gather(
     def ask(link: Link) -> Facts:
         found = link.call(
             "hostfacts.facts",
-            timeout_s=FACTS_TIMEOUT_S,
+            timeout_s=FACTS_TIMEOUT_S + SMI_TIMEOUT_S,
+            smi_timeout_s=SMI_TIMEOUT_S,
             workdir=hosts[link.host].workdir,
             kit_digest=kit_digest,
             peers=peers[link.host],
@@ -128,12 +139,12 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
     own = {each.name: found[each.name] for each in fields(Facts) if each.name in found}
     own |= {
         "modules": tuple(found["modules"]),
+        "gpus": HostGpus.of(found["gpus"]),
         "interfaces": tuple(
             Interface(each["name"], each["up"], tuple(each["addresses"])) for each in found["interfaces"]
         ),
     }
-    num_gpus = len(found["gpus"])
-    return Facts(**own, host=host, num_gpus=num_gpus, rtt_s=rtt_s, clock_offset_s=offset_s)
+    return Facts(**own, host=host, rtt_s=rtt_s, clock_offset_s=offset_s)
 
 
 def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
@@ -177,7 +188,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
             ("software", _python_problem(found)),
             ("software", _torch_problem(found, common, torches, inventory.environment)),
             ("workdir", _workdir_problem(found)),
-            ("gpus", _gpu_problem(host, found)),
+            ("gpus", gpus.problem(host, found.gpus, found.torch or "", found.torch_build)),
             ("software", _file_problem(host, found, inventory)),
         )
         for check, problem in checks:
@@ -216,10 +227,7 @@ def _middle_clock(facts: Sequence[Facts]) -> Facts:
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
 
 
-_Problem = tuple[str, str, str]  # found, wanted, cure
-
-
-def _python_problem(found: Facts) -> _Problem | None:
+def _python_problem(found: Facts) -> Problem | None:
     if numbers(found.python) >= OLDEST_PYTHON:
         return None
     wanted = ".".join(map(str, OLDEST_PYTHON))
@@ -232,7 +240,7 @@ def _python_problem(found: Facts) -> _Problem | None:
 
 def _torch_problem(
     found: Facts, common: str | None, torches: Mapping[str, int], environment: Environment | None
-) -> _Problem | None:
+) -> Problem | None:
     python = found.executable
     if found.torch is None and environment is not None:
         return (
@@ -260,7 +268,7 @@ def _torch_problem(
     return f"torch {found.torch}, but {number} of the hosts have {common}", "the same on all", cure
 
 
-def _workdir_problem(found: Facts) -> _Problem | None:
+def _workdir_problem(found: Facts) -> Problem | None:
     if found.workdir_problem:
         return (
             f"its workdir cannot be used: {found.workdir_problem}",
@@ -290,20 +298,7 @@ def make_room(found: Facts) -> str:
     return f"see what fills it with `du -xhd2 {parent}`, or set `workdir:` to another disk"
 
 
-def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
-    wanted = host.gpus
-    listed = f"nvidia-smi lists {found.num_gpus}"
-    cure = "correct `gpus:`, or look for the lost one: sudo dmesg | grep -i nvrm"
-    if isinstance(wanted, int) and wanted > found.num_gpus:
-        return f"`gpus: {wanted}`, but {listed}", "", cure
-    if isinstance(wanted, tuple):
-        absent = [index for index in wanted if index >= found.num_gpus]
-        if absent:
-            return f"`gpus:` names {absent}, but {listed} (numbered from 0)", "", cure
-    return None
-
-
-def _file_problem(host: Host, found: Facts, inventory: Inventory) -> _Problem | None:
+def _file_problem(host: Host, found: Facts, inventory: Inventory) -> Problem | None:
     absent = [name for name, kind in found.files.items() if not kind]
     if not absent:
         return None

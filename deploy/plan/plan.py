@@ -16,10 +16,12 @@ from typing import Any
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
+from nodekit.deploy.plan import gpus as host_gpus
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
+from nodekit.deploy.plan.gpus import Gpu
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes
-from nodekit.inventory.schema import Host, Inventory
+from nodekit.inventory.schema import Inventory
 from nodekit.training import options
 from nodekit.training.engine_info import EngineError, lacking
 from nodekit.training.engines.deepspeed_config import read_config
@@ -269,10 +271,10 @@ def build(
     hosts = [host for host in inventory.hosts if host.name in facts]
     kinds = next((found.files for found in facts.values() if found.files), {})
     argv = argv_of(inventory, command, kinds)
-    gpus = share_gpus(hosts, facts)
+    own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
-    _refuse([str(error) for error in unclear.values()], gpus)
-    num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
+    _refuse([str(error) for error in unclear.values()], own, inventory.job.nproc_per_node)
+    num_workers = {name: inventory.job.nproc_per_node or len(gpus) or 1 for name, gpus in own.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
     for node_rank, host in enumerate(inventory.hosts):
@@ -281,7 +283,8 @@ def build(
         found = facts[host.name]
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
-        env = _environment(inventory, found, interface, gpus[host.name], run_id, f"{run_dir}/{host.name}")
+        gpus = host_gpus.for_ranks(host, own[host.name], inventory.job.nproc_per_node)
+        env = _environment(inventory, found, interface, gpus, run_id, f"{run_dir}/{host.name}")
         env |= {**threads[host.name], **host.env, **inventory.job.env}
         node = NodePlan(
             name=host.name,
@@ -293,7 +296,7 @@ def build(
             master_port=master_port,
             interface=interface,
             local_addr=address,
-            gpus=gpus[host.name],
+            gpus=tuple(gpu.index for gpu in gpus),
             max_restarts=inventory.job.max_restarts,
             env=env,
             secrets=inventory.job.secrets,
@@ -307,9 +310,15 @@ def build(
     return Plan(run_id, tuple(nodes))
 
 
-def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise KitError with these problems, and with another one if only some hosts have GPUs."""
+def _refuse(problems: list[str], gpus: Mapping[str, Sequence[Gpu]], nproc_per_node: int | None) -> None:
+    """Raise KitError with these problems, and those of hosts whose GPUs are fewer than others' or than their ranks."""
     with_gpus = [name for name, own in gpus.items() if own]
+    problems += [
+        f"{name}: `job.nproc_per_node: {nproc_per_node}`, but it has {len(gpus[name])} GPU(s) for its ranks, and NCCL "
+        "allows one rank on a GPU: set it lower, or `gpus: 0` to train on the CPU"
+        for name in with_gpus
+        if (nproc_per_node or 0) > len(gpus[name])
+    ]
     if with_gpus and len(with_gpus) < len(gpus):
         without = [name for name, own in gpus.items() if not own]
         problems.append(
@@ -321,19 +330,18 @@ def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _environment(
-    inventory: Inventory, found: Facts, interface: str, gpus: tuple[int, ...], run_id: str, node_dir: str
+    inventory: Inventory, found: Facts, interface: str, gpus: Sequence[Gpu], run_id: str, node_dir: str
 ) -> dict[str, str]:
     """Return the variables that kit itself sets for the workers of a node."""
     env = {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": nccl_name(interface, found),
+        "NCCL_SOCKET_IFNAME": nccl_name(interface),
         "NODEKIT_RUN_ID": run_id,
         "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
         "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
     }
-    if found.num_gpus and len(gpus) < found.num_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     env |= {
+        **host_gpus.environment(found.gpus, gpus),
         "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
         "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
         "PYTHONFAULTHANDLER": "1",  # prints the stack of a rank that crashes or hangs
@@ -352,7 +360,7 @@ def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[st
     """
     host = next(each for each in inventory.hosts if each.name == node.name)
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl_name(interface, found)}
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl_name(interface)}
     env = {**node.env, **names, **host.env, **inventory.job.env}
     return dataclasses.replace(
         node, interface=interface, local_addr=address, python=found.executable, env=env
@@ -402,31 +410,9 @@ def spec_of(
     )
 
 
-def nccl_name(interface: str, found: Facts) -> str:
-    """Return the interface for NCCL, with a `=` if it is a prefix of another one: eth1 would match eth10, too."""
-    others = [each.name for each in found.interfaces if each.name != interface]
-    return f"={interface}" if any(name.startswith(interface) for name in others) else interface
-
-
-def share_gpus(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each host: those in the inventory, or all. Local hosts share the machine's evenly.
-
-    If there are fewer GPUs than local hosts, none gets one: NCCL does not allow two ranks on a GPU.
-    """
-    local = [host for host in hosts if host.connection == "local" and host.gpus is None]
-    shares: dict[str, tuple[int, ...]] = {}
-    for host in hosts:
-        num_gpus = facts[host.name].num_gpus
-        if isinstance(host.gpus, tuple):
-            shares[host.name] = host.gpus
-        elif isinstance(host.gpus, int):
-            shares[host.name] = tuple(range(host.gpus))
-        elif host in local:
-            each, place = num_gpus // len(local), local.index(host)
-            shares[host.name] = tuple(range(place * each, (place + 1) * each))
-        else:
-            shares[host.name] = tuple(range(num_gpus))
-    return shares
+def nccl_name(interface: str) -> str:
+    """Return the interface for NCCL: with the `=`, as eth1 alone would match eth10, too."""
+    return f"={interface}"
 
 
 def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, Level
+from nodekit.deploy.plan.gpus import share
 from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError, Xid
 from nodekit.deploy.preflight.software import differing, unseen
@@ -38,7 +38,9 @@ def findings(
 ) -> list[Finding]:
     """Return problems of the GPUs that the job would use; missing ones are in `check.needed`."""
     found: list[Finding] = []
-    used = plan.share_gpus([host for host in inventory.hosts if host.name in facts], facts)
+    hosts = [host for host in inventory.hosts if host.name in facts]
+    shares = share(hosts, {name: each.gpus for name, each in facts.items()})
+    used = {name: tuple(gpu.index for gpu in own) for name, own in shares.items()}
     kinds: dict[str, str] = {}
     joined: dict[str, str] = {}
     for host in facts:

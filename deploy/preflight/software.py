@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,8 +20,6 @@ FEW_INODES = 10_000
 FEW_FILES = 1024  # open files: connections to all peers, data loaders' workers, logs
 FEW_SHM_BYTES = 256 * 1024**2  # for data loaders and NCCL; a container has 64 MiB by default
 UNLIMITED = -1
-# CUDA's major version → the oldest Linux driver that runs it (CUDA's release notes, minor version compatibility).
-OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 
 
 def differing(
@@ -67,10 +64,9 @@ def findings(
         collections.Counter(each.torch or "" for each in facts.values()).most_common(1)[0][0] if facts else ""
     )
     same = [host for host, each in facts.items() if each.torch == torch]
-    cuda, nccl = (
-        {host: str(value) for host in same if (value := probes[host]["software"].get(name))}
-        for name in ("cuda", "nccl")
-    )
+    builds = {host: facts[host].torch_build.partition(" ") for host in same}
+    cuda = {host: version for host, (kind, _, version) in builds.items() if kind == "cuda"}
+    nccl = {host: str(value) for host in same if (value := probes[host]["software"].get("nccl"))}
 
     def other_cuda(host: str, common: str) -> str:
         wheels = f"https://download.pytorch.org/whl/cu{common.replace('.', '')}"
@@ -159,23 +155,11 @@ def _software(
         what = f"no {', '.join(missing)} in {facts.executable}"
         wanted = f"what {script.name} imports"
         found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
-    told = (*_driver(own["cuda"], probe["gpus"]), *_limits(facts, own, env))
-    found += [finding(*each) for each in told]
+    found += [finding(*each) for each in _limits(facts, own, env)]
     return found or [finding("ok", f"torch {facts.torch}")]
 
 
 _Told = tuple[Level, str, str, str]
-
-
-def _driver(cuda: str | None, gpus: Mapping[str, Any]) -> Iterator[_Told]:
-    match = re.search(r"<driver_version>([\d.]+)", gpus.get("smi", ""))
-    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
-    if match and oldest and tuple(map(int, match[1].split("."))) < oldest:
-        wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
-        what = f"NVIDIA driver {match[1]}, and torch is built for CUDA {cuda}"
-        older = "https://pytorch.org/get-started/previous-versions"
-        cure = f"install a newer driver, or a torch for an older CUDA ({older})"
-        yield "failure", what, f"driver {wanted} or newer", cure
 
 
 def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[_Told]:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional
 
-from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.probes import gpus, hostfacts
 from nodekit.deploy.host.probes import nics as interfaces
 
 _PROBE_TIMEOUT_S = 6
@@ -56,7 +56,7 @@ print("\n" + json.dumps([sys.executable, "%d.%d.%d" % sys.version_info[:3], sys.
 def survey() -> Dict[str, Any]:
     """What there is on this host."""
     with ThreadPoolExecutor(1) as beside:
-        gpus = beside.submit(hostfacts.gpus)
+        found = beside.submit(gpus.look_up)
         return {
             "hostname": socket.gethostname(),
             "boot_id": hostfacts.boot_id(),
@@ -64,7 +64,7 @@ def survey() -> Dict[str, Any]:
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "nics": interfaces.nics(),
             "pythons": interpreters(),
-            "gpus": gpus.result(),
+            "gpus": found.result()["usable"],
         }
 
 

@@ -9,17 +9,16 @@ import pwd
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from importlib import metadata
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from importlib.machinery import PathFinder
+from typing import Any, Dict, List, Optional, Sequence
 
 from nodekit.deploy.host import programs
-from nodekit.deploy.host.probes import nics
+from nodekit.deploy.host.probes import gpus, nics
 
 _boot_ids: List[str] = []  # read once: it is asked for several times a second
-SMI_TIMEOUT_S = 6.0  # nvidia-smi takes seconds where persistence mode is off; one that hangs is a finding
 
 
 def facts(
@@ -28,6 +27,7 @@ def facts(
     peers: Sequence[str] = (),
     modules: Sequence[str] = (),
     files: Sequence[str] = (),
+    smi_timeout_s: float = gpus.SMI_TIMEOUT_S,
 ) -> Dict[str, Any]:
     """What `deploy/plan/check.py` needs to know of this host, in one answer.
 
@@ -37,6 +37,7 @@ def facts(
         peers: addresses of the other hosts, to find the interface that routes to each.
         modules: names of packages that may be here or not.
         files: absolute paths, and programs of the PATH, that the job's command runs.
+        smi_timeout_s: how long nvidia-smi may take.
     """
     workdir = os.path.expanduser(workdir)
     found: Dict[str, Any] = {
@@ -45,17 +46,18 @@ def facts(
         "python": platform.python_version(),
         "executable": sys.executable,
         "torch": module_version("torch"),
+        "torch_build": torch_build(),
         "modules": [name for name in modules if importlib.util.find_spec(name) is not None],
         "time": time.time(),
         "cpus": len(os.sched_getaffinity(0)),
         "interfaces": interfaces(),
         "routes": {peer: source_address(peer) for peer in peers},
-        "gpus": gpus(),
         "workdir": workdir,
         "workdir_problem": None,
         "rsync": shutil.which("rsync") is not None,
         "boot_id": boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
+        "gpus": gpus.look_up(smi_timeout_s),
         "has_kit": False,
     }
     try:
@@ -129,6 +131,18 @@ def module_version(name: str) -> Optional[str]:
         return "unknown"
 
 
+def torch_build() -> str:
+    """What torch was built for, read without importing it: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown."""
+    spec = PathFinder.find_spec("torch", [each for each in sys.path if each])
+    try:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:  # type: ignore
+            found = re.findall(r"^(cuda|hip)\b[^=]*= (None|'[^']+')", file.read(), re.MULTILINE)
+    except (OSError, AttributeError, TypeError):  # no torch, or not as PyTorch's own builds are
+        return ""
+    built = ["%s %s" % (name, version.strip("'")) for name, version in found if version != "None"]
+    return built[0] if built else "cpu" if found else ""
+
+
 def interfaces() -> List[Dict[str, Any]]:
     """Each interface with its addresses without prefix: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
     return [
@@ -150,42 +164,3 @@ def source_address(peer: str) -> Optional[str]:
             return str(probe.getsockname()[0])
     except OSError:
         return None
-
-
-def gpus() -> List[Dict[str, Any]]:
-    """The GPUs nvidia-smi lists: ``[{"index", "name", "memory_mib"}]``; none where there is no nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
-    text, _ = output(query, SMI_TIMEOUT_S)
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # where Slurm, or the user, has chosen some of them
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 3 and cells[0].isdigit():
-            if ours.replace(",", "").isdigit() and cells[0] not in ours.split(","):
-                continue
-            memory = int(cells[2]) if cells[2].isdigit() else 0
-            found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
-    return found
-
-
-def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
-    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended."""
-    if shutil.which(argv[0]) is None:
-        return "", "not installed"
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(os.environ, LC_ALL="C"),
-        )
-        text = process.communicate(timeout=timeout_s)[0].decode("utf-8", "replace")
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return "", "no answer within %.0f s" % timeout_s
-    except OSError as error:
-        return "", str(error.strerror)
-    if process.returncode != 0:
-        return "", " ".join(text.split())[:300] or "exit status %d" % process.returncode
-    return text, ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import glob
 import locale
 import os
 import pwd
@@ -21,8 +20,8 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import files
-from nodekit.deploy.host.probes import hostfacts, kernel, leftovers
+from nodekit.deploy.host import files, processes
+from nodekit.deploy.host.probes import gpus, hostfacts, kernel, leftovers
 
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
@@ -55,7 +54,7 @@ def probe(
     """
     workdir = os.path.expanduser(workdir)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        gpus = pool.submit(_guarded, _gpus, pool)
+        cards = pool.submit(_guarded, _gpus, pool)
         basic = pool.submit(hostfacts.facts, workdir, kit_digest, peers, modules, files)
         software = pool.submit(_guarded, _software, list(imports), source, list(path))
         found = {"facts": basic.result()}
@@ -63,7 +62,7 @@ def probe(
         place = pool.submit(_guarded, _workdir, workdir)
         left = pool.submit(_guarded, _runs, workdir)
         found.update(
-            software=software.result(), workdir=place.result(), runs=left.result(), gpus=gpus.result()
+            software=software.result(), workdir=place.result(), runs=left.result(), gpus=cards.result()
         )
     return found
 
@@ -100,7 +99,7 @@ def _workdir(workdir: str) -> Dict[str, Any]:
     found["free_bytes"] = disk.f_bavail * disk.f_frsize
     found["size_bytes"] = disk.f_blocks * disk.f_frsize
     found["free_inodes"] = disk.f_favail if disk.f_files else None  # some file systems have no such limit
-    found["quota"] = hostfacts.output(["quota", "-w", "-p"], _OTHERS_TIMEOUT_S)[0]
+    found["quota"] = processes.output(["quota", "-w", "-p"], _OTHERS_TIMEOUT_S)[0]
     return found
 
 
@@ -110,7 +109,6 @@ def _workdir(workdir: str) -> Dict[str, Any]:
 def _software(imports: List[str], source: str, path: List[str]) -> Dict[str, Any]:
     paths = [os.path.expanduser(each) for each in path]
     return {
-        "cuda": _torch_cuda(),
         "nccl": _first_version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
         "missing": [name for name in imports if not _is_there(name, paths)],
         "syntax": _syntax_problem(source),
@@ -121,19 +119,6 @@ def _software(imports: List[str], source: str, path: List[str]) -> Dict[str, Any
         "shm": _shm(),
         "infiniband": files.names("/sys/class/infiniband"),
     }
-
-
-def _torch_cuda() -> Optional[str]:
-    """The CUDA runtime that torch was built for, read without importing it."""
-    spec = PathFinder.find_spec("torch", [each for each in sys.path if each])
-    if spec is None or not spec.origin:
-        return None
-    try:
-        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
-            match = re.search(r"^cuda\b[^=]*= '([^']+)'", file.read(), re.MULTILINE)
-    except OSError:
-        return None
-    return match.group(1) if match else None
 
 
 def _first_version(*names: str) -> Optional[str]:
@@ -195,11 +180,11 @@ def _shm() -> Optional[Dict[str, Any]]:
 
 def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
     found: Dict[str, Any] = {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": []}
-    found["num_cards"] = _num_cards()
+    found["num_cards"] = gpus.num_cards()
     if shutil.which("nvidia-smi") is None:
         return dict(found, problem="not installed" if found["num_cards"] else "")
     asked = [
-        pool.submit(hostfacts.output, ["nvidia-smi", *arguments], hostfacts.SMI_TIMEOUT_S)
+        pool.submit(processes.output, ["nvidia-smi", *arguments], gpus.SMI_TIMEOUT_S)
         for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"])
     ]
     (smi, problem), (topo, _), (p2p, _) = [each.result() for each in asked]
@@ -213,15 +198,6 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
         owners={str(pid): _owner(pid) for pid in pids},
         xid=_xid_lines(),
     )
-
-
-def _num_cards() -> int:
-    """NVIDIA's GPUs on the PCI bus, with a driver or without."""
-    found = 0
-    for device in glob.glob("/sys/bus/pci/devices/*"):
-        kind = files.read_text(device + "/vendor").strip(), files.read_text(device + "/class")[:4]
-        found += kind == ("0x10de", "0x03")
-    return found
 
 
 def _owner(pid: int) -> str:
@@ -242,5 +218,5 @@ def _xid_lines() -> List[str]:
     if lines is None:
         # Where only the administrators may, members of some groups have the journal.
         argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID]
-        lines = hostfacts.output(argv, _OTHERS_TIMEOUT_S)[0].splitlines()
+        lines = processes.output(argv, _OTHERS_TIMEOUT_S)[0].splitlines()
     return [line for line in lines if _XID in line][-50:]

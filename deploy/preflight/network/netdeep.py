@@ -15,6 +15,7 @@ from nodekit.deploy.connect.link import BOOT, Link, on_all, source
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.gpus import Gpu, environment, share
 from nodekit.deploy.preflight.network import firewall, netpairs, outcomes
 from nodekit.deploy.preflight.network.netcheck import FINISH_S, end_of, listening
 from nodekit.inventory.errors import HostError
@@ -121,7 +122,7 @@ def deep_findings(
     if problems:
         return _failures(problems, "an interface to meet the others on", lambda _: f"see {inventory.path}")
     limit_s = deadline_s - min(_MAX_DIAGNOSIS_S, deadline_s * _DIAGNOSIS_SHARE) - FINISH_S
-    gpus = plan.share_gpus(hosts, facts)
+    gpus = share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
         here, silent = netpairs.told_apart(answers)
@@ -195,19 +196,17 @@ def _environment(
     inventory: Inventory,
     facts: Mapping[str, Facts],
     chosen: Mapping[str, tuple[str, str]],
-    gpus: Mapping[str, Sequence[int]],
+    gpus: Mapping[str, Sequence[Gpu]],
 ) -> dict[str, str]:
     """Return the environment of a run's processes, as far as it concerns the network."""
     interface = chosen[host.name][0]
     env = {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": plan.nccl_name(interface, facts[host.name]),
+        "NCCL_SOCKET_IFNAME": plan.nccl_name(interface),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if gpus[host.name]:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[host.name]))
-    return {**env, **host.env, **inventory.job.env}
+    return {**env, **environment(facts[host.name].gpus, gpus[host.name]), **host.env, **inventory.job.env}
 
 
 def _run(

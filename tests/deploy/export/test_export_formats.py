@@ -17,6 +17,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from test_plan import gpus_there
 
 from nodekit.deploy.commands.cli import main
 from nodekit.deploy.export import export, export_compose, export_formats, export_script
@@ -72,7 +73,7 @@ def planned(of: Source, *, interfaces: Mapping[str, str] | None = None, gpus: bo
                 Interface((interfaces or {}).get(host.name, "eth0"), True, (f"10.0.0.{11 + number}",)),
             ),
             routes={},
-            num_gpus=8 if gpus else 0,
+            gpus=gpus_there(8 if gpus else 0),
             workdir="/home/train/node kit",
             workdir_id=host.name,
             workdir_problem=None,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.check import Facts, Interface, choose_interface, clocks, examine
+from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -29,6 +30,13 @@ def inventory(tmp_path: Path, text: str) -> Inventory:
     return load_inventory(path)
 
 
+def gpus_there(number: int, **changes: Any) -> HostGpus:
+    """As many GPUs on a host; all may be used."""
+    return HostGpus(
+        **{"usable": tuple(Gpu(index=index, token=str(index)) for index in range(number)), **changes}
+    )
+
+
 def facts(host: str, *interfaces: Interface, **changes: Any) -> Facts:
     values: dict[str, Any] = {
         "host": host,
@@ -42,7 +50,7 @@ def facts(host: str, *interfaces: Interface, **changes: Any) -> Facts:
         "cpus": 8,
         "interfaces": (LO, *interfaces),
         "routes": {},
-        "num_gpus": 0,
+        "gpus": gpus_there(changes.pop("num_gpus", 0)),
         "workdir": "/home/train/nodekit",
         "workdir_id": host,
         "workdir_problem": None,
@@ -92,7 +100,7 @@ def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path
     ]
     assert dict(found.nodes[1].env) == {
         "GLOO_SOCKET_IFNAME": "ens5",
-        "NCCL_SOCKET_IFNAME": "ens5",
+        "NCCL_SOCKET_IFNAME": "=ens5",
         "NODEKIT_RUN_ID": "lab-1",
         "NODEKIT_SNAPSHOT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/snapshots",
         "NODEKIT_OUTPUT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/output",
@@ -281,7 +289,7 @@ LOCAL = "hosts:\n  a: {connection: local}\n  b: {connection: local}\n"
         pytest.param(LOCAL, 1, ((), ()), "", id="one for two nodes: none takes it"),
         pytest.param(LOCAL, 4, ((0, 1), (2, 3)), "0,1", id="shared evenly"),
         pytest.param("gpus: [2]\n" + LOCAL, 4, ((2,), (2,)), "2", id="as named"),
-        pytest.param("hosts: {a: , b: }\n", 2, ((0, 1), (0, 1)), None, id="all of each host's own"),
+        pytest.param("hosts: {a: , b: }\n", 2, ((0, 1), (0, 1)), "0,1", id="all of each host's own"),
         pytest.param("gpus: 0\nhosts: {a: , b: }\n", 2, ((), ()), "", id="none wanted"),
     ],
 )
@@ -292,7 +300,10 @@ def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
     routes = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.1"}
     planned = build(found, {name: facts(name, num_gpus=num_gpus, routes=routes) for name in ("a", "b")})
     assert tuple(node.gpus for node in planned.nodes) == shares
-    assert planned.nodes[0].env.get("CUDA_VISIBLE_DEVICES") == visible
+    env = planned.nodes[0].env
+    assert env.get("CUDA_VISIBLE_DEVICES") == visible
+    assert env.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if num_gpus else None)
+    assert env.get("NODEKIT_NUM_GPUS") == (str(len(shares[0])) if num_gpus else None)
     assert planned.nodes[0].nproc_per_node == max(1, len(shares[0]))
 
 

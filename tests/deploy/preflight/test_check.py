@@ -18,13 +18,13 @@ import yaml
 from agents import until
 from kit_runs import Kit, run_id
 from places import RECORDED
-from test_plan import facts, inventory
+from test_plan import facts, gpus_there, inventory
 
-from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host import processes
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import script
-from nodekit.deploy.plan.check import clocks
+from nodekit.deploy.plan.check import clocks, examine
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_smi, software
@@ -49,7 +49,6 @@ def probe(**changes: Any) -> dict[str, Any]:
     """What a healthy host answers; keyword arguments replace fields of its parts."""
     parts: dict[str, dict[str, Any]] = {
         "software": {
-            "cuda": "12.8",
             "nccl": "2.27.3",
             "missing": [],
             "syntax": None,
@@ -159,9 +158,7 @@ def test_xids_are_read_with_the_bus_they_are_of() -> None:
 def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    program = (
-        "from nodekit.deploy.host.probes import hostfacts; print(hostfacts.output(['nvidia-smi', '-q'], 0.4))"
-    )
+    program = "from nodekit.deploy.host import processes; print(processes.output(['nvidia-smi', '-q'], 0.4))"
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -171,11 +168,11 @@ def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None
         timeout=30,
     )
     assert done.stdout.strip() == "('', 'no answer within 0 s')", done.stderr
-    assert hostfacts.output(["sh", "-c", "echo Unable to determine; exit 9"], 5) == (
+    assert processes.output(["sh", "-c", "echo Unable to determine; exit 9"], 5) == (
         "",
         "Unable to determine",
     )
-    assert hostfacts.output(["no-such-program"], 5) == ("", "not installed")
+    assert processes.output(["no-such-program"], 5) == ("", "not installed")
 
 
 ONE = "hosts: {gpu1: }\n"
@@ -302,7 +299,6 @@ def test_hosts_whose_gpus_or_links_differ_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "level", "message"),
     [
-        ({"cuda": "12.6"}, "failure", "CUDA runtime 12.6, but 2 of the hosts have 12.8"),
         ({"nccl": "2.21.5"}, "failure", "NCCL 2.21.5, but 2 of the hosts have 2.27.3"),
         ({"missing": ["cv2"]}, "failure", "no cv2 in /venv/bin/python"),
         ({"syntax": "line 3: bad"}, "failure", "train.py is no Python to /venv/bin/python (3.11.2): line 3"),
@@ -338,9 +334,16 @@ def test_what_is_wrong_on_one_host_is_told_of_that_host_with_a_cure(
     assert all(each.wanted and each.cure for each in found if each.level != "ok")
 
 
+def test_another_cuda_runtime_than_most_hosts_have_is_a_failure(tmp_path: Path) -> None:
+    hosts = {name: (facts(name, torch_build="cuda 12.8"), probe()) for name in ("gpu1", "gpu3")}
+    hosts["gpu2"] = (facts("gpu2", torch_build="cuda 12.6"), probe())
+    found = wrong(examined(tmp_path, "hosts: {'gpu[1-3]': }\n", **hosts))
+    assert found == [("gpu2", "software", "failure", "CUDA runtime 12.6, but 2 of the hosts have 12.8")]
+
+
 def test_what_follows_from_another_torch_is_not_told_again(tmp_path: Path) -> None:
     hosts = {name: (facts(name), probe()) for name in ("gpu1", "gpu3")}
-    hosts["gpu2"] = (facts("gpu2", torch="2.12.0+cu126"), probe(cuda="12.6", nccl="2.21.5"))
+    hosts["gpu2"] = (facts("gpu2", torch="2.12.0+cu126", torch_build="cuda 12.6"), probe(nccl="2.21.5"))
     found = wrong(examined(tmp_path, "hosts: {'gpu[1-3]': }\n", **hosts))
     assert found == [("gpu2", "software", "failure", "torch 2.12.0+cu126, but 2 of the hosts have 2.13.0")]
 
@@ -364,11 +367,12 @@ def test_a_locale_that_the_inventory_sets_is_not_looked_for_on_the_host(tmp_path
 def test_a_driver_older_than_torchs_cuda_wants_is_a_failure(
     tmp_path: Path, driver: str, cuda: str | None, is_fine: bool
 ) -> None:
-    smi = f"<nvidia_smi_log><driver_version>{driver}</driver_version></nvidia_smi_log>"
-    found = examined(tmp_path, "gpus: 0\n" + ONE, gpu1=(facts("gpu1"), probe(smi=smi, cuda=cuda)))
-    assert [each.found.startswith(f"NVIDIA driver {driver}") for each in found if each.level != "ok"] == (
+    own = facts("gpu1", gpus=gpus_there(1, driver=driver), torch_build=f"cuda {cuda}" if cuda else "")
+    found = examine(inventory(tmp_path, ONE), {"gpu1": own})
+    assert [each.problem.startswith(f"NVIDIA driver {driver}") for each in found] == (
         [] if is_fine else [True]
     )
+    assert examine(inventory(tmp_path, "gpus: 0\n" + ONE), {"gpu1": own}) == []
 
 
 def test_a_quota_is_told_once_it_is_passed() -> None:

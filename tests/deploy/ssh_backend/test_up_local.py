@@ -207,7 +207,8 @@ def test_a_node_that_is_lost_when_the_others_have_ended_well_is_made_good(local:
         found: dict[str, Any] = json.loads(local.run("status", "--json").stdout)["status"]
         return found
 
-    until(lambda: local.log() and nodes()["b"].get("waits_for") == ["a"], timeout_s=60)
+    local.wait_for("| begins in 0 0")  # before, there may be no run to ask for
+    until(lambda: nodes()["b"].get("waits_for") == ["a"], timeout_s=60)
     assert re.search(
         r"^  b  waiting .*ended well \d+ s ago, waiting for a", local.run("status").stdout, re.MULTILINE
     )

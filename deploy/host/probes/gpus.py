@@ -1,0 +1,109 @@
+"""Look up the NVIDIA GPUs of this host, and which of them CUDA_VISIBLE_DEVICES leaves to a job."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from typing import Any, Dict, List, Optional, Sequence
+
+from nodekit.deploy.host import files, processes
+
+# nvidia-smi takes a second per GPU and more where persistence mode is off; one that hangs is a finding.
+SMI_TIMEOUT_S = 6.0
+_QUERY = ("index", "uuid", "driver_version", "memory.total", "name")
+_MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_ON_GPU = re.compile(r"^GPU (\d+): ")
+
+
+def look_up(timeout_s: float = SMI_TIMEOUT_S) -> Dict[str, Any]:
+    """What `deploy/plan/gpus.py` needs to know of this host's GPUs.
+
+    Returns:
+        ``usable``: those that a job may use, ``[{"index", "token", "name", "memory_mib"}]``: nvidia-smi's number, and
+        the entry for CUDA_VISIBLE_DEVICES; ``driver``: its version, or ""; ``preset``: the CUDA_VISIBLE_DEVICES that
+        is set here, or None; ``problem``: why GPUs that are there could not be listed, or "".
+    """
+    preset = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = {"usable": [], "driver": "", "preset": preset, "problem": ""}  # type: Dict[str, Any]
+    query = ["nvidia-smi", "--query-gpu=" + ",".join(_QUERY), "--format=csv,noheader,nounits"]
+    text, problem = processes.output(query, timeout_s)
+    if problem:
+        # Without a card it is a driver's leftover, and there is nothing to find.
+        if problem != processes.NOT_INSTALLED and has_cards():
+            found["problem"] = problem
+        return found
+    listed = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",", len(_QUERY) - 1)]
+        if len(cells) == len(_QUERY) and cells[0].isdigit():
+            index, uuid, found["driver"], memory, name = cells
+            memory_mib = int(memory) if memory.isdigit() else 0
+            listed.append({"index": int(index), "uuid": uuid, "name": name, "memory_mib": memory_mib})
+    instances = _mig_instances(timeout_s) if "MIG-" in (preset or "") else {}
+    found["usable"] = visible(preset, listed, instances)
+    return found
+
+
+def visible(
+    preset: Optional[str], listed: Sequence[Dict[str, Any]], instances: Dict[str, int]
+) -> List[Dict[str, Any]]:
+    """The GPUs that CUDA shows under a CUDA_VISIBLE_DEVICES, in its order; pure.
+
+    As CUDA and torch read it: the list ends at the first entry that names no GPU, and nothing is visible where one is
+    named twice.
+
+    Args:
+        preset: the variable; None where it is not set.
+        listed: all GPUs, with ``index`` and ``uuid``.
+        instances: MIG instance (its UUID) → index of its GPU.
+    """
+    tokens = [str(gpu["index"]) for gpu in listed] if preset is None else preset.split(",")
+    found = []  # type: List[Dict[str, Any]]
+    for token in (each.strip() for each in tokens):
+        gpu = _named(token, listed, instances)
+        if gpu is None:
+            break
+        found.append({**{key: gpu[key] for key in ("index", "name", "memory_mib")}, "token": token})
+    names = [each["token"] if "MIG-" in each["token"] else each["index"] for each in found]
+    return found if len(set(names)) == len(names) else []
+
+
+def _named(
+    token: str, listed: Sequence[Dict[str, Any]], instances: Dict[str, int]
+) -> Optional[Dict[str, Any]]:
+    if token.startswith("GPU-"):
+        named = [gpu for gpu in listed if gpu["uuid"].startswith(token)]
+    elif token.startswith("MIG-"):
+        indices = {index for uuid, index in instances.items() if uuid.startswith(token)}
+        named = [gpu for gpu in listed if gpu["index"] in indices]
+    else:
+        number = re.match(r"\+?(\d+)", token)
+        named = [gpu for gpu in listed if number and gpu["index"] == int(number.group(1))]
+    return named[0] if len(named) == 1 else None
+
+
+def _mig_instances(timeout_s: float) -> Dict[str, int]:
+    """UUID of each MIG instance → index of its GPU."""
+    found, index = {}, -1  # type: Dict[str, int], int
+    for line in processes.output(["nvidia-smi", "-L"], timeout_s)[0].splitlines():
+        gpu, instance = _ON_GPU.match(line), _MIG.match(line)
+        if gpu:
+            index = int(gpu.group(1))
+        if instance:
+            found[instance.group(1)] = index
+    return found
+
+
+def has_cards() -> bool:
+    """Whether there is an NVIDIA GPU, with a working driver or without."""
+    return bool(num_cards() or glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))  # dxg: under WSL
+
+
+def num_cards() -> int:
+    """NVIDIA's GPUs on the PCI bus."""
+    found = 0
+    for device in glob.glob("/sys/bus/pci/devices/*"):
+        kind = files.read_text(device + "/vendor").strip(), files.read_text(device + "/class")[:4]
+        found += kind == ("0x10de", "0x03")
+    return found
