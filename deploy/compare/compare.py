@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodekit.deploy.compare import compare_plan, compare_report
+from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
 from nodekit.deploy.compare.compare_report import Row
 from nodekit.deploy.output import terminal
@@ -47,6 +47,8 @@ class Options:
 
     engines: str | None = None
     """Comma-separated names; default: all."""
+    table: str | None = None
+    """A name of `compare_plan.TABLES`, in place of engines."""
     nproc: str | None = None
     """Comma-separated numbers of ranks."""
     arguments: tuple[str, ...] = ()
@@ -62,8 +64,9 @@ def compare(options: Options) -> int:
         raise KitError(
             f"kit compare trains on this machine, and {sys.executable} has no torch: pip install 'nodekit[train]'"
         )
-    ways = compare_plan.chosen(options.engines)
-    arguments = compare_plan.shared_arguments(options.arguments)
+    ways = compare_plan.chosen(compare_plan.named(options.table, options.engines))
+    given = compare_plan.with_task(options.table, options.arguments)
+    arguments = compare_plan.shared_arguments(given)
     nums_ranks = compare_plan.numbers(options.nproc) if options.nproc else None
     tried = [compare_plan.parsed((*arguments, *way.arguments)) for way in ways]
     fitting = [(way, found) for way, found in zip(ways, tried, strict=True) if not isinstance(found, str)]
@@ -78,11 +81,11 @@ def compare(options: Options) -> int:
         )
     (way, trained), *_ = fitting
     machine = _look_at_machine((*arguments, *way.arguments))
-    plan = compare_plan.runs(ways, nums_ranks or compare_plan.usual_numbers(machine))
+    plan = compare_plan.runs(ways, nums_ranks or compare_plan.usual_numbers(machine, options.table))
     reasons = {run: compare_plan.refusal(run, arguments, machine) for run in plan}
     if all(reasons.values()):
         raise NotPossible("\n".join(dict.fromkeys(reason for reason in reasons.values() if reason)))
-    what, where = compare_plan.heading(trained, options.arguments, machine, plan)
+    what, where = compare_plan.heading(trained, given, machine, plan)
     print("\n".join([what, *where.split("; ", 2)]))
     if (load := os.getloadavg()[0]) > _BUSY * machine.num_cores:
         print(f"other work is going on (load {load:.1f}): figures will be off, and not all by as much")
@@ -93,7 +96,8 @@ def compare(options: Options) -> int:
         try:
             comparison.run(reasons)
         finally:
-            conclude(comparison.rows, folder, what=what, where=where)
+            remark = compare_plan.batch_remark(trained, plan)
+            conclude(comparison.rows, folder, what=what, where=where, remark=remark)
     return JobFailed.exit_code if any(row.outcome == "failed" for row in comparison.rows) else 0
 
 
@@ -123,8 +127,8 @@ class Comparison:
                 row = self._train(run, at)
                 took.append(row.seconds or 0.0)
             self.rows.append(row)
-            *_, seconds, rate, _times, memory, accuracy, _ = compare_report.cells(row, None)
-            told = f"{seconds}, {rate} samples/s, {memory}, accuracy {accuracy}"
+            _, _, whole, training, rate, _, memory, accuracy, f1 = compare_report.cells(row, None)
+            told = f"{whole}, training {training}, {rate} samples/s, {memory}, accuracy {accuracy}, F1 {f1}"
             said = {"trained": told, "failed": f"failed: {row.problem}", "not here": "not here"}[row.outcome]
             self._console.print(f"{str(run).ljust(width)}  {said}", markup=False)
 
@@ -177,7 +181,7 @@ class Comparison:
         return _row(run, "failed", f"{problem} (all that it said: {log})", seconds)
 
 
-def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str) -> None:
+def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str, remark: str = "") -> None:
     """Print the table, and keep it as CSV and as a chart."""
     if not rows:
         return
@@ -194,12 +198,14 @@ def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str) -> Non
         print(f"{engine}{on}: {outcome}: {problem}")
     if compare_report.base_of(rows) is None:
         print(f"no speed-up, since {compare_plan.BASE} has not trained")
+    print("time is from the start of the first process to the end of the last; training is without imports")
+    if remark:
+        print(remark)
     kept = ["compare.csv"]
-    if any(row.samples_per_s for row in rows):
-        if compare_report.write_chart(rows, folder / "compare.png", title=what, subtitle=where):
-            kept.append("compare.png")
-        else:
-            print(compare_report.NO_MATPLOTLIB)
+    if any(row.outcome == "trained" for row in rows):
+        chart = compare_chart.svg(rows, title=what, subtitle=f"{where}\n{remark}")
+        (folder / "compare.svg").write_text(chart, encoding="utf-8")
+        kept.append("compare.svg")
     print(f"{', '.join(kept)}, and each run's log, result and metrics: {folder}", flush=True)
 
 

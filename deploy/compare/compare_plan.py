@@ -24,6 +24,15 @@ VARIANTS = {
     "spawn": ("--launcher", "spawn"),
 }
 """What may stand after an engine's name: ``deepspeed:3``, ``ddp:spawn:bf16``."""
+TABLES = {
+    "seeds": (
+        *("single", "dp", "ddp", "ddp:spawn", "ddp:spawn:fp16"),
+        *("horovod", "deepspeed", "accelerate", "fabric", "trainer"),
+    )
+}
+"""Ready lists of ways for ``--table``: `seeds` is the table of the Chinese tutorials that kit began with."""
+_TABLE_TASK = "text"
+"""What the tutorials train: sentences of six emotions."""
 
 _OURS = {
     "--engine": "name engines by --engines",
@@ -124,6 +133,25 @@ def chosen(text: str | None) -> list[Way]:
     return ways
 
 
+def named(table: str | None, engines: str | None) -> str | None:
+    """Return the text of ``--engines``, or what ``--table`` stands for.
+
+    Raises:
+        NotPossible: both are given.
+    """
+    if table is None:
+        return engines
+    if engines is not None:
+        raise NotPossible(f"--table {table} names its engines itself: leave out --table or --engines")
+    return ",".join(TABLES[table])
+
+
+def with_task(table: str | None, given: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments for all runs, with the task of a ready table if they name none."""
+    names = {word.partition("=")[0] for word in given}
+    return (*(("--task", _TABLE_TASK) if table and "--task" not in names else ()), *given)
+
+
 def numbers(text: str) -> list[int]:
     """Parse ``--nproc``.
 
@@ -137,9 +165,10 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, found)))
 
 
-def usual_numbers(machine: Machine) -> list[int]:
-    """Return the default of ``--nproc``: 1, and the number of GPUs, or 2 without GPUs."""
-    return sorted({1, len(machine.gpus) or 2})
+def usual_numbers(machine: Machine, table: str | None = None) -> list[int]:
+    """Return the default of ``--nproc``: 1 (not for a ready table), and the number of GPUs, or 2 without GPUs."""
+    most = len(machine.gpus) or 2
+    return [most] if table else sorted({1, most})
 
 
 def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
@@ -225,3 +254,15 @@ def heading(
         f"OMP_NUM_THREADS: {threads}"
     )
     return what, where + (f"; options: {shlex.join(given)}" if given else "")
+
+
+def batch_remark(options: training.Options, plan: Sequence[Run]) -> str:
+    """Return what a reader of tutorials has to know of the batch; "" if all runs are of one rank."""
+    num_ranks = max(run.num_ranks for run in plan)
+    if num_ranks == 1:
+        return ""
+    return (
+        f"The batch is global: {count(options.batch_size, 'sample')} a step over all ranks, so all runs make the same "
+        f"steps. In most tutorials it is per process, so that {num_ranks} ranks make 1/{num_ranks} of the steps: that "
+        f"is --batch-size {num_ranks * options.batch_size} here."
+    )

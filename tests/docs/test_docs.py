@@ -34,7 +34,9 @@ from nodekit.training import options
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [*DOCS.rglob("*.md"), *ROOT.glob("README*.md")]}
-IN_CHINESE = {"README.zh-CN.md": "README.md", "docs/zh/start.md": "docs/start.md"}
+IN_CHINESE = {"README.zh-CN.md": "README.md"} | {
+    page: page.replace("/zh/", "/") for page in PAGES if page.startswith("docs/zh/")
+}
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -117,7 +119,7 @@ def test_kit_takes_every_command_that_is_shown(page: str, refusal: Any) -> None:
     for words in command_lines(page):
         if words[0] == "kit":
             assert not refusal(words[1:]), shlex.join(words)
-        if "-m nodekit.training" in shlex.join(words):
+        if "nodekit.training" in words:
             options.read(words[words.index("nodekit.training") + 1 :], {})
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
@@ -356,9 +358,11 @@ def test_the_chinese_page_has_the_same_code_and_the_same_numbers(chinese: str, e
             (language, about, bare(code)) for language, about, code in FENCE.findall(PAGES[page].read_text())
         ]
 
+    def rows(page: str) -> list[str]:
+        return re.findall(r"^\|.*\|$", PAGES[page].read_text(), re.MULTILINE)
+
     def numbers(page: str) -> list[list[str]]:
-        tables = re.findall(r"^\|.*\|$", PAGES[page].read_text(), re.MULTILINE)
-        return [re.findall(r"\d+\.\d+", row) for row in tables]
+        return [re.findall(r"\d+\.\d+", row) for row in rows(page)]
 
     assert codes(chinese) == codes(english)
     assert numbers(chinese) == numbers(english)
@@ -367,6 +371,35 @@ def test_the_chinese_page_has_the_same_code_and_the_same_numbers(chinese: str, e
         return re.findall(r"^#+ ", FENCE.sub("", PAGES[page].read_text()), re.MULTILINE)
 
     assert headings(chinese) == headings(english)
+
+    def options(page: str) -> set[str]:
+        """Options, variables and commands, whatever stands around them."""
+        text = FENCE.sub("", PAGES[page].read_text())
+        return set(re.findall(r"(?<![\w-])--[a-z][\w-]*|\b[A-Z]{2,}_[A-Z_]+\b|`kit [a-z]+", text))
+
+    assert not options(english) - options(chinese)
+
+
+def test_the_pages_for_the_readers_of_the_tutorials_are_in_chinese_with_the_words_they_search_for() -> None:
+    topics = (
+        *("start", "one-machine", "two-machines", "from-torchrun", "inventory", "engines", "results"),
+        *("recovery", "slurm", "windows", "troubleshooting"),
+    )
+    assert {f"docs/zh/{name}.md" for name in topics} <= PAGES.keys()
+    text = "".join(path.read_text() for page, path in PAGES.items() if page.startswith("docs/zh/"))
+    words = (
+        "单机多卡",
+        "多机多卡",
+        "数据并行",
+        "混合精度",
+        "梯度累积",
+        "学习率",
+        "端口",
+        "显存",
+        "断点续训",
+        "预测",
+    )
+    assert not [word for word in words if word not in text]
 
 
 def test_the_table_of_recovery_is_the_same_wherever_it_stands() -> None:
@@ -432,6 +465,13 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(url\(|@import)[ '\"]*(https?:)?//", path.read_text()), path
     assert pages[site / "zh/start.html"].language == "zh"
     assert pages[site / "start.html"].language == "en"
+
+
+def test_the_sites_search_finds_chinese_words_within_a_sentence(site: Path) -> None:
+    """Chinese has no spaces: a whole sentence would be one word of the index."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    found = re.split(index["config"]["separator"], "一张卡的显存，torchrun --nproc-per-node")
+    assert [each for each in found if each] == [*"一张卡的显存，", "torchrun", "nproc", "per", "node"]
 
 
 def test_every_command_and_every_key_is_on_the_site(site: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from agents import processes_of, until
 from kit_runs import Kit
 
 from nodekit.deploy.commands.cli import main
-from nodekit.deploy.compare import compare_plan, compare_report
+from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare import conclude, last_error
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run, Way
 from nodekit.deploy.compare.compare_report import Row
@@ -27,6 +28,7 @@ TAKEN = "accelerate"
 
 RESULT = {
     "accuracy": 0.9611,
+    "f1": 0.95999,
     "loss": 0.1761,
     "steps": 69,
     "world_size": 1,
@@ -70,6 +72,33 @@ def test_an_engine_of_one_process_runs_once_and_the_fewest_ranks_are_first() -> 
         ("ddp", 4),
         ("fsdp", 4),
     ]
+
+
+def test_the_table_of_the_tutorials_has_all_their_ways_on_all_gpus() -> None:
+    engines = compare_plan.named("seeds", None)
+    assert ways(engines) == [
+        *("single", "dp", "ddp", "ddp:spawn", "ddp:spawn:fp16"),
+        *("horovod", "deepspeed", "accelerate", "fabric", "trainer"),
+    ]
+    assert compare_plan.named(None, "ddp") == "ddp"
+    nums = compare_plan.usual_numbers(replace(GPUS, gpus=("H200",) * 4), "seeds")
+    plan = compare_plan.runs(compare_plan.chosen(engines), nums)
+    assert [run.num_ranks for run in plan] == [1, 1, *[4] * 8]
+    for machine in (CPU, GPUS):
+        reasons = {run.way.name: compare_plan.refusal(run, [], machine) for run in plan}
+        assert not any("--" in (reasons[name] or "") for name in ("single", "dp", "ddp", "ddp:spawn:fp16"))
+    assert compare_plan.with_task("seeds", ["--epochs", "1"]) == ("--task", "text", "--epochs", "1")
+    assert compare_plan.with_task("seeds", ["--task=digits"]) == ("--task=digits",)
+    assert compare_plan.with_task(None, []) == ()
+
+
+def test_what_readers_of_tutorials_must_know_of_the_batch_is_said_with_several_ranks() -> None:
+    options = compare_plan.parsed(["--batch-size", "64"])
+    assert not isinstance(options, str)
+    assert compare_plan.batch_remark(options, [Run(DDP, 1)]) == ""
+    remark = compare_plan.batch_remark(options, [Run(DDP, 1), Run(DDP, 4)])
+    assert "64 samples a step over all ranks" in remark
+    assert "4 ranks make 1/4 of the steps: that is --batch-size 256 here" in remark
 
 
 def test_how_many_ranks() -> None:
@@ -141,6 +170,7 @@ def test_a_run_that_is_not_possible_here_has_a_reason(
         ),
         (["--engines", "ddp:4"], "there is no variant '4' (they are: 0, 1, 2, 3, "),
         (["--engines", "ddp:3", "--nproc", "1"], "--zero: the engine ddp has no stages of ZeRO"),
+        (["--table", "seeds", "--engines", "ddp"], "--table seeds names its engines itself"),
         (["--nproc", "1,x"], "--nproc 1,x: 'x' is not a number of ranks"),
         (["--nproc", "0"], "'0' is not a number of ranks"),
         (["--timeout", "0"], "--timeout 0: seconds above 0"),
@@ -171,23 +201,20 @@ def test_bad_input_is_refused_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_the_table_has_every_row_in_80_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    conclude(ROWS, tmp_path, what="digits", where="here")
+def test_the_table_has_every_row_in_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conclude(ROWS, tmp_path, what="digits", where="here", remark="the batch is global")
     said = capsys.readouterr().out
-    shown = [re.split(r"  +", line.strip()) for line in said.splitlines()[1:7]]
-    assert shown == [
-        list(compare_report.COLUMNS[:-1]),
-        ["single", "1", "1:05", "800", "1.00 ×", "342 MiB", "96.11%"],
-        ["ddp", "2", "0:40", "1,300", "1.62 ×", "342 MiB", "–"],
-        ["fsdp", "2", "60:00", "800", "1.00 ×", "23.0 GiB", "96.11%"],
-        ["deepspeed:3", "2", "0:05", "–", "–", "–", "–", "failed"],
-        ["horovod", "2", "–", "–", "–", "–", "–", "not here"],
+    assert [line.rstrip() for line in said.splitlines()[1:7]] == [
+        "engine      ranks  time training samples/s speed-up   memory accuracy     F1",
+        "single          1  1:05     0:12       800   1.00 ×  342 MiB   96.11% 0.9600",
+        "ddp             2  0:40     0:12     1,300   1.62 ×  342 MiB        – 0.9600",
+        "fsdp            2 60:00     0:12       800   1.00 × 23.0 GiB   96.11% 0.9600",
+        "deepspeed:3     2  0:05        –    failed        –        –        –      –",
+        "horovod         2     –        –  not here        –        –        –      –",
     ]
-    assert max(len(line) for line in said.splitlines()[1:7]) <= 80
     assert "deepspeed:3, 2 ranks: failed: ValueError: no" in said
     assert "horovod: not here: pip install it" in said
+    assert "training is without imports\nthe batch is global\n" in said
 
 
 def test_the_csv_has_the_numbers_as_they_were_measured(tmp_path: Path) -> None:
@@ -219,20 +246,23 @@ def test_without_single_there_is_no_speed_up_and_that_is_said(
     assert "no speed-up, since single has not trained" in capsys.readouterr().out
 
 
-def test_the_chart_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert compare_report.write_chart(ROWS, tmp_path / "found.png", title="digits", subtitle="here " * 50)
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_all_but_the_chart_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    conclude(ROWS, tmp_path, what="digits", where="here")
-    said = capsys.readouterr().out
-    assert "no chart, since matplotlib is not installed here: pip install 'nodekit[compare]'" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["compare.csv"]
+def test_the_chart_has_a_bar_for_each_run_and_loads_nothing(tmp_path: Path) -> None:
+    conclude(ROWS, tmp_path, what="digits & <letters>", where="here " * 50)
+    assert {path.name for path in tmp_path.iterdir()} == {"compare.csv", "compare.svg"}
+    drawing = ElementTree.fromstring((tmp_path / "compare.svg").read_text(encoding="utf-8"))
+    said = list(drawing.itertext())
+    assert "digits & <letters>" in said
+    for text in ("1 rank", "2 ranks", "0:40 (0:12) · 1,300 samples/s · 1.62 × single", "failed", "not here"):
+        assert text in said
+    widths = [
+        int(each.get("width", ""))
+        for each in drawing.iter("{http://www.w3.org/2000/svg}rect")
+        if each.get("x")
+    ]
+    assert max(widths) < 960 - 360
+    _ground, *bars = widths
+    assert bars[-4:] == [1, 0, 0, 0]  # failed after 5 s of an hour, not here
+    assert "href" not in compare_chart.svg(ROWS, title="digits", subtitle="here")
 
 
 @pytest.mark.parametrize(
