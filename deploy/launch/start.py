@@ -27,7 +27,13 @@ from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, NodeClient, secrets_of, take
+from nodekit.deploy.supervise.node_client import (
+    CALL_TIMEOUT_S,
+    SYNC_TIMEOUT_S,
+    NodeClient,
+    list_code,
+    secrets_of,
+)
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
@@ -260,7 +266,7 @@ def start(
             if len(active) < len(links):
                 said.append(count(len(links) - len(active), "spare"))
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
-        (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
+        (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException:
         # Agents that got their go are stopped; those that did not end with their link.
         hands.stop_all(grace_s=5.0)
@@ -301,7 +307,7 @@ class _Reading:
         self._found: dict[str, tuple[sync.Tree, LeftOut] | Exception] = {}
 
         def read(_: None) -> tuple[sync.Tree, LeftOut]:
-            tree = take(inventory, options.command)
+            tree = list_code(inventory, options.command)
             return tree, leftout.look(tree, plan.argv_of(inventory, options.command))
 
         self._thread = threading.Thread(

@@ -26,7 +26,7 @@ from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import count
 from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import fetchlogs, runs
-from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.screen.verdict_screen import failed_screen, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
@@ -41,7 +41,6 @@ from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
 NO_PROGRESS_EXIT = 4
-STOPPED_EXIT = 130
 
 
 def watch(
@@ -67,7 +66,7 @@ def watch(
     lock = runs.SupervisorLock(run)
     handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
     with _view(run, rules, options, is_asked=is_asked) as view, handling:
-        if not lock.take():
+        if not lock.acquire():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         observers = observers_of(run, inventory, options, view)
         supervisor = Supervisor(
@@ -86,7 +85,7 @@ def watch(
         except Left:
             view.close()
             supervisor.close()
-            acted = lock.take()
+            acted = lock.acquire()
             lock.release()
             return _leave(run, options, is_led=not acted)
         except (KeyboardInterrupt, StopAsked) as interrupt:
@@ -197,7 +196,7 @@ def _log_of_supervisor(run: Run) -> IO[str]:
 
 def _fetch_logs(hands: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
     """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
-    if hands.inventory.logs.fetch and lock.take():
+    if hands.inventory.logs.fetch and lock.acquire():
         fetchlogs.at_the_end(hands.run, hands.links, view.say)
 
 

@@ -205,7 +205,7 @@ def held(run: Run) -> Iterator[None]:
     """
     lock = SupervisorLock(run)
     with runs.starting(Path(run.inventory_path)):
-        if not lock.take():
+        if not lock.acquire():
             raise KitError(
                 f"{run.run_id} is running, supervised by process {lock.owner()}; kit down {run.run_id} stops it"
             )

@@ -138,11 +138,11 @@ class SshBackend:
         state = run.state if is_known else "ended while nobody watched; kit up goes on"
         return Status(state=state, nodes=lines, data={"state": state, "status": data})
 
-    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:  # noqa: ARG002
+    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
         """The record of who supervises a run, and its events in the order of time."""
         return run, events.read(run.folder)
 
-    def rules(self, run: Run, node: str) -> Rules:  # noqa: ARG002
+    def rules(self, run: Run, node: str) -> Rules:
         """What its supervisor goes by."""
         return rules_of(restore(run.inventory))
 
@@ -188,7 +188,7 @@ class SshBackend:
         """There is none: `up` refuses them."""
         raise NotImplementedError
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:  # noqa: ARG002
+    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
         """Nothing but agents."""
         return ""
 
@@ -204,26 +204,26 @@ class SshBackend:
             found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared))
         return found
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run:  # noqa: ARG002
+    def record(self, run: Run, links: Mapping[str, Link]) -> Run:
         """As it is on this machine."""
         with contextlib.suppress(OSError, ValueError):
             run.reload()
         return run
 
-    def nodes_at(self, record: Run, host: str) -> list[str]:  # noqa: ARG002
+    def nodes_at(self, record: Run, host: str) -> list[str]:
         """The one of that name, which the run has or may get."""
         return [host]
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:  # noqa: ARG002
+    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
         """By its record; or nobody is left to write there."""
         run.reload()
         return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
 
 
 class _OnlyWatches(SupervisorLock):
-    """Is never taken: who has it never acts for the run."""
+    """Is never acquired: who has it never acts for the run."""
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """No."""
         return False
 
@@ -237,7 +237,7 @@ def _view(run: Run, rules: Rules, *, plain: bool) -> View:
 
 def _is_led(run: Run) -> bool:
     lock = SupervisorLock(run)
-    is_free = lock.take()
+    is_free = lock.acquire()
     lock.release()
     return not is_free
 
@@ -283,7 +283,7 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
 def _gather_unwatched(hands: NodeClient) -> None:
     """Have the events of a run whole that nobody supervises."""
     lock = SupervisorLock(hands.run)
-    if lock.take():
+    if lock.acquire():
         hands.gather_events(Gatherer(hands.run.folder))
         lock.release()
 

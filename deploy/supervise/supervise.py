@@ -1,4 +1,4 @@
-"""Keeps a run equal to its inventory: follows every node, does what `judge.py` decides, tells how it ended."""
+"""Keeps a run equal to its inventory: follows every node, does what `policy.py` decides, tells how it ended."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Supervisor:
         self._lock = lock
         self._state = State.from_dict(hands.run.judgement, rules)
         self._rules = rules
-        self._acts = lock.take()
+        self._acts = lock.acquire()
         self._reopen = reopen
         self._tail_bytes = tail_bytes
         self._shown = shown or {}
@@ -148,7 +148,7 @@ class Supervisor:
                 )
 
     def _decide(self) -> Finish | None:
-        if not self._acts and self._lock.take():
+        if not self._acts and self._lock.acquire():
             self._acts = True
             self._gatherer = Gatherer(self._run.folder)
             for name, found in self._ungathered.items():
@@ -399,7 +399,7 @@ class Supervisor:
         """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            if not self._gatherer.take(name, found, clock_offset=offset):
+            if not self._gatherer.add_of_node(name, found, clock_offset=offset):
                 self._cannot_write(NO_ROOM.format(self._run.folder))
         else:
             self._ungathered[name].extend(found)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nodekit.deploy.agent.replicas.replica_wire import CHUNK_BYTES
+from nodekit.deploy.agent.agent_wire import CHUNK_BYTES
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.training.snapshots import commit
 

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
@@ -33,7 +34,6 @@ from nodekit.deploy.agent.replicas.replica_files import (
     open_file,
     sha256_of,
 )
-from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.host.schema import Say
 from nodekit.training.snapshots import commit
 
@@ -194,8 +194,8 @@ class Gather:
             self._wires[node] = wire
 
         until = time.monotonic() + deadline_s
-        connect_s = min(deadline_s, replica_wire.CONNECT_S)
-        wire = replica_wire.connect(self._peers[node], self._here.token, connect_s, announce)
+        connect_s = min(deadline_s, agent_wire.CONNECT_S)
+        wire = agent_wire.connect(self._peers[node], self._here.token, connect_s, announce)
         wire.send({"op": "list", "attempt": self._attempt})
         while True:
             answer = wire.receive(until - time.monotonic())
@@ -327,7 +327,7 @@ class Gather:
                     os.link(path, draft)
                     return True
             with self._copies.room_for(draft, version.size_bytes) as file, open_file(path) as source:
-                shutil.copyfileobj(source, file, replica_wire.CHUNK_BYTES)
+                shutil.copyfileobj(source, file, agent_wire.CHUNK_BYTES)
             return True
         return False
 

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.agent_wire import Wire, WrongToken
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
@@ -35,7 +36,6 @@ from nodekit.deploy.agent.replicas.replica_files import (
     open_file,
 )
 from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
-from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import EventKind, Say
@@ -104,7 +104,7 @@ class Replicas:
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
         listener = ports.listen(address)
-        self.endpoint = replica_wire.endpoint_of(listener)
+        self.endpoint = agent_wire.endpoint_of(listener)
         """`address:port` for the other members."""
         self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
 
@@ -119,9 +119,9 @@ class Replicas:
             wire.abort()
             thread.join()
 
-    def settle(self, deadline_s: float) -> bool:
+    def finish_copying(self, deadline_s: float) -> bool:
         """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
-        return self._pusher is None or self._pusher.settle(deadline_s)
+        return self._pusher is None or self._pusher.finish_copying(deadline_s)
 
     def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 30.0) -> Gathered:
         """Make the folder what it has to be for this attempt; no worker may run.
@@ -305,7 +305,7 @@ class Pusher:
                 wire.abort()
             self._thread.join(0.02)
 
-    def settle(self, deadline_s: float) -> bool:
+    def finish_copying(self, deadline_s: float) -> bool:
         """Take all there is for complete, and wait until it is copied; False if that was not done in time."""
         self._settled.clear()
         self._settle_until = time.monotonic() + deadline_s
@@ -379,7 +379,7 @@ class Pusher:
         if self._is_stopping or time.monotonic() < target.retry:
             return False
         try:
-            with replica_wire.connect(target.endpoint, self._here.token, announce=self._hold) as wire:
+            with agent_wire.connect(target.endpoint, self._here.token, announce=self._hold) as wire:
                 return self._bring(wire, target, files)
         except BROKEN as error:
             if not self._is_stopping:
