@@ -371,12 +371,12 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     )
     shown = _logs_of(run_dir, here)
     with contextlib.ExitStack() as stack:
-        hands = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
-        with hands.run.changing():
-            hands.run.left_out = job.get("left_out", {})
+        client = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
+        with client.run.changing():
+            client.run.left_out = job.get("left_out", {})
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
-        return watch.watch(hands, options, shown=shown, is_asked=False)
+        return watch.watch(client, options, shown=shown, is_asked=False)
 
 
 def _logs_of(run_dir: Path, names: list[str]) -> dict[str, dict[str, int]]:

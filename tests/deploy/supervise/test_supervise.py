@@ -195,7 +195,7 @@ def supervising(
     view = Said()
     lock = SupervisorLock(nodes.run)
     others = set(threading.enumerate())
-    supervisor = Supervisor(nodes.hands, view, lock, rules=rules, reopen=nodes.reopen)
+    supervisor = Supervisor(nodes.client, view, lock, rules=rules, reopen=nodes.reopen)
     try:
         yield supervisor, view
     finally:
