@@ -150,7 +150,7 @@ def prepare(
         target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.finish_caching({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
-        left_out = leftout.look(tree, argv)
+        left_out = leftout.find(tree, argv)
         said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
     ready = dataclasses.replace(ready, left_out=left_out.to_dict())
     if problem := _script_problem(ready, inventory, argv):

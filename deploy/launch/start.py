@@ -308,7 +308,7 @@ class _Reading:
 
         def read(_: None) -> tuple[sync.Tree, LeftOut]:
             tree = list_code(inventory, options.command)
-            return tree, leftout.look(tree, plan.argv_of(inventory, options.command))
+            return tree, leftout.find(tree, plan.argv_of(inventory, options.command))
 
         self._thread = threading.Thread(
             target=lambda: self._found.update(on_all({"code": None}, read)), daemon=True

@@ -34,7 +34,7 @@ class Place:
     snapshots: str = ""
     """Where else it keeps snapshots."""
     found: Mapping[str, Any] = field(default_factory=dict)
-    """What `removal.look` says."""
+    """What `removal.list_run` says."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -126,7 +126,7 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
 
         def look(place: Place) -> Any:
             return links[place.host].stream(
-                "removal.look", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
+                "removal.list_run", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
             )
 
         told: set[tuple[str, str]] = set()

@@ -25,13 +25,13 @@ from nodekit.deploy.agent.replicas.replica_files import (
     Attempt,
     Known,
     Listing,
-    Look,
     Mark,
+    Scan,
     UserFiles,
     Version,
-    look,
     mark_of,
     open_file,
+    scan,
     sha256_of,
 )
 from nodekit.deploy.host.schema import Say
@@ -50,9 +50,9 @@ class Here:
     copies: Copies
     tell: Say
 
-    def look(self) -> Look:
+    def scan(self) -> Scan:
         """What is in the user's folder; what is not copied is told."""
-        found = look(self.files.folder)
+        found = scan(self.files.folder)
         for name, why in found.refused.items():
             self.tell("replica-refused", file=name, reason=why)
         return found
@@ -149,7 +149,7 @@ class Gather:
         self._is_joined = False
         self.gathered = Gathered()
 
-    def run(self, own: Listing, found: Look, deadline_s: float) -> bool:
+    def run(self, own: Listing, found: Scan, deadline_s: float) -> bool:
         """Do it; returns whether most members were heard, for else a newer version may be with the others.
 
         A kill at any point leaves every version of every file somewhere on this node's disk.
@@ -216,7 +216,7 @@ class Gather:
 
     # --- having ---
 
-    def _fill(self, found: Look, agreed: Mapping[str, list[Version]], *, is_behind: bool) -> None:
+    def _fill(self, found: Scan, agreed: Mapping[str, list[Version]], *, is_behind: bool) -> None:
         """Have all that is lacking at hand, then set aside, put in place, and delete."""
         mine = {
             name: known.version

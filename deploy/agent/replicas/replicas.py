@@ -30,7 +30,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     SHA256,
     Attempt,
     Listing,
-    Look,
+    Scan,
     UserFiles,
     Version,
     open_file,
@@ -166,8 +166,8 @@ class Replicas:
             self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
         return gathered
 
-    def _look(self) -> Look:
-        found = self._here.look()
+    def _look(self) -> Scan:
+        found = self._here.scan()
         self._files.update(found)
         if unread := found.unread or self._files.unread:
             raise OSError(unread)
@@ -322,7 +322,7 @@ class Pusher:
             self._wake.clear()
             started = time.monotonic()
             is_settling = started < self._settle_until
-            found = self._here.look()
+            found = self._here.scan()
             looked_s = time.monotonic() - started
             with self._here.failing():
                 names = None if is_settling else self._complete(found)
@@ -335,7 +335,7 @@ class Pusher:
             # A folder of very many files may not cost a core.
             pause_s = 0.1 if is_settling else max(POLL_S, 20 * looked_s)
 
-    def _complete(self, found: Look) -> Iterable[str]:
+    def _complete(self, found: Scan) -> Iterable[str]:
         """The new, changed and deleted files that are so for good: nobody is at work on them."""
         now, known = time.monotonic(), self._files.known
         marks = {name: each.mark for name, each in known.items() if each.mark is not None}
