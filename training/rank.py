@@ -14,7 +14,7 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.training.engine_info import EngineError
+from nodekit.training.errors import TrainingError
 from nodekit.training.options import ONE_FOLDER, Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
@@ -141,8 +141,7 @@ def _report(error: Exception) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
-    is_for_users = isinstance(error, ValueError) and error.__cause__ is not None
-    if is_for_users or isinstance(error, EngineError):
+    if isinstance(error, TrainingError):
         print(f"{_NAME}: {error}", file=sys.stderr)
     else:
         logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.weights.export import write_weights
@@ -54,7 +55,7 @@ class Best:
         """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
 
         Raises:
-            ValueError: there is no such measure.
+            TrainingError: there is no such measure.
         """
         name = self._name
         if name == "auto":
@@ -62,7 +63,7 @@ class Best:
         if name == "off":
             return
         if name not in means:
-            raise ValueError(
+            raise TrainingError(
                 f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
             )
         self.wait()
