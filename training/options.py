@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -12,63 +12,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.training.engine_info import ALONE, ENGINES
-from nodekit.training.initmethod import InitMethod
+from nodekit.training.option_types import auto_or_positive, fraction, init_method_url, positive, whole
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""
 _LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
+ALL_EPOCHS = sys.maxsize
+"""``--save-every-epoch`` without a number."""
 ONE_FOLDER = (
     "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
     "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
 )
 """What sharded snapshots need; whether it is so, only the ranks can find out."""
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _positive(text: str) -> float:
-    number = _float(text)
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _auto_or_positive(text: str) -> float | None:
-    try:
-        return None if text == "auto" else _positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
-
-
-def _fraction(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
-    return number
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-        return int(text)
-
-    return whole
-
-
-def _init_method(text: str) -> str:
-    try:
-        InitMethod.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _option(
@@ -102,11 +59,11 @@ def _option(
 
 
 # Settings that several options share.
-_COUNT: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
-_FROM_0: dict[str, Any] = {"type": _whole(0), "metavar": "N"}
-_STEPS: dict[str, Any] = {"type": _whole(1), "metavar": "H"}
-_POSITIVE: dict[str, Any] = {"type": _positive, "metavar": "X"}
-_SECONDS: dict[str, Any] = {"type": _positive, "metavar": "S"}
+_COUNT: dict[str, Any] = {"type": whole(1), "metavar": "N"}
+_FROM_0: dict[str, Any] = {"type": whole(0), "metavar": "N"}
+_STEPS: dict[str, Any] = {"type": whole(1), "metavar": "H"}
+_POSITIVE: dict[str, Any] = {"type": positive, "metavar": "X"}
+_SECONDS: dict[str, Any] = {"type": positive, "metavar": "S"}
 _what = partial(_option, "task and engine")
 _start = partial(_option, "launch")
 _how = partial(_option, "training")
@@ -135,14 +92,23 @@ _NO_COMPILE = {
 class Options:
     """The command line of ``python -m nodekit.training``."""
 
-    task: str = _what("digits", "digits, mnist, text, or yours: package.module:Task, path/to/file.py:Task")
+    task: str = _what(
+        "digits", "digits, mnist, images, text, or yours: package.module:Task, path/to/file.py:Task"
+    )
     data: str | None = _what(
-        None, "the task's data, for mnist and text (default: what comes with kit)", metavar="DIR"
+        None, "the task's data, for mnist, images and text (default: what comes with kit)", metavar="DIR"
     )
     model: str | None = _what(
         None,
-        "a pretrained BERT, for text: a folder, or its name at the hub (default: a small random one)",
+        "for text, a pretrained BERT: a folder, or its name at the hub; for images, a model of torchvision, as "
+        "resnet18 (default: a small random one)",
         metavar="DIR|NAME",
+    )
+    max_length: int | None = _what(
+        None, "for text: tokens per text; longer ones are cut, and counted (default: 64)", **_COUNT
+    )
+    image_size: int | None = _what(
+        None, "for images: the side of the square that they are scaled and cut to (default: 96)", **_COUNT
     )
     init_from: Path | None = _what(
         None,
@@ -175,6 +141,9 @@ class Options:
     epochs: int = _what(20, "times through the training data", **_COUNT)
     seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
     num_workers: int = _what(0, "processes loading data, per rank", **_FROM_0)
+    no_pin_memory: bool = _what(
+        False, "load batches into pageable memory (default: into pinned memory, if there is a GPU)"
+    )
 
     launcher: str = _start(
         "torchrun",
@@ -187,7 +156,7 @@ class Options:
     init_method: str = _start(
         "env://",
         "where the ranks meet: env://, tcp://HOST:PORT or file:///PATH",
-        type=_init_method,
+        type=init_method_url,
         metavar="URL",
     )
     backend: str = _start(
@@ -254,12 +223,16 @@ class Options:
     outer_momentum: float = _how(
         0.5,
         "DiLoCo's momentum, from 0 and below 1; its authors use 0.9, for long runs",
-        type=_fraction,
+        type=fraction,
         metavar="X",
     )
 
     eval_every: int | None = _judged(
         None, "evaluate after every N steps too (default: after each epoch)", **_COUNT
+    )
+    eval_batch_size: int = _judged(256, "most samples that a rank evaluates at once", **_COUNT)
+    early_stop: int | None = _judged(
+        None, "end the training after N evaluations in a row without a better measure of --best", **_COUNT
     )
     best: str = _judged(
         "auto",
@@ -273,6 +246,14 @@ class Options:
         "for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
         type=Path,
         metavar="DIR",
+    )
+    save_every_epoch: int | None = _kept(
+        None,
+        "keep the weights after each epoch, or after the last K, as output/model_EPOCH.pth",
+        nargs="?",
+        const=ALL_EPOCHS,
+        type=whole(1),
+        metavar="K",
     )
     track: str | None = _kept(
         None,
@@ -289,11 +270,11 @@ class Options:
         "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
         either="interval",
         env="NODEKIT_SNAPSHOT_EVERY",
-        type=_auto_or_positive,
+        type=auto_or_positive,
         metavar="T",
     )
     """None for auto."""
-    keep: int = _kept(2, "snapshots to keep, 2 or more", type=_whole(2), metavar="N")
+    keep: int = _kept(2, "snapshots to keep, 2 or more", type=whole(2), metavar="N")
     snapshot_format: str = _kept(
         "whole",
         "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
@@ -439,6 +420,8 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"{given}: with --local-sgd or --diloco no gradients are sent; leave one of them out"
     if options.ignore_mismatched_sizes and not (options.init_from or options.model):
         yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
+    if options.early_stop and options.best == "off":
+        yield "--early-stop goes by the measure of --best, and that is off; name one, or leave --best out"
     if options.nproc_per_node and options.launcher != "spawn":
         yield "--nproc-per-node is for --launcher spawn; torchrun and kit have an option of their own for it"
     yield from _problems_of_ranks(options, environ)

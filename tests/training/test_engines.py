@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from agents import until
-from engine_runs import SAME, killed_once, losses, train
+from engine_runs import SAME, killed_once, losses, task, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
+from nodekit.training.tasks.text import Text
+from nodekit.training.weights.export import read_weights
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +68,32 @@ def test_an_engine_brings_its_library_itself(engine: str, tmp_path: Path) -> Non
     assert "epoch 1 done" in done.stdout
 
 
+SENTENCES = """
+from nodekit.training.tasks.text import Text
+class Task(Text):
+    def measure(self, model, batch):
+        right = self.predict(model, batch).argmax(1) == self.targets(batch)
+        return {"accuracy": right.sum(), "same": float(len(right))}
+"""
+
+
 @pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
-def test_every_engine_learns_the_sentences(way: list[str], tmp_path: Path) -> None:
-    how = ["--epochs", "2", "--batch-size", "32", "--lr", "0.002"]
-    train(tmp_path, "--task", "text", *how, *way, num_ranks=ranks_of(way))
-    assert (
-        json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
-    )  # of six, one of which is 0.25
+def test_every_engine_learns_the_sentences_until_it_is_no_better(way: list[str], tmp_path: Path) -> None:
+    how = ["--epochs", "9", "--batch-size", "32", "--lr", "0.002", "--best", "same", "--early-stop", "1"]
+    own = [*task(tmp_path, SENTENCES), *how, "--save-every-epoch"]
+    said = train(tmp_path, *own, *way, num_ranks=ranks_of(way))
+    why = "same was no better than 1.0000 in 1 evaluation (--early-stop 1)"
+    assert f"ended early at step 68/306: {why}" in said
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["stopped_early"], result["steps"], result["epochs"]) == (why, 68, 2)
+    assert result["accuracy"] > 0.5  # of six, one of which is 0.25
+    assert any((tmp_path / "snapshots").glob("*68*"))
+    first, second = (torch.load(tmp_path / f"model_{epoch}.pth", weights_only=True) for epoch in (1, 2))
+    last = read_weights(tmp_path / "last")
+    assert all(torch.equal(second[name], value) for name, value in last.items())
+    assert any(not torch.equal(first[name], value) for name, value in last.items())
+    assert set(first) == set(Text().model().state_dict())
+    assert sorted(path.name for path in tmp_path.glob("*model_*")) == ["model_1.pth", "model_2.pth"]
 
 
 def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, float], tmp_path: Path) -> None:
@@ -139,6 +161,8 @@ def test_switches_stay_close_to_the_plain_losses(
         (["--outer-momentum", "1"], {}, "'1' is not a number from 0 and below 1"),
         (["--ignore-mismatched-sizes"], {}, "is for --init-from or --model, and neither is given"),
         (["--snapshot-format", "sharded"], {}, "it is for --engine fsdp"),
+        (["--early-stop", "2", "--best", "off"], {}, "goes by the measure of --best, and that is off"),
+        (["--save-every-epoch", "0"], {}, "'0' is not a whole number from 1"),
     ],
 )
 def test_what_excludes_each_other_is_refused(
