@@ -198,7 +198,7 @@ class Loop:
                 "steps": self.step,
                 "epochs": epochs,
                 **({"stopped_early": early} if early else {}),
-                **({"notes": self.notes} if self.notes else {}),
+                **({"notes": "; ".join(self.notes)} if self.notes else {}),
                 "world_size": self.world.world_size,
                 "resumed_from": self.resumed_from,
                 "resumed_at_step": started_step,

@@ -294,5 +294,5 @@ def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
         result = json.loads(text or "{}")
         accuracy, early = result.get("accuracy"), result.get("stopped_early")
         shown = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
-        return f"{shown}; ended early, since {early}" if isinstance(early, str) else shown
+        return f"{shown}; it ended early: {early}" if isinstance(early, str) else shown
     return ""

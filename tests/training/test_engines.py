@@ -16,6 +16,7 @@ from engine_runs import SAME, killed_once, losses, task, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records import events, runs
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
@@ -216,11 +217,20 @@ def test_hosts_share_the_work_and_one_is_lost(
 
 
 @pytest.mark.lab
-def test_hosts_train_on_the_sentences_that_come_with_kit(kit: Kit) -> None:
+def test_hosts_train_on_the_sentences_that_come_with_kit_until_it_is_no_better(kit: Kit) -> None:
     kit.inventory()
-    done = kit.run("up", "lab.yaml", "--", "-m", "nodekit.training", "--task", "text", "--epochs", "1")
+    how = ["--task", "text", "--max-length", "16", "--epochs", "9", "--lr", "1e-12", "--early-stop", "1"]
+    done = kit.run("up", "lab.yaml", "--", "-m", "nodekit.training", *how)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
+    assert re.search(
+        r"trained to the end in \d+ s, accuracy \d+\.\d+%; it ended early: accuracy was", done.stdout
+    )
+    told = events.read(runs.find(run_id(done.stdout)).folder)
+    results = [event.fields["result"] for event in told if event.kind == "agent-ended"]
+    assert results
+    for result in results:
+        assert result["stopped_early"].endswith("in 1 evaluation (--early-stop 1)")
+        assert "train texts" in result["notes"]
 
 
 def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from engine_runs import task, train
 from sklearn.metrics import f1_score
 
 from nodekit.training.evaluate import Evaluation, macro_f1
+from nodekit.training.loop import Loop
+from nodekit.training.options import parse
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.epochs import EpochWeights
@@ -80,9 +83,10 @@ def test_early_stop_counts_over_a_stop_at_an_evaluation_and_the_same_command_end
     own = [*task(tmp_path, STOPPED_ONCE), "--best", "same", "--early-stop", "3", "--eval-every", "5"]
     said = train(tmp_path, *own, num_ranks=1, code=1)
     assert "stopped at step 15/460, to go on from there" in said
-    for resumed_at in (15, 20):
-        said = train(tmp_path, *own, num_ranks=1)
+    for resumed_at, seed in ((15, 0), (20, 7)):
+        said = train(tmp_path, *own, "--seed", str(seed), num_ranks=1)
         assert f"resumed at step {resumed_at} " in said
+        assert ("the order of the data goes on with --seed 0 of the snapshot, not 7" in said) == (seed == 7)
         why = "same was no better than 1.0000 in 3 evaluations (--early-stop 3)"
         assert f"ended early at step 20/460: {why}" in said
         result = json.loads((tmp_path / "result.json").read_text())
@@ -140,6 +144,19 @@ def test_weights_of_epochs_are_plain_and_as_many_as_asked_for(
 def test_batches_of_an_evaluation_are_as_large_as_asked_for() -> None:
     evaluation = Evaluation(Digits(), Digits().test_data(), World.from_env({}), None, {}, 8)  # type: ignore[arg-type]
     assert [len(labels) for _, labels in evaluation._batches(range(20))] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "is_pinned"),
+    [("cuda", [], True), ("cuda", ["--no-pin-memory"], False), ("cpu", [], False)],
+)
+def test_batches_are_pinned_for_a_gpu_unless_it_is_told_not_to(
+    device: str, given: list[str], is_pinned: bool
+) -> None:
+    loop = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device(device), rank=0), options=parse(given, {}), task=Digits()
+    )
+    assert Loop._loading(loop)["pin_memory"] == is_pinned  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
