@@ -47,6 +47,8 @@ def parameters(
     assert settings is not None
     at_exit = [python, "-m", "nodekit.slurm.allocation.srun_loss", str(PurePosixPath(run_dir).parent)]
     at_once = (settings.array or "").partition("%")[2]
+    # srun from 22.05 on does not take over what sbatch was given.
+    cpus = [f"--cpus-per-task={settings.cpus_per_task}"] if settings.cpus_per_task else []
     asked: dict[str, Any] = {
         "job_name": name,
         "nodes": settings.nodes.max,
@@ -69,7 +71,7 @@ def parameters(
             f"trap {shlex.quote(shlex.join(at_exit))} EXIT",
         ],
         "array_parallelism": int(at_once) if at_once else None,
-        "srun_args": [*SRUN_ARGS, *settings.srun_args],
+        "srun_args": [*SRUN_ARGS, *cpus, *settings.srun_args],
     }
     further: dict[str, Any] = {"requeue": True, "no_kill": True, "chdir": run_dir}
     for key, value in settings.extra.items():
@@ -78,6 +80,20 @@ def parameters(
         **{key: value for key, value in asked.items() if value is not None},
         "additional_parameters": further,
     }
+
+
+def planned_gpus(settings: SlurmSettings) -> int | None:
+    """Return how many GPUs each node's ranks use; None: all that Slurm shows the job there.
+
+    GPUs may be asked for in other words than `gpus_per_node`, as ``extra: {gres: gpu:a100:4}``.
+    """
+    if settings.gpus_per_node is not None:
+        return settings.gpus_per_node
+    in_other_words = any(
+        "gpu" in name or (name in ("gres", "tres_per_node", "tres_per_task") and "gpu" in str(value))
+        for name, value in settings.extra.items()
+    )
+    return None if in_other_words else 0
 
 
 def _submitits_own() -> frozenset[str]:

@@ -94,7 +94,7 @@ class World:
         launched = _check_launcher(env, init_method)
         rank, local_rank = _number(env, "RANK", 0), _number(env, "LOCAL_RANK", 0)
         local_world_size = _first_number(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), 1)
-        device = _device(local_rank, local_world_size)
+        device = _device(local_rank, local_world_size, _number(env, "NODEKIT_NUM_GPUS", 0))
         generation = _number(env, "NODEKIT_GENERATION", 0) if env.get("NODEKIT_GENERATION") else None
         run_id = env.get("NODEKIT_RUN_ID") or env.get("TORCHELASTIC_RUN_ID")
         return cls(
@@ -217,8 +217,15 @@ def _meets_at(method: InitMethod, env: Mapping[str, str]) -> str:
     return method.path or f"{method.host}:{method.port}"
 
 
-def _device(local_rank: int, local_world_size: int) -> torch.device:
+def _device(local_rank: int, local_world_size: int, num_planned: int) -> torch.device:
     if not torch.cuda.is_available():
+        if num_planned:  # N ranks on a CPU would look like a slow job
+            is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+            why = "cannot use them" if is_built else "is built for the CPU alone"
+            raise ValueError(
+                f"{num_planned} GPU(s) are planned for this node, and torch {torch.__version__} {why}: see kit check, "
+                "or set `gpus: 0` in the inventory to train on the CPU"
+            )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(

@@ -33,6 +33,8 @@ class AgentSpec:
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
+    gpus: tuple[int, ...] = ()
+    """Those of its ranks, by nvidia-smi's index."""
     master_addr: str
     master_port: int
     is_host: bool = False
@@ -65,7 +67,7 @@ class AgentSpec:
     def load(cls, node_dir: Path) -> AgentSpec:
         """Read the spec from a node's folder."""
         fields: dict[str, Any] = json.loads((node_dir / "spec.json").read_text(encoding="utf-8"))
-        for name in ("argv", "nodes", "electorate"):
+        for name in ("argv", "nodes", "electorate", "gpus"):
             fields[name] = tuple(fields.get(name, ()))
         return cls(**fields)
 

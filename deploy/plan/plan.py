@@ -286,6 +286,8 @@ def build(
         gpus = host_gpus.for_ranks(host, own[host.name], inventory.job.nproc_per_node)
         env = _environment(inventory, found, interface, gpus, run_id, f"{run_dir}/{host.name}")
         env |= {**threads[host.name], **host.env, **inventory.job.env}
+        if "CUDA_VISIBLE_DEVICES" in {**host.env, **inventory.job.env}:
+            env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
         node = NodePlan(
             name=host.name,
             node_rank=node_rank,

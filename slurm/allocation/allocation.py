@@ -63,6 +63,7 @@ from nodekit.slurm.allocation.requeue import (
     snapshots_of,
     what_to_run,
 )
+from nodekit.slurm.sbatch_parameters import planned_gpus
 
 AGAIN_S = 0.5
 LOOK_S = 2.0  # between looks at which nodes are lost
@@ -349,7 +350,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
                 "connection": "ssh",
                 "python": sys.executable,
                 "workdir": job["shared_dir"],
-                "gpus": inventory.slurm.gpus_per_node or 0,
+                "gpus": planned_gpus(inventory.slurm),
             }
         )
         for name in here

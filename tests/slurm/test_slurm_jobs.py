@@ -39,7 +39,7 @@ from nodekit.slurm.jobs import (
     time_limit,
 )
 from nodekit.slurm.prepare import prepare
-from nodekit.slurm.sbatch_parameters import inventory_keys, parameters
+from nodekit.slurm.sbatch_parameters import inventory_keys, parameters, planned_gpus
 
 
 def recorded(name: str) -> str:
@@ -235,6 +235,23 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(
+    ("given", "planned"),
+    [
+        ({}, 0),
+        ({"gpus_per_node": 4}, 4),
+        ({"gpus_per_node": 0, "extra": {"gres": "gpu:a100:4"}}, 0),
+        ({"extra": {"gres": "gpu:a100:4"}}, None),
+        ({"extra": {"gres": "shard:1,nvme:2"}}, 0),
+        ({"extra": {"gpus_per_task": 2}}, None),
+        ({"extra": {"tres_per_node": "gres/gpu:2"}}, None),
+        ({"extra": {"licenses": "matlab"}}, 0),
+    ],
+)
+def test_gpus_asked_for_in_any_words_are_the_jobs(given: dict[str, Any], planned: int | None) -> None:
+    assert planned_gpus(settings(**given)) == planned
+
+
+@pytest.mark.parametrize(
     ("given", "time_min", "changed"),
     [
         ({"nodes": 2}, 30, {}),
@@ -242,7 +259,15 @@ ALWAYS = {
         ({"nodes": 2}, 1, {"time": 1, "signal_delay_s": 20}),
         ({"nodes": 2, "mem_gb": 1.5}, 30, {"mem": "1536M"}),
         ({"nodes": 2, "gpus_per_node": 0}, 30, {}),
-        ({"nodes": 2, "gpus_per_node": 4, "cpus_per_task": 8}, 30, {"gpus_per_node": 4, "cpus_per_task": 8}),
+        (
+            {"nodes": 2, "gpus_per_node": 4, "cpus_per_task": 8},
+            30,
+            {
+                "gpus_per_node": 4,
+                "cpus_per_task": 8,
+                "srun_args": [*ALWAYS["srun_args"], "--cpus-per-task=8"],
+            },
+        ),  # type: ignore[misc]  # it is a list
         (
             {
                 "nodes": 2,

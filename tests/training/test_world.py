@@ -167,3 +167,12 @@ def test_what_a_rank_has_printed_last_is_not_lost_at_its_end() -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "the last words\n")
+
+
+def test_a_rank_that_was_planned_for_a_gpu_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for is_built, why in ((False, "is built for the CPU alone"), (True, "cannot use them")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=is_built: built)
+        with pytest.raises(ValueError, match=rf"8 GPU\(s\) are planned for this node, and torch \S+ {why}: "):
+            World.from_env({"NODEKIT_NUM_GPUS": "8"})
+    assert World.from_env({"NODEKIT_NUM_GPUS": "0"}).device.type == "cpu"

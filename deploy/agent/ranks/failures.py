@@ -46,6 +46,7 @@ _OWN = re.compile(
 _LOCAL = re.compile(r"/multiprocessing/|/concurrent/futures/|/subprocess\.py$")
 _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
+    r"|(kit|python -m nodekit\.training): .*\d+ GPU\(s\) are planned for this node, and torch "
 )
 # argparse, click and shells; of argparse's the head may be too long ago to be among a rank's last words. Status 2 alone
 # says nothing: python ends so for a file that it cannot open, make and bash for most of what goes wrong.

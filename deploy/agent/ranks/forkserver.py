@@ -235,6 +235,9 @@ class _Server:
         _show_command(argv, env)
         if env.get("OMP_NUM_THREADS") != self._env.get("OMP_NUM_THREADS"):
             _set_num_threads(int(env["OMP_NUM_THREADS"]))
+        if torch and (problem := _missing_gpus(torch, env)):
+            os.write(2, os.fsencode(problem + "\n"))
+            os._exit(1)
         _forget_the_agent()
         sys.modules["__main__"] = ModuleType("__main__")  # and nowhere here, so that its end is as python's
         sys.modules["__main__"].__dict__.update(
@@ -312,6 +315,27 @@ def _refusal(
             if name in loaded and (path.suffix in (".py", ".so") or (path / "__init__.py").exists()):
                 return f"{path.name} hides a module of the same name"
     return None
+
+
+def _missing_gpus(torch: Any, env: Mapping[str, str]) -> str:
+    """Why the rank would train on the CPU though it was planned for a GPU; "" if it would not.
+
+    Nothing here wakes CUDA, which a script may yet want to leave to the processes that it forks.
+    """
+    planned = int(env.get("NODEKIT_NUM_GPUS") or 0)
+    needed = min(planned, int(env.get("LOCAL_WORLD_SIZE") or 1))
+    if not needed:
+        return ""
+    if not torch.backends.cuda.is_built():
+        seen = "is built for the CPU alone"
+    elif (count := torch.cuda.device_count()) < needed:
+        seen = f"sees {count}"
+    else:
+        return ""
+    return (
+        f"kit: {planned} GPU(s) are planned for this node, and torch {torch.__version__} {seen}: see kit check, or set "
+        "`gpus: 0` in the inventory to train on the CPU"
+    )
 
 
 def _forget_the_agent() -> None:

@@ -70,10 +70,7 @@ class EventLog:
         self._status_file = current_status.StatusFile(self._events)
         files.end_torn_line(self._events)
         self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
-        gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        usage = Usage(
-            spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
-        )
+        usage = Usage(spec.env.get("GLOO_SOCKET_IFNAME", ""), spec.gpus)
         self._notes = Notes(
             say=self._noted,
             told=self.told_dir,

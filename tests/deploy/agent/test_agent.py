@@ -328,6 +328,13 @@ def test_a_command_that_does_not_exist_is_named(agents: Agents) -> None:
     assert "kit: cannot run './no such'" in status["failures"][0]["error"]
 
 
+def test_a_rank_that_would_train_on_the_cpu_in_place_of_its_gpu_ends_the_job_at_once(agents: Agents) -> None:
+    agents.start(FOREVER, num_nodes=1, env={"NODEKIT_NUM_GPUS": "2"}, max_restarts=5)
+    status = agents.wait("n0", "failed")
+    (failure,) = status["failures"]
+    assert "kit: 2 GPU(s) are planned for this node, and torch" in failure["error"]
+
+
 def test_a_node_without_the_address_it_is_to_listen_on_says_so(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1, local_addr="203.0.113.1")
     ended = until(lambda: (status := agents.status("n0")).get("state") == "ended" and status)

@@ -442,11 +442,30 @@ int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
 """
 
 
+def test_a_nodes_own_gpus_are_sampled_whatever_cuda_calls_them(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODEKIT_NVML", nvml(tmp_path))
+    monkeypatch.setattr(notes, "SAMPLE_S", 0.0)
+    spec = agents.spec("n0", gpus=(1,), env={"CUDA_VISIBLE_DEVICES": "GPU-8f3a"})
+    Path(spec.node_dir).mkdir()
+    record = EventLog(spec)
+    record.update(state="running")
+    record.end("stopped")
+    samples = [event for event in events.read(Path(spec.node_dir)) if event.kind == "sample"]
+    assert {tuple(gpu["index"] for gpu in sample.fields["gpus"]) for sample in samples} == {(1,)}
+
+
+def nvml(folder: Path) -> str:
+    """Compile the library."""
+    (folder / "nvml.c").write_text(NVML)
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, folder / "nvml.c"], check=True)
+    return str(library)
+
+
 def test_gpus_are_asked_by_the_drivers_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "nvml.c").write_text(NVML)
-    library = tmp_path / "libnvidia-ml.so.1"
-    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
-    monkeypatch.setenv("NODEKIT_NVML", str(library))
+    monkeypatch.setenv("NODEKIT_NVML", nvml(tmp_path))
     memory = {"memory": 40 << 30, "memory_total": 150754820096}
     assert Usage("lo", [0, 1, 2]).now()["gpus"] == [
         {"index": 0, "use": 0.87, **memory},
