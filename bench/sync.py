@@ -134,7 +134,7 @@ class Syncs:
         os.sync()
         trees: list[sync.Tree] = []
         begin = time.monotonic()
-        reading = threading.Thread(target=lambda: trees.append(sync.take(self._tree)), daemon=True)
+        reading = threading.Thread(target=lambda: trees.append(sync.list_code(self._tree)), daemon=True)
         reading.start()
         try:
             with links(self._inventory.hosts, SshOptions(notice=note)) as opened:
@@ -148,7 +148,7 @@ class Syncs:
                 all_or_raise(sync.send(trees[0], targets, timeout_s=TIMEOUT_S))
                 done = settled = time.monotonic()
                 if settle:
-                    all_or_raise(sync.settle(targets, timeout_s=TIMEOUT_S))
+                    all_or_raise(sync.finish_caching(targets, timeout_s=TIMEOUT_S))
                     settled = time.monotonic()
         except KitError as error:
             raise BenchError(str(error)) from error

@@ -4,22 +4,12 @@ import difflib
 import json
 import shlex
 from pathlib import Path as FilePath
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nodekit.inventory.schema import (
-    Environment,
-    HostBlock,
-    InventoryFile,
-    Job,
-    LogSettings,
-    Notify,
-    SlurmSettings,
-    SnapshotSettings,
-    Timings,
-    Webhook,
-)
+from nodekit.inventory.schema import HostBlock, InventoryFile, Job, Webhook
 from nodekit.inventory.source import Document, Path, Problem, quoted
 
 
@@ -167,16 +157,24 @@ def _as_arguments(path: Path, line: str) -> list[str]:
         return line.split()
 
 
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, by itself, or none, or below names (`dict[Hostlist, HostBlock | None]`)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for each in get_args(annotation) if (model := _model_in(each))), None)
+
+
 _SECTIONS: dict[object, type[BaseModel]] = {
-    "environment": Environment,
-    "hosts": HostBlock,
-    "job": Job,
-    "logs": LogSettings,
-    "notify": Notify,
-    "slurm": SlurmSettings,
-    "snapshots": SnapshotSettings,
-    "timings": Timings,
+    name: model
+    for name, field in InventoryFile.model_fields.items()
+    if (model := _model_in(field.annotation)) is not None
 }
+_MEANT: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("job", Job),
+    ("", InventoryFile),
+    *((str(name), model) for name, model in _SECTIONS.items() if model not in (Job, HostBlock)),
+)
+"""Where a key that is at the wrong place is looked for, the likeliest first."""
 
 
 def _model(path: Path) -> type[BaseModel]:
@@ -191,15 +189,7 @@ def _valid_keys(path: Path) -> str:
     valid = sorted(_model(tuple(parent)).model_fields)
     elsewhere = [
         f"{section}.{key}" if section else f"{key} at the top of the file"
-        for section, model in (
-            ("job", Job),
-            ("", InventoryFile),
-            ("slurm", SlurmSettings),
-            ("snapshots", SnapshotSettings),
-            ("logs", LogSettings),
-            ("timings", Timings),
-            ("environment", Environment),
-        )
+        for section, model in _MEANT
         if key in model.model_fields
     ]
     longer = [name for name in valid if name == f"{key}s" or name.startswith(f"{key}_")]

@@ -23,12 +23,12 @@ from nodekit.deploy.supervise.policy import Rules
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
-from nodekit.slurm import leader, prepare
+from nodekit.slurm import prepare, shared_folder
 from nodekit.slurm import run as runner
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Slurm
-from nodekit.slurm.leader import events_of, forget_secrets, record_of, settle
 from nodekit.slurm.login import LOGIN, host_of, login, read
+from nodekit.slurm.shared_folder import events_of, forget_secrets, record_end, record_of
 
 
 class SlurmBackend:
@@ -85,7 +85,7 @@ class SlurmBackend:
         with login(restore(run.inventory), ssh) as link:
             job = Slurm(link).job(run.slurm["job_id"])
             record = record_of(run, link)
-            heard = leader.now(run, link)
+            heard = shared_folder.node_statuses(run, link)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
             told = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
             absent = told.get("nodes", []) if told.get("job") == job.job_id else []
@@ -94,7 +94,7 @@ class SlurmBackend:
                 used = usage(Slurm(link), run.slurm["job_id"])
                 forget_secrets(run, link)
                 if run.state not in runs.ENDED:
-                    settle(run, link, job)
+                    record_end(run, link, job)
         line = job.line()
         if not job.state:  # MinJobAge seconds after its end
             line = used.state.lower() if used else "is not known to Slurm any more"
@@ -140,8 +140,8 @@ class SlurmBackend:
         run: Run,
         ssh: SshOptions,
         *,
-        force: bool = False,  # noqa: ARG002  # it is Slurm that ends it
-        lost: bool = False,  # noqa: ARG002
+        force: bool = False,  # it is Slurm that ends it
+        lost: bool = False,
         fetch: bool = False,
     ) -> int:
         """Cancel the job of a run; the exit status."""
@@ -166,10 +166,10 @@ class SlurmBackend:
         job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
         if not job.is_over:
             return f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"
-        settle(run, links[LOGIN], job)
+        record_end(run, links[LOGIN], job)
         return ""
 
-    def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:  # noqa: ARG002
+    def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
         """The login node: what the nodes wrote lies in the folder that it shares."""
         return {LOGIN: host_of(restore(run.inventory))}
 
@@ -183,11 +183,11 @@ class SlurmBackend:
         """The leader's."""
         return record_of(run, links[LOGIN]) if LOGIN in links else None
 
-    def nodes_at(self, record: Run, host: str) -> list[str]:  # noqa: ARG002
+    def nodes_at(self, record: Run, host: str) -> list[str]:
         """All; when Slurm has started the job again, they may be others."""
         return list(record.nodes)
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:  # noqa: ARG002
+    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
         """Whether Slurm has no such job any more."""
         try:
             return Slurm(links[LOGIN]).job(run.slurm["job_id"]).is_over

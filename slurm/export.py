@@ -75,7 +75,7 @@ def script(
         command: the user's, in place of the inventory's.
         run_dir: the run's folder, in the shared one.
         python: the nodes' interpreter.
-        parameters: for submitit, as batch.py makes them.
+        parameters: for submitit, as sbatch_parameters.py makes them.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 

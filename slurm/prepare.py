@@ -23,14 +23,13 @@ from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import plan, script
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.story import leftout
-from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, take
+from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, list_code
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
-from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
 from nodekit.slurm.login import (
     CALL_TIMEOUT_S,
@@ -42,6 +41,7 @@ from nodekit.slurm.login import (
     settings_of,
     write,
 )
+from nodekit.slurm.sbatch_parameters import inventory_keys, parameters
 
 MAX_TIMEOUTS = 100
 NEEDED_MODULES = ("torch", "ClusterShell", "pathspec", "pydantic", "rich", "submitit", "yaml")
@@ -81,7 +81,7 @@ def prepare(
         env=dict(inventory.job.env),
         modules={},  # of the login node, they say nothing
     )
-    tree = take(inventory, options.command)
+    tree = list_code(inventory, options.command)
     with phases.phase("connect") as said:
         link = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
@@ -149,8 +149,8 @@ def prepare(
     with phases.phase("sync") as said:
         target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
-        all_or_raise(sync.settle({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
-        left_out = leftout.look(tree, argv)
+        all_or_raise(sync.finish_caching({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
+        left_out = leftout.find(tree, argv)
         said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
     ready = dataclasses.replace(ready, left_out=left_out.to_dict())
     if problem := _script_problem(ready, inventory, argv):
@@ -233,7 +233,7 @@ class Ready:
             raise KitError(f"{self.link.host}: submitit failed:\n{done['err'].strip()}")
         answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
         if "problem" in answer:
-            wrong = blame(answer.get("without", ()), self.settings)
+            wrong = inventory_keys(answer.get("without", ()), self.settings)
             raise KitError(f"{wrong and wrong + ': '}Slurm does not take this job: {answer['problem']}")
         return answer
 

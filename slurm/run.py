@@ -27,9 +27,9 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.leader import fetch_logs, forget_secrets, settle
 from nodekit.slurm.login import CALL_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
+from nodekit.slurm.shared_folder import fetch_logs, forget_secrets, record_end
 
 LOOK_S = 2.0
 POLL_S = 0.3
@@ -95,7 +95,7 @@ def is_there(run: Run, options: SshOptions) -> bool:
     with login(restore(run.inventory), options) as link:
         job = Slurm(link).job(run.slurm["job_id"])
         if job.is_over:
-            settle(run, link, job)
+            record_end(run, link, job)
         return not job.is_over
 
 
@@ -109,7 +109,7 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
             return 0
         print(f"cancelling job {run.slurm['job_id']}", flush=True)
         down(run, options.ssh, by=str(interrupt) or "Ctrl-C")
-        return 130
+        return runs.STOPPED_EXIT
 
 
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
@@ -148,7 +148,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             run.finish_stopped()
             print(f"{run.run_id} is stopped", flush=True)
             bring_logs(run, link)
-            return 130
+            return runs.STOPPED_EXIT
         return conclude(run, link, job)
 
 
@@ -191,7 +191,7 @@ def _cancel(slurm: Slurm, job_id: str) -> bool:
 
 def conclude(run: Run, link: Link, job: Job) -> int:
     """Write down and say how a run ended whose job is over; kit's exit status."""
-    exit_status, is_told = settle(run, link, job)
+    exit_status, is_told = record_end(run, link, job)
     bring_logs(run, link)
     if run.state == "stopped":
         print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
@@ -226,7 +226,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         if job.is_over:
             forget_secrets(run, link)
             if run.state not in runs.ENDED:
-                settle(run, link, job)
+                record_end(run, link, job)
             print(f"{run.run_id} is not running ({run.state})")
             bring_logs(run, link, is_asked=fetch)
             return 0

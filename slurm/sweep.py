@@ -27,12 +27,11 @@ from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.jobs import Job, Slurm, indexes
-from nodekit.slurm.leader import now, record_of, settle
 from nodekit.slurm.login import login, read, settings_of
 from nodekit.slurm.prepare import dry_run, prepare
+from nodekit.slurm.shared_folder import node_statuses, record_end, record_of
 
 LOOK_S = 2.0
-STOPPED = 130
 MAX_NUMBERS = 3
 """Of a run's result.json, in the table: the first ones, as accuracy and loss."""
 
@@ -188,13 +187,13 @@ def _arrays(members: Sequence[Run]) -> list[str]:
 def _look(members: Sequence[Run], options: SshOptions) -> None:
     """Write down of those that are over how they ended."""
     with login(restore(members[0].inventory), options) as link:
-        _settle(link, members, _jobs(Slurm(link), members))
+        _record_ends(link, members, _jobs(Slurm(link), members))
 
 
-def _settle(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
+def _record_ends(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
     for run in _live(members):
         if jobs[run.run_id].is_over:
-            settle(run, link, jobs[run.run_id])
+            record_end(run, link, jobs[run.run_id])
 
 
 def watch(members: list[Run], options: Options) -> int:
@@ -204,7 +203,7 @@ def watch(members: list[Run], options: Options) -> int:
         try:
             while live := _live(members):
                 jobs = _jobs(Slurm(link), live)
-                _settle(link, live, jobs)
+                _record_ends(link, live, jobs)
                 for run in live:
                     line = (
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
@@ -216,7 +215,7 @@ def watch(members: list[Run], options: Options) -> int:
                     time.sleep(LOOK_S)
         except KeyboardInterrupt as interrupt:
             _stop(link, members, str(interrupt) or "Ctrl-C")
-            return STOPPED
+            return runs.STOPPED_EXIT
         print(f"\n{_table(link, members)}")
     return 0 if all(run.state == "succeeded" for run in members) else JobFailed.exit_code
 
@@ -224,7 +223,7 @@ def watch(members: list[Run], options: Options) -> int:
 def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int:
     """Cancel what is left of a sweep, and with `fetch` copy its logs to this machine; the exit status."""
     with login(restore(members[0].inventory), options) as link:
-        _settle(link, members, _jobs(Slurm(link), members))
+        _record_ends(link, members, _jobs(Slurm(link), members))
         if _live(members):
             _stop(link, members, "kit down")
         else:
@@ -250,7 +249,7 @@ def _stop(link: Link, members: list[Run], by: str) -> None:
                 f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel; see squeue --job {jobs}"
             )
         time.sleep(runner.POLL_S)
-    _settle(link, live, _jobs(slurm, live))
+    _record_ends(link, live, _jobs(slurm, live))
     print(f"{sweep_id} is stopped", flush=True)
 
 
@@ -258,7 +257,7 @@ def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
     """Print a table of the runs of a sweep; the exit status."""
     with login(restore(members[0].inventory), options) as link:
         jobs = _jobs(Slurm(link), members)
-        _settle(link, members, jobs)
+        _record_ends(link, members, jobs)
         if as_json:
             rows = [
                 {**runs.public(run), "values": run.sweep_values, **_progress(link, run)} for run in members
@@ -294,7 +293,7 @@ def _progress(link: Link, run: Run) -> dict[str, Any]:
     )
     if node is None:
         return {"progress": "", "result": {}}
-    told = now(run, link).get(node["name"], {})
+    told = node_statuses(run, link).get(node["name"], {})
     result: Any = None
     with contextlib.suppress(ValueError):
         result = json.loads(read(link, f"{node['node_dir']}/output/result.json") or "{}")

@@ -11,7 +11,7 @@ from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.screen.view import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.supervise.observer import Left, StopAsked
@@ -19,8 +19,8 @@ from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.leader import SharedFolder
 from nodekit.slurm.login import login
+from nodekit.slurm.shared_folder import SharedFolder
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -79,7 +79,7 @@ def _cancel(run: Run, options: SshOptions, view: FullScreen, by: str) -> int:
     view.close()
     print(f"cancelling job {run.slurm['job_id']}", flush=True)
     runner.down(run, options, by=by)
-    return 130
+    return STOPPED_EXIT
 
 
 def _print(run: Run, options: SshOptions) -> int:

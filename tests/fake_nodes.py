@@ -109,7 +109,7 @@ class Nodes:
         )
         self.run.save()
         monkeypatch.setattr(check, "gather", gather)
-        self.hands = NodeClient(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
+        self.client = NodeClient(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
 
     def number(self, below: int) -> int:
         """The next one of this seed."""

@@ -1,7 +1,10 @@
 """``python -m nodekit.training``: train a task; see ``--help``."""
 
+import os
+
+from nodekit.training import gpus
 from nodekit.training.options import parse
-from nodekit.training.rank import train
+from nodekit.training.rank import refused, train
 from nodekit.training.stop import leave
 
 
@@ -12,6 +15,11 @@ def main() -> int:
     snapshot, 144 fenced: a newer generation has taken over.
     """
     options = parse()
+    if options.gpus:
+        try:
+            os.environ[gpus.VARIABLE] = gpus.chosen(options.gpus, os.environ)
+        except ValueError as error:
+            return refused(error)
     if options.launcher == "torchrun":
         return train(options)
     from nodekit.training import spawn  # which imports torch

@@ -43,6 +43,13 @@ class _Step:
     """Seconds since 1970; 0 while the optimizer steps."""
 
 
+_ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
+
+
+class CannotResume(ValueError):
+    """The snapshot that is there is not one that these options can go on from; the message says what to do."""
+
+
 class Loop:
     """Model, optimizer, data and snapshots of one rank; all ranks make the same steps."""
 
@@ -161,6 +168,8 @@ class Loop:
                     f"resumed at step {self.step} (epoch {self.sampler.epoch + 1}, {self.sampler.offset} of "
                     f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
                 )
+                if self.step == self.total_steps:
+                    self.report.say(f"all {self.options.epochs} epochs are done already: only evaluating")
             started_s, started_step, means = time.monotonic(), self.step, dict[str, float]()
             while self.sampler.epoch < self.options.epochs:
                 if not self._epoch():
@@ -293,7 +302,7 @@ class Loop:
         self.report.settle()
         means = self.evaluation(self.engine, self.module)
         epoch = self.sampler.epoch + 1
-        self.report.evaluation(self.step, epoch=epoch, means=means, when=when)
+        self.report.evaluation(self.step, epoch=epoch, means=means, when=when, best=self.best.improved(means))
         self.best.look(means, self.engine.weights, step=self.step, epoch=epoch)
         self.saver.paused()
         return means
@@ -331,11 +340,13 @@ class Loop:
                 optimizer.load_state_dict(state["optimizer"])
             self.sampler.load_state_dict(state["sampler"])
         except (KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
+            raise CannotResume(
+                f"the snapshot {found.source} is not of this task or model: {error}. {_ANEW}"
+            ) from error
         if self.sampler.epoch >= self.options.epochs:
-            raise ValueError(
+            raise CannotResume(
                 f"{found.source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
-                f"{self.options.epochs}: give more epochs, or another folder"
+                f"{self.options.epochs}: give more epochs. {_ANEW}"
             )
         self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
         if self.world.rank < len(state["rng"]):  # additional ranks keep their fresh seeds

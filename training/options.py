@@ -4,15 +4,15 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nodekit.training import values
 from nodekit.training.engine_info import ALONE, ENGINES
-from nodekit.training.initmethod import InitMethod
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
@@ -26,51 +26,6 @@ ONE_FOLDER = (
 """What sharded snapshots need; whether it is so, only the ranks can find out."""
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _positive(text: str) -> float:
-    number = _float(text)
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _auto_or_positive(text: str) -> float | None:
-    try:
-        return None if text == "auto" else _positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
-
-
-def _fraction(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
-    return number
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-        return int(text)
-
-    return whole
-
-
-def _init_method(text: str) -> str:
-    try:
-        InitMethod.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def _option(
     group: str,
     default: object,
@@ -79,6 +34,7 @@ def _option(
     either: str = "",
     env: str = "",
     without: Mapping[str, str] | None = None,
+    may_change: bool = False,
     **settings: Any,
 ) -> Any:
     """Declare an option as a field of `Options`.
@@ -90,6 +46,7 @@ def _option(
         either: options with the same name here exclude each other.
         env: a variable that, where it is set, replaces the default.
         without: engine → why that engine cannot do what the option asks for.
+        may_change: whether a run may go on from a snapshot that was taken with another value (see `fingerprint`).
         settings: for ``add_argument``.
     """
     if default is False:
@@ -97,22 +54,29 @@ def _option(
     elif default is not None and "(default: " not in about:
         about += " (default: %(default)s)"
     settings["help"] = about
-    metadata = {"group": group, "either": either, "env": env, "without": without or {}, "settings": settings}
+    metadata = {
+        "group": group,
+        "either": either,
+        "env": env,
+        "without": without or {},
+        "may_change": may_change,
+        "settings": settings,
+    }
     return field(default=default, metadata=metadata)
 
 
 # Settings that several options share.
-_COUNT: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
-_FROM_0: dict[str, Any] = {"type": _whole(0), "metavar": "N"}
-_STEPS: dict[str, Any] = {"type": _whole(1), "metavar": "H"}
-_POSITIVE: dict[str, Any] = {"type": _positive, "metavar": "X"}
-_SECONDS: dict[str, Any] = {"type": _positive, "metavar": "S"}
+_COUNT: dict[str, Any] = {"type": values.whole(1), "metavar": "N"}
+_FROM_0: dict[str, Any] = {"type": values.whole(0), "metavar": "N"}
+_STEPS: dict[str, Any] = {"type": values.whole(1), "metavar": "H"}
+_POSITIVE: dict[str, Any] = {"type": values.positive, "metavar": "X"}
+_SECONDS: dict[str, Any] = {"type": values.positive, "metavar": "S"}
 _what = partial(_option, "task and engine")
-_start = partial(_option, "launch")
+_start = partial(_option, "launch", may_change=True)
 _how = partial(_option, "training")
-_judged = partial(_option, "evaluation")
-_kept = partial(_option, "output and snapshots")
-_limits = partial(_option, "limits")
+_judged = partial(_option, "evaluation", may_change=True)
+_kept = partial(_option, "output and snapshots", may_change=True)
+_limits = partial(_option, "limits", may_change=True)
 
 
 def _all_but(engine: str, reason: str) -> dict[str, str]:
@@ -172,9 +136,9 @@ class Options:
         metavar="FILE",
         without=_all_but("deepspeed", "does not read it"),
     )
-    epochs: int = _what(20, "times through the training data", **_COUNT)
+    epochs: int = _what(20, "times through the training data", may_change=True, **_COUNT)
     seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
-    num_workers: int = _what(0, "processes loading data, per rank", **_FROM_0)
+    num_workers: int = _what(0, "processes loading data, per rank", may_change=True, **_FROM_0)
 
     launcher: str = _start(
         "torchrun",
@@ -187,7 +151,7 @@ class Options:
     init_method: str = _start(
         "env://",
         "where the ranks meet: env://, tcp://HOST:PORT or file:///PATH",
-        type=_init_method,
+        type=values.init_method,
         metavar="URL",
     )
     backend: str = _start(
@@ -195,18 +159,30 @@ class Options:
         "how they communicate: auto is nccl if there are GPUs, else gloo",
         choices=["auto", "gloo", "nccl", "mpi"],
     )
+    gpus: tuple[int, ...] | None = _start(
+        None,
+        "the GPUs of this machine to use, as torch numbers them: 0,1; of those that CUDA_VISIBLE_DEVICES shows, if it "
+        "is set (default: all)",
+        type=values.gpus,
+        metavar="N,N",
+    )
+    local_rank: int | None = _start(
+        None, "given by python -m torch.distributed.launch and by deepspeed; has to be LOCAL_RANK", **_FROM_0
+    )
 
     batch_size: int = _how(64, "samples per step over all ranks together", **_COUNT)
     micro_batch: int | None = _how(
         None,
         "most samples a rank computes at once; more are accumulated (default: no limit)",
         either="parts of a batch",
+        may_change=True,
         **_COUNT,
     )
     accumulate: int | None = _how(
         None,
         "or into how many parts, computed one after the other, a rank divides its share of a batch (default: 1)",
         either="parts of a batch",
+        may_change=True,
         **_COUNT,
     )
     lr: float = _how(0.003, "peak learning rate", **_POSITIVE)
@@ -254,7 +230,7 @@ class Options:
     outer_momentum: float = _how(
         0.5,
         "DiLoCo's momentum, from 0 and below 1; its authors use 0.9, for long runs",
-        type=_fraction,
+        type=values.fraction,
         metavar="X",
     )
 
@@ -270,7 +246,8 @@ class Options:
 
     output: Path | None = _kept(
         None,
-        "for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else runs/ID)",
+        "for curves, result and snapshots (default: $NODEKIT_OUTPUT_DIR, else a folder in runs, where the same command "
+        "goes on)",
         type=Path,
         metavar="DIR",
     )
@@ -289,11 +266,11 @@ class Options:
         "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
         either="interval",
         env="NODEKIT_SNAPSHOT_EVERY",
-        type=_auto_or_positive,
+        type=values.auto_or_positive,
         metavar="T",
     )
     """None for auto."""
-    keep: int = _kept(2, "snapshots to keep, 2 or more", type=_whole(2), metavar="N")
+    keep: int = _kept(2, "snapshots to keep, 2 or more", type=values.whole(2), metavar="N")
     snapshot_format: str = _kept(
         "whole",
         "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
@@ -341,6 +318,10 @@ class Options:
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+_INSTEAD = {"--local-world-size": "--nproc-per-node", "--bert-dir": "--model"}
+"""What scripts often call an option, where the nearest spelling is another one."""
+
+
 class OptionsError(ValueError):
     """Invalid options; the message is one line for users, with the program's name before it."""
 
@@ -354,8 +335,8 @@ class _Parser(argparse.ArgumentParser):
         ]
         if message.startswith("unrecognized arguments: "):
             given = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
-            near = get_close_matches(given, known, n=1)
-            message += f"{f' (did you mean {near[0]}?)' if near else ''}; the options are: {', '.join(known)}"
+            near = _INSTEAD.get(_flag(given[2:])) or "".join(get_close_matches(given, known, n=1))
+            message += f"{f' (did you mean {near}?)' if near else ''}; the options are: {', '.join(known)}"
         raise OptionsError(f"{self.prog}: {message}")
 
 
@@ -380,7 +361,8 @@ def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | No
     """
     env = os.environ if environ is None else environ
     parser = _parser(env)
-    options = Options(**vars(parser.parse_args(arguments)))
+    given = sys.argv[1:] if arguments is None else arguments
+    options = Options(**vars(parser.parse_args([*map(_with_dashes, given)])))
     for problem in _problems(options, env):
         parser.error(problem)
     return options
@@ -418,6 +400,13 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _with_dashes(argument: str) -> str:
+    """Spell an option as ``--help`` does: as for torchrun, ``--local_rank`` is ``--local-rank``."""
+    name, equals, value = argument.partition("=")
+    is_option = name.startswith("--") and name[2:] in {option.name for option in fields(Options)}
+    return f"{_flag(name[2:])}{equals}{value}" if is_option else argument
+
+
 def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     """What does not go together, each a sentence for the user.
 
@@ -446,6 +435,14 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
 
 def _problems_of_ranks(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     """What does not go with the number of ranks, or with what starts them."""
+    if options.local_rank is not None and environ.get("LOCAL_RANK") != str(options.local_rank):
+        found = (
+            f"LOCAL_RANK is {environ['LOCAL_RANK']}" if "LOCAL_RANK" in environ else "LOCAL_RANK is not set"
+        )
+        yield (
+            f"--local-rank {options.local_rank}, but {found}: the option is for torch.distributed.launch and "
+            "deepspeed, which set both; leave it out"
+        )
     started = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if options.launcher == "spawn" and started:
         yield (

@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nodekit.training.engine_info import EngineError
+from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options import ONE_FOLDER, Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
@@ -64,6 +64,8 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
         ValueError: that is not possible here; raised before any rank waits for another.
         FileNotFoundError: likewise.
     """
+    from torch.cuda import device_count
+
     from nodekit.training.engines.load import check_engine
     from nodekit.training.tasks import task_of
     from nodekit.training.world import World
@@ -71,6 +73,8 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     world = World.from_env(
         environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
     )
+    if options.gpus:
+        _check_gpus(options.gpus, device_count(), world.local_world_size, options.engine)
     if options.sync_bn and world.device.type == "cpu":
         raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
     check_engine(options, world.device.type)
@@ -85,6 +89,21 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     return world, task_of(options)
 
 
+def _check_gpus(gpus: Sequence[int], num_visible: int, num_ranks: int, engine: str) -> None:
+    """Refuse ``--gpus`` if some are not there, or would not be used by this node's ranks."""
+    given = f"--gpus {','.join(map(str, gpus))}"
+    if num_visible != len(gpus):
+        raise ValueError(
+            f"{given}: torch sees {num_visible} of these {len(gpus)} GPUs; nvidia-smi lists those of this machine, and "
+            "torch has to be a build for CUDA"
+        )
+    if engine != "dp" and num_ranks < len(gpus):
+        raise ValueError(
+            f"{given}: {num_ranks} rank{'s' * (num_ranks > 1)} of --engine {engine} would use {num_ranks} of these "
+            f"{len(gpus)} GPUs; start a rank for each (--launcher spawn does), or take --engine dp"
+        )
+
+
 def refused(error: Exception) -> int:
     """Print why the options cannot be followed here, and return the exit status."""
     print(f"{_NAME}: {error}", file=sys.stderr)
@@ -96,8 +115,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
     # The imports leave no garbage, and looking for some takes a fifth of their time.
     gc.disable()
     # Importing torch is slow: not for --help, nor for a mistyped option.
-    from nodekit.training.loop import Loop
-    from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
+    from nodekit.training import loop  # noqa: F401  # before gc.freeze
+    from nodekit.training.reporting import node_lines
 
     logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
     try:
@@ -106,12 +125,39 @@ def train(options: Options, parent: Parent | None = None) -> int:
         return refused(error)
     gc.freeze()
     gc.enable()
+    folder = output_folder(options, world)
+    if not _prints(world):
+        return _train(options, world, task, folder, parent)
+    try:
+        with held(folder):
+            print(node_lines.start(world, folder, engine=options.engine), flush=True)
+            code = _train(options, world, task, folder, parent)
+    except InUse as error:
+        return refused(error)
+    if text := node_lines.end(world, folder, is_trained=code == 0):
+        print(text, flush=True)
+    return code
+
+
+def _prints(world: "World") -> bool:
+    """Whether this rank speaks for its node, since kit does not."""
+    return world.is_first_on_node and not world.is_by_kit
+
+
+def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
+    """Join the other ranks, train, and return the exit status."""
+    from nodekit.training.loop import Loop
+    from nodekit.training.reporting import node_lines
+    from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
+
     with world, Stop(options.grace) as stop:
+        if _prints(world) and (text := node_lines.met(world)):
+            print(text, flush=True)
         loop = None
         try:
             if parent is not None:
                 parent.stops_by(stop)
-            loop = Loop(options, world, task, output_folder(options, world), stop)
+            loop = Loop(options, world, task, folder, stop)
             _KEPT_ALIVE.append(loop)
             gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
             result = loop.run()
@@ -140,17 +186,19 @@ def _report(error: Exception) -> None:
     """Write on stderr why this rank failed, and to torchrun's error file if torchrun asked for one."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from nodekit.training.loop import CannotResume
+
     get_error_handler().record_exception(error)
     is_for_users = isinstance(error, ValueError) and error.__cause__ is not None
-    if is_for_users or isinstance(error, EngineError):
+    if is_for_users or isinstance(error, EngineError | CannotResume):
         print(f"{_NAME}: {error}", file=sys.stderr)
     else:
         logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)
 
 
 def output_folder(options: Options, world: "World") -> Path:
-    """This node's folder: the given one, or one in the working folder, which a restart by torchrun finds again."""
+    """This node's folder: the given one, kit's, or one in the working folder, which the same command finds again."""
     if options.output is None and world.output_dir is not None:
         return world.output_dir
-    folder = options.output or Path("runs", world.run_id or time.strftime("%Y%m%d-%H%M%S"))
+    folder = options.output or default_folder(options)
     return folder / f"node{world.node_rank}" if world.node_rank else folder

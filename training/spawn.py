@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
@@ -21,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from nodekit.training.engine_info import ALONE
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.options import Options
-from nodekit.training.rank import Parent, check, output_folder, refused, train
+from nodekit.training.rank import Parent, check, refused, train
 from nodekit.training.stop import Stop, leave
 
 _POLL_EVERY_S = 0.2
@@ -73,8 +72,6 @@ def run(options: Options) -> int:
         check_address(world.init_method)
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
-    # The folder's name may contain the time: choose it once for all ranks.
-    options = replace(options, output=output_folder(options, world))
     # As torchrun does, but with all cores; it must be set before a rank imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """This process's rank, read once from the environment, and the process group of all ranks."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,8 @@ class World:
     """``nccl`` where there are GPUs and torch has it, else ``gloo``, unless given."""
     init_method: InitMethod
     """Where the ranks meet."""
+    meets_at: str = ""
+    """The same for people, an address or a file; "" when nothing launched this process."""
     timeout_s: float
     """How long a collective may wait for the slowest rank."""
     launched: bool
@@ -91,7 +93,7 @@ class World:
         method.check()
         launched = _check_launcher(env, init_method)
         rank, local_rank = _number(env, "RANK", 0), _number(env, "LOCAL_RANK", 0)
-        local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
+        local_world_size = _first_number(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), 1)
         device = _device(local_rank, local_world_size)
         generation = _number(env, "NODEKIT_GENERATION", 0) if env.get("NODEKIT_GENERATION") else None
         run_id = env.get("NODEKIT_RUN_ID") or env.get("TORCHELASTIC_RUN_ID")
@@ -100,10 +102,13 @@ class World:
             local_rank=local_rank,
             world_size=_number(env, "WORLD_SIZE", 1),
             local_world_size=local_world_size,
-            node_rank=_number(env, "GROUP_RANK", _number(env, "NODE_RANK", rank // local_world_size)),
+            node_rank=_first_number(
+                env, ("GROUP_RANK", "NODE_RANK", "CROSS_RANK"), rank // max(1, local_world_size)
+            ),
             device=device,
             backend=_backend(backend, device),
             init_method=method,
+            meets_at=_meets_at(method, env) if launched else "",
             timeout_s=timeout_s,
             launched=launched,
             run_id=run_id if run_id != "none" else None,
@@ -116,6 +121,11 @@ class World:
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
         )
+
+    @property
+    def is_by_kit(self) -> bool:
+        """Whether `kit up` has started this rank, and shows nodes, folders and the end itself."""
+        return self.generation is not None
 
     @property
     def is_main(self) -> bool:
@@ -201,6 +211,12 @@ def _check_launcher(env: Mapping[str, str], init_method: str) -> bool:
     return True
 
 
+def _meets_at(method: InitMethod, env: Mapping[str, str]) -> str:
+    if method.scheme == "env":
+        return f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    return method.path or f"{method.host}:{method.port}"
+
+
 def _device(local_rank: int, local_world_size: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -232,6 +248,11 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name} is {text!r}: a whole number from 0 was wanted")
     return int(text)
+
+
+def _first_number(env: Mapping[str, str], names: Sequence[str], default: int) -> int:
+    """The first variable that is set: torchrun and kit use one name, deepspeed's launcher another."""
+    return next((_number(env, name, default) for name in names if name in env), default)
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

@@ -33,7 +33,7 @@ from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
-from nodekit.deploy.agent.ranks.failures import is_echo
+from nodekit.deploy.agent.ranks.failures import is_secondary
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
@@ -81,7 +81,7 @@ class Agent:
         descriptors.raise_limit()  # only now: ranks have the limit that they would have had
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
-        self._inquiry = HangDiagnosis(spec.hang, record)
+        self._hang_diagnosis = HangDiagnosis(spec.hang, record)
         self._orders = Orders(self._folder)
         self._replicas: Replicas | None = None
         if spec.copies > 1 and len(spec.nodes) > 1:
@@ -343,7 +343,7 @@ class Agent:
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
         attempts = self._attempts
-        self._inquiry.begin(formed, attempts.pids, attempts.logs)
+        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs)
         exits: dict[int, int] = {}
         members_at = 0.0
         while True:
@@ -364,7 +364,7 @@ class Agent:
             if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
                 return why
             with rendezvous.lost_store_is_told():
-                hangs = self._inquiry.finds_a_hang(self._pause, has_ended=bool(exits))
+                hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
             if hangs:
                 self._end_attempt(0, "a hang")
                 return self._again_or_give_up()
@@ -398,7 +398,7 @@ class Agent:
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
         failures = self._attempts.failures(DYING_S)
-        own = [each for each in failures if not is_echo(each["error"], each["exitcode"])]
+        own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
         if own and (reason := self._budget.crashed(min(own, key=lambda each: each["when"]))):
@@ -429,7 +429,9 @@ class Agent:
             others = [name for name in formed.without(DONE) if name != self._spec.name]
             self._record.update(state="waiting", done_at=time.time(), waits_for=others)
             if self._replicas is not None:
-                self._replicas.settle(SETTLE_S)  # while those who are to keep the last files are still here
+                self._replicas.finish_copying(
+                    SETTLE_S
+                )  # while those who are to keep the last files are still here
             formed.tell(DONE)
             while not formed.have_all(DONE):
                 self._pause()
@@ -473,7 +475,7 @@ class Agent:
             return
         self._record.update(workers=[], copying=True)
         deadline = time.monotonic() + SETTLE_S
-        self._replicas.settle(SETTLE_S)
+        self._replicas.finish_copying(SETTLE_S)
         if not (self._folder / "stop").exists():  # the others go on
             return
         with contextlib.suppress(StoreLost, SignalException), rendezvous.lost_store_is_told():

@@ -1,4 +1,4 @@
-"""Where the agents of a round find out together whether their workers hang, and who holds up the others."""
+"""The agents of a round find out together whether their ranks hang, and which rank holds up the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from nodekit.deploy.agent.telemetry.event_log import EventLog
 DONE = "done"
 """What a node tells the others of its round when all its ranks have ended well."""
 LOOK_S = 1.0  # how often is looked
-FLOOR_S = 120.0  # a pause no longer than this is none, unless the inventory says so
 STACKS_S = 10.0  # to read the stacks of all ranks
 _POLL_S = 0.05
 
@@ -32,7 +31,7 @@ class HangDiagnosis:
     def __init__(self, setting: float | Literal["auto", "never"], record: EventLog) -> None:
         """`setting` is the inventory's ``timings.hang``."""
         self._is_off = setting == "never"
-        self._watch = hang.Watch(hang="off" if setting == "never" else setting, floor_s=FLOOR_S)
+        self._watch = hang.Watch(hang=setting)
         self._record = record
 
     def begin(self, formed: Formed, pids: Mapping[int, int], logs: Mapping[int, Path]) -> None:

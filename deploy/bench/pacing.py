@@ -64,7 +64,7 @@ def on_first(
             link, asked, progress, python=node.python, cwd=workdir, kit_dir=node.kit_dir, env=node.env
         )
     folder = f"{workdir}/bench-{secrets.token_hex(4)}"
-    tree = node_client.take(inventory, None)
+    tree = node_client.list_code(inventory, None)
     target = sync.code_target(link, tree, workdir=workdir, dest=f"{folder}/code")
     try:
         all_or_raise(sync.send(tree, {node.name: target}, timeout_s=_TIMEOUT_S))

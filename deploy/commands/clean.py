@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     inventory = load_inventory(arguments.inventory(args))
     with cluster.links(inventory.hosts, arguments.ssh_options(args), some=True) as links:
-        found = leftovers.look(links, inventory)
+        found = leftovers.find(links, inventory)
         failed = [str(each) for each in found.values() if isinstance(each, Exception)]
         here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
         for left in here:

@@ -20,7 +20,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop a run, or all runs of a sweep."""
+    """Stop a run, or all runs of a sweep. What is stopped on a node: `stop` in deploy/host/node/agents.py."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.records import runs
 

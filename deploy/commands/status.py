@@ -15,7 +15,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what each node does, or did last."""
+    """Say what each node does, or did last.
+
+    The line of a node is made in deploy/story/status.py, that of a Slurm job in slurm/jobs.py.
+    """
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.records import runs
 

@@ -55,7 +55,7 @@ class Fault:
 # --- where --------------------------------------------------------------------------------------------------
 
 
-def bystander(site: Site, but: Sequence[str] = ()) -> str:
+def ordinary_node(site: Site, but: Sequence[str] = ()) -> str:
     """Return the last node that neither hosts the rendezvous nor has rank 0; else any other node."""
     left = [node for node in site.nodes if node not in but]
     free = [node for node in left if node not in (site.host, site.rank0)]
@@ -72,10 +72,10 @@ def _signal(
     number: signal.Signals,
     target: str,
     to_what: str,
-    node: Callable[[Site], str] = bystander,
+    node: Callable[[Site], str] = ordinary_node,
     **how: Any,
 ) -> Fault:
-    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/server.py."""
+    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/node/agents.py."""
 
     def strike(site: Site) -> Struck:
         where = node(site)
@@ -135,13 +135,13 @@ def _cut(site: Site, node: str) -> Struck:
 
 
 def _slow(site: Site) -> Struck:
-    node, at = bystander(site), time.time()
+    node, at = ordinary_node(site), time.time()
     _lab(site).slow(site.lab_name(node), delay_ms=SLOW_MS, loss_percent=SLOW_LOSS_PERCENT)
     return Struck(node, f"{2 * SLOW_MS:.0f} ms more per round trip, {SLOW_LOSS_PERCENT:.0f} % loss", at)
 
 
 def _flap(site: Site) -> Struck:
-    node, at = bystander(site), time.time()
+    node, at = ordinary_node(site), time.time()
     name = site.lab_name(node)
     for number in range(FLAPS):
         if number:
@@ -153,8 +153,8 @@ def _flap(site: Site) -> Struck:
 
 
 def _two(site: Site) -> Struck:
-    first = bystander(site)
-    return _power_off(site, [first, bystander(site, but=[first])], "their power is gone")
+    first = ordinary_node(site)
+    return _power_off(site, [first, ordinary_node(site, but=[first])], "their power is gone")
 
 
 def _small_disk(site: Site) -> None:
@@ -249,7 +249,7 @@ FAULTS: dict[str, Fault] = {
         ),
         _on_lab(
             "power", "a host loses its power, and gets it back",
-            lambda site: _power_off(site, [bystander(site)]), _POWER,
+            lambda site: _power_off(site, [ordinary_node(site)]), _POWER,
         ),
         _on_lab(
             "rendezvous-power", "the same, of the host that keeps the rendezvous",
@@ -257,7 +257,7 @@ FAULTS: dict[str, Fault] = {
         ),
         _on_lab(
             "cut", "a host's cable is out for a while: silence, no error",
-            lambda site: _cut(site, bystander(site)), _LINK,
+            lambda site: _cut(site, ordinary_node(site)), _LINK,
         ),
         _on_lab(
             "rendezvous-cut", "the same, of the host that keeps the rendezvous",

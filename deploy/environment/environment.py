@@ -191,7 +191,7 @@ def _build_all(job: _Job, seats: Mapping[str, Seat]) -> tuple[tuple[str, ...], b
         except KitError as error:
             why = f"\n    {hosts[0]} cannot reach the index itself ({offline[hosts[0]]})" if hosts else ""
             raise KitError(f"{error}{why}") from error
-        folders[platform] = sync.take(folder)
+        folders[platform] = sync.list_code(folder)
 
     def one(seat: Seat) -> bool:
         return _build(job, seat, folders[seat.platform] if seat.host.name in offline else None)
@@ -308,7 +308,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
 
 def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: float) -> dict[str, Any]:
     """Complete sync's cache before the build, which removes the folder of wheels after use."""
-    return sync.settle(targets, timeout_s=timeout_s)
+    return sync.finish_caching(targets, timeout_s=timeout_s)
 
 
 def _last_line(seat: Seat) -> str:

@@ -42,7 +42,7 @@ def decode(line: bytes) -> Optional[NodeStatus]:
     return cast(NodeStatus, json.loads(body + b"}"))
 
 
-class Present:
+class StatusFile:
     """The statuses in one file: read by anyone, written by one at a time. It may be used by several threads."""
 
     def __init__(self, path: str) -> None:
@@ -147,12 +147,12 @@ class _Line:
         os.pwrite(handle, data.ljust(self.length - 1), self._place)
 
 
-_files: Dict[str, Present] = {}
+_files: Dict[str, StatusFile] = {}
 
 
-def of(folder: str) -> Present:
+def of(folder: str) -> StatusFile:
     """That of the file of events in a folder; what was found out about the file is kept as long as this process is."""
-    return _files.setdefault(folder, Present(os.path.join(folder, "events.jsonl")))
+    return _files.setdefault(folder, StatusFile(os.path.join(folder, "events.jsonl")))
 
 
 def statuses(folder: str) -> Dict[str, NodeStatus]:

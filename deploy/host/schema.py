@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Literal, Optional, Protocol, Sequence, TypedDict
+from typing import Any, Dict, List, Literal, Optional, Protocol, Sequence, Tuple, TypedDict
 
 VERSION = 1
 """Of statuses and of files of events; those without one are of version 1, too. More fields or kinds are no new one."""
 
 Finished = Literal["succeeded", "failed", "stopped"]
+FINISHED: Tuple[Finished, ...] = ("succeeded", "failed", "stopped")
+"""The states of a run, or of a node, that has come to its end."""
 EventKind = Literal[
     # Of a node.
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",

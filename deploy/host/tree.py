@@ -42,7 +42,7 @@ def lock(cache: str, owner: str, wait_s: float) -> bool:
     deadline = time.monotonic() + wait_s
     thread = _keeping.get(cache)
     if thread is not None:
-        keep(cache)
+        begin_caching(cache)
         thread.join(wait_s)
         if thread.is_alive():
             raise TimeoutError(f"{cache} is still being copied by the sync before this one")
@@ -100,16 +100,16 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def keep(cache: str) -> None:
+def begin_caching(cache: str) -> None:
     """Begin the copying that `place` left for later: nothing that is waited for is slowed by it any more."""
     event = _begin.get(_absolute(cache))
     if event is not None:
         event.set()
 
 
-def settle(cache: str) -> None:
+def finish_caching(cache: str) -> None:
     """Wait until the copying that `place` left for later is done."""
-    keep(cache)
+    begin_caching(cache)
     thread = _keeping.get(_absolute(cache))
     if thread is not None:
         thread.join()

@@ -85,7 +85,7 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
         made, num_reached = _from_slurm(told), 1
     else:
         imported = _hosts(options)
-        looked = look(imported.hosts, options.ssh, say)
+        looked = discover(imported.hosts, options.ssh, say)
         made = template.from_hosts(looked, notes=imported.notes, **told)
         num_reached = sum(each.survey is not None for each in looked)
     _write(made.text, options.output if is_file else None, told["name"], force=options.force)
@@ -194,7 +194,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
 # --- what they have -----------------------------------------------------------------------------------------
 
 
-def look(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]) -> list[Looked]:
+def discover(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]) -> list[Looked]:
     """Survey all hosts in parallel; a host that could not be surveyed has the reason."""
     say(f"looking at {len(hosts)} host{'s' * (len(hosts) != 1)}")
     width = min(max(len(host.name) for host in hosts), 30)

@@ -27,7 +27,13 @@ from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, SYNC_TIMEOUT_S, NodeClient, secrets_of, take
+from nodekit.deploy.supervise.node_client import (
+    CALL_TIMEOUT_S,
+    SYNC_TIMEOUT_S,
+    NodeClient,
+    list_code,
+    secrets_of,
+)
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
@@ -214,7 +220,7 @@ def start(
     for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
         versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
         run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
-    hands = NodeClient(run, inventory, links)
+    client = NodeClient(run, inventory, links)
     active = [node.name for node in planned.active]
     state = policy.begin(
         rules_of(inventory),
@@ -236,9 +242,9 @@ def start(
             )
             # Agents that a stop has missed: of a node out of reach, or of a task that Slurm was still ending.
             if resumed:
-                _on_nodes(active, lambda name: hands.stop(name, for_good=False))
+                _on_nodes(active, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
-            _on_nodes(active, lambda name: hands.warm(name, secrets))
+            _on_nodes(active, lambda name: client.warm(name, secrets))
             targets: dict[str, sync.Target] = {}
             if reading is not None:
                 tree, left_out = reading.result()
@@ -250,27 +256,27 @@ def start(
                 said.append("in the shared folder")
         with phases.phase("start") as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
-            _on_nodes(list(run.nodes), lambda name: hands.fence(name, run.generation))
-            _on_nodes(active, lambda name: hands.go(name, state, state.port if name == state.host else None))
+            _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
+            _on_nodes(active, lambda name: client.go(name, state, state.port if name == state.host else None))
             with run.changing():
                 run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
                 run.left_out = named_left_out
-            _wait_started(hands, active)
+            _wait_started(client, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
             if len(active) < len(links):
                 said.append(count(len(links) - len(active), "spare"))
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
-        (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
+        (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException:
         # Agents that got their go are stopped; those that did not end with their link.
-        hands.stop_all(grace_s=5.0)
+        client.stop_all(grace_s=5.0)
         with contextlib.suppress(NotWritten):  # what is raised says more
             run.finish("failed", "it did not start")
         raise
     finally:
         for name, seconds, done in phases.done:
             run.event("phase", time=done, phase=name, seconds=round(seconds, 3))
-    return hands
+    return client
 
 
 def _connect(
@@ -301,8 +307,8 @@ class _Reading:
         self._found: dict[str, tuple[sync.Tree, LeftOut] | Exception] = {}
 
         def read(_: None) -> tuple[sync.Tree, LeftOut]:
-            tree = take(inventory, options.command)
-            return tree, leftout.look(tree, plan.argv_of(inventory, options.command))
+            tree = list_code(inventory, options.command)
+            return tree, leftout.find(tree, plan.argv_of(inventory, options.command))
 
         self._thread = threading.Thread(
             target=lambda: self._found.update(on_all({"code": None}, read)), daemon=True
@@ -384,7 +390,7 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _wait_started(hands: NodeClient, names: Sequence[str]) -> None:
+def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
     """Until workers run on every node (or a node has more to say than that).
 
     Raises:
@@ -394,7 +400,7 @@ def _wait_started(hands: NodeClient, names: Sequence[str]) -> None:
 
     def wait(name: str) -> None:
         while True:
-            status = hands.status(name)
+            status = client.status(name)
             if status.get("state") in ("running", "waiting", *runs.ENDED):
                 return
             if not status["alive"]:

@@ -26,7 +26,7 @@ from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import count
 from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import fetchlogs, runs
-from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.screen.verdict_screen import failed_screen, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
@@ -41,11 +41,10 @@ from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
 NO_PROGRESS_EXIT = 4
-STOPPED_EXIT = 130
 
 
 def watch(
-    hands: NodeClient,
+    client: NodeClient,
     options: Options,
     *,
     tail_bytes: int | None = None,
@@ -55,23 +54,23 @@ def watch(
     """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
 
     Args:
-        hands: what acts on the nodes.
+        client: what acts on the nodes.
         options: the command line's.
         tail_bytes: of each log that is there already, show only this much.
         shown: node → log → how much of it has been shown.
         is_asked: whether a user sits there; else the signals are the caller's.
     """
-    run, inventory = hands.run, hands.inventory
+    run, inventory = client.run, client.inventory
     hosts = {host.name: host for host in inventory.hosts}
     rules = rules_of(inventory)
     lock = runs.SupervisorLock(run)
     handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
     with _view(run, rules, options, is_asked=is_asked) as view, handling:
-        if not lock.take():
+        if not lock.acquire():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         observers = observers_of(run, inventory, options, view)
         supervisor = Supervisor(
-            hands,
+            client,
             view,
             lock,
             rules=rules,
@@ -86,7 +85,7 @@ def watch(
         except Left:
             view.close()
             supervisor.close()
-            acted = lock.take()
+            acted = lock.acquire()
             lock.release()
             return _leave(run, options, is_led=not acted)
         except (KeyboardInterrupt, StopAsked) as interrupt:
@@ -97,7 +96,7 @@ def watch(
                 signal.signal(
                     signal.SIGINT, signal.default_int_handler
                 )  # all is stopped: the rest may be given up
-            _fetch_logs(hands, lock, view)
+            _fetch_logs(client, lock, view)
             supervisor.close()
             return status
         else:
@@ -107,13 +106,13 @@ def watch(
                     run.finish_stopped()
                 else:
                     run.finish(verdict.outcome, verdict.summary)
-            _fetch_logs(hands, lock, view)
+            _fetch_logs(client, lock, view)
             supervisor.close()
             with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
                 summary(run)
         finally:
             lock.release()
-    return conclude(run, hands.links, verdict)
+    return conclude(run, client.links, verdict)
 
 
 def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
@@ -195,10 +194,10 @@ def _log_of_supervisor(run: Run) -> IO[str]:
         return Path(os.devnull).open("a")
 
 
-def _fetch_logs(hands: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
+def _fetch_logs(client: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
     """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
-    if hands.inventory.logs.fetch and lock.take():
-        fetchlogs.at_the_end(hands.run, hands.links, view.say)
+    if client.inventory.logs.fetch and lock.acquire():
+        fetchlogs.at_the_end(client.run, client.links, view.say)
 
 
 def observers_of(run: Run, inventory: Inventory, options: Options, view: View) -> list[Observer]:

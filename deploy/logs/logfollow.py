@@ -46,10 +46,14 @@ class Follower:
         self._over = threading.Event()
         self._lock = threading.Lock()
 
-    def run(
-        self, followed: Sequence[Followed], is_over: Callable[[bool], bool], *, poll_s: float = TICK_S
-    ) -> None:
-        """Follow; `is_over` is asked every second, and told whether all agents are gone or out of reach."""
+    def run(self, followed: Sequence[Followed], is_over: Callable[[bool], bool], *, poll_s: float) -> None:
+        """Follow until the run is over.
+
+        Args:
+            followed: the nodes.
+            is_over: is asked every second, and told whether all agents are gone or out of reach.
+            poll_s: how often a node looks for new lines (`Backend.poll_s`).
+        """
         for each in followed:
             threading.Thread(target=self._follow, args=(each, poll_s), daemon=True).start()
         try:

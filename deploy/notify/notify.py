@@ -99,7 +99,7 @@ class Notifier:
         if message.kind == "failure" and self._run.stopped_by:
             return  # nodes that leave, one after the other
         # A supervisor reads all of a run's events, those of before it was stopped and went on, too.
-        if (event.end is not None and event.end <= self._begin) or not self._lock.take(event):
+        if (event.end is not None and event.end <= self._begin) or not self._lock.claim(event):
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
@@ -200,7 +200,7 @@ class _Turn:
         self._file: IO[str] | None = None
         self._last: dict[str, Any] = {}
 
-    def take(self, event: Event) -> bool:
+    def claim(self, event: Event) -> bool:
         """Whether this event is ours to tell; it is written down that it was."""
         if self._file is None:
             with contextlib.suppress(OSError):  # a full disk

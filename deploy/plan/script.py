@@ -174,6 +174,17 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
     return Script(name=str(path.relative_to(code)), source=source, imports=imports)
 
 
+def spawns(source: str) -> bool:
+    """Whether a script calls ``torch.multiprocessing.spawn``, by a usual name: it starts its ranks itself."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            calls = [each.func for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return any(re.search(r"\b(mp|multiprocessing)\.spawn$", ast.unparse(each)) for each in calls)
+
+
 def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:
     """Return the missing modules that are nowhere in the project, as some scripts change sys.path."""
     left = set(missing) if script.source else set()

@@ -16,7 +16,7 @@ from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import gpus, leftovers, software
 from nodekit.deploy.preflight.network.netcheck import network_findings
 from nodekit.deploy.preflight.network.netdeep import deep_findings
-from nodekit.deploy.preflight.visits import CONNECT_SHARE, RESERVE_S, Later, Seen, Visits, look, split
+from nodekit.deploy.preflight.visits import CONNECT_SHARE, RESERVE_S, Later, Seen, Visits, split, visit
 from nodekit.deploy.records import secret_files
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
@@ -129,7 +129,7 @@ def survey(
 
     def ask(link: Link) -> Seen:
         of = peers[link.host]
-        return look(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=of, files=files)
+        return visit(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=of, files=files)
 
     return all_or_raise(on_all(links, ask))
 

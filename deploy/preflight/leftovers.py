@@ -134,7 +134,7 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
     return Finding("leftovers", left.host, "failure", text, "nothing of runs that are over", cure)
 
 
-def look(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
+def find(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
     """Return the remains on each host, running runs too; an exception if the host cannot be asked."""
     records = {run.run_id: run for run in runs.all_runs()}
     workdirs = {host.name: host.workdir for host in inventory.hosts}

@@ -155,6 +155,15 @@ def _software(
         what = f"no {', '.join(missing)} in {facts.executable}"
         wanted = f"what {script.name} imports"
         found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
+    if scripts.spawns(script.source):
+        what = (
+            f"{script.name} calls mp.spawn, whose processes wait for torchrun's store and not for each other"
+        )
+        cure = (
+            "let kit start the ranks, or run it as one process: job.nproc_per_node: 1 and the command "
+            f"env -u TORCHELASTIC_USE_AGENT_STORE python {script.name}"
+        )
+        found.append(finding("warning", what, "a script that is one rank", cure))
     found += [finding(*each) for each in _limits(facts, own, env)]
     return found or [finding("ok", f"torch {facts.torch}")]
 

@@ -40,7 +40,7 @@ class Seen:
     probe: Mapping[str, Any]
 
 
-def look(
+def visit(
     link: Link,
     host: Host,
     inventory: Inventory,
@@ -123,7 +123,7 @@ class Visits:
                 return link.close()
             unmade = check.enter_what_is_there({host.name: link}, self._inventory)
             peers = self.peers().get(host.name, ())
-            seen = look(
+            seen = visit(
                 link, host, self._inventory, self._own,
                 kit_digest=self._digest, peers=peers, files=self._files, timeout_s=self._facts_s,
             )  # fmt: skip

@@ -146,7 +146,7 @@ class Gatherer:
     def __init__(self, folder: Path) -> None:
         """Find out what is there already, and mend a last line that a crash has torn."""
         self._path = folder / FILE
-        self._present = current_status.Present(str(self._path))
+        self._status_file = current_status.StatusFile(str(self._path))
         self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class Gatherer:
         """Which file of a node was read last, and how far."""
         return self._read.get(node, ("", 0))
 
-    def take(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
+    def add_of_node(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
         """Add what was found on a node: (file, where its line ends, line); False: there is no room.
 
         `clock_offset` is its clock minus ours.
@@ -206,7 +206,9 @@ class Gatherer:
             return
         failures = [_by_our_clock(each, clock_offset) for each in status.get("failures", ())]
         with contextlib.suppress(OSError):
-            self._present.write({**_by_our_clock(status, clock_offset), "failures": failures, "node": node})
+            self._status_file.write(
+                {**_by_our_clock(status, clock_offset), "failures": failures, "node": node}
+            )
             self._statuses[node] = status
 
 

@@ -12,15 +12,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from nodekit.deploy.host.files import append_private, write_private
-from nodekit.deploy.host.schema import EventKind
+from nodekit.deploy.host.schema import FINISHED, EventKind, Finished
 from nodekit.inventory.errors import KitError, NotWritten
 
-Outcome = Literal["succeeded", "failed", "stopped"]
-ENDED: tuple[Outcome, ...] = ("succeeded", "failed", "stopped")
+Outcome = Finished
+ENDED = FINISHED
 """The states of a run, or of a node, that has come to its end."""
+STOPPED_EXIT = 130
+"""Kit's exit status for a run that was stopped, as a shell has it for Ctrl-C."""
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
@@ -341,8 +343,8 @@ class SupervisorLock:
         self._path = run.folder / "supervisor.lock"
         self._file: IO[str] | None = None
 
-    def take(self) -> bool:
-        """Be the one; False while another is."""
+    def acquire(self) -> bool:
+        """Acquire the lock without blocking; False if another process holds it."""
         if self._file is not None:
             return True
         with _told(self._path):
@@ -353,13 +355,13 @@ class SupervisorLock:
         return True
 
     def owner(self) -> str:
-        """The pid of the one."""
+        """The pid of the process that holds it, or held it last."""
         with contextlib.suppress(OSError):
             return self._path.read_text() or "?"
         return "?"
 
     def release(self) -> None:
-        """Let another take over."""
+        """Let another supervisor act."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -368,7 +370,7 @@ class SupervisorLock:
 def is_supervised(run: Run) -> bool:
     """Whether somebody acts for a run."""
     lock = SupervisorLock(run)
-    taken = lock.take()
+    taken = lock.acquire()
     lock.release()
     return not taken
 

@@ -20,7 +20,7 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from nodekit.deploy.agent.ranks.failures import Failure, first_cause, how_it_ended, is_bystander
+from nodekit.deploy.agent.ranks.failures import Failure, blames_another, first_cause, how_it_ended
 from nodekit.deploy.output.redact import LEFT_OUT, Redactor
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
@@ -388,7 +388,7 @@ class _View:
                 is_first = failure is first
                 how = "failed first" if is_first else "failed too"
                 # Even if it is the only one: a node was lost, or a rank left no error.
-                if is_bystander(failure):
+                if blames_another(failure):
                     how = "ended because of another"
                 cause = recognise(failure.error, failure.exitcode, failure.kernel) if is_first else None
                 found.append(

@@ -34,7 +34,7 @@ class Place:
     snapshots: str = ""
     """Where else it keeps snapshots."""
     found: Mapping[str, Any] = field(default_factory=dict)
-    """What `removal.look` says."""
+    """What `removal.list_run` says."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -126,7 +126,7 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
 
         def look(place: Place) -> Any:
             return links[place.host].stream(
-                "removal.look", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
+                "removal.list_run", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
             )
 
         told: set[tuple[str, str]] = set()
@@ -205,7 +205,7 @@ def held(run: Run) -> Iterator[None]:
     """
     lock = SupervisorLock(run)
     with runs.starting(Path(run.inventory_path)):
-        if not lock.take():
+        if not lock.acquire():
             raise KitError(
                 f"{run.run_id} is running, supervised by process {lock.owner()}; kit down {run.run_id} stops it"
             )

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Span, Text
 
+from nodekit.deploy.records.runs import ENDED
 from nodekit.deploy.story.event_text import count, duration, metric
 
 GOOD = ("running", "waiting", "succeeded")
-ENDED = ("succeeded", "failed", "stopped")
 BAD = ("failed", "unreachable", "gone")
 GIB = 2**30
 QUIET_S = 10.0  # of a node that runs: from then on its silence is marked

@@ -54,21 +54,21 @@ class SshBackend:
                 run = runs.current(
                     inventory.path, options.command or inventory.job.command, is_new=options.new
                 )
-                hands = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
-                attached = hands is not None
-                if hands is None:
+                client = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
+                attached = client is not None
+                if client is None:
                     # A run that was stopped or failed goes on; one that trained to its end is done.
                     resumed = run if run is not None and run.state != "succeeded" else None
-                    hands = start.start(stack, inventory, resumed, options)
+                    client = start.start(stack, inventory, resumed, options)
             if options.detach:
-                leave_a_supervisor(hands.run, options)
+                leave_a_supervisor(client.run, options)
                 shown = shlex.quote(shown_path(str(options.inventory)))
                 print(
-                    f"{hands.run.run_id} is running: kit up {shown} attaches to it, kit down stops it",
+                    f"{client.run.run_id} is running: kit up {shown} attaches to it, kit down stops it",
                     flush=True,
                 )
                 return 0
-            return leading.watch(hands, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
+            return leading.watch(client, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
 
     def supervise(self, run: Run, options: Options) -> int:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
@@ -87,12 +87,12 @@ class SshBackend:
                 show_last(run, run, events.read(run.folder))
                 print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
                 return 0
-            hands = NodeClient(run, inventory, links)
+            client = NodeClient(run, inventory, links)
             with _view(run, rules, plain=plain) as view, sigterm_interrupts():
                 if not is_led:
                     view.say("nobody supervises this run: what is lost is not replaced before kit up does")
                 supervisor = Supervisor(
-                    hands,
+                    client,
                     view,
                     _OnlyWatches(run),
                     rules=rules,
@@ -138,11 +138,11 @@ class SshBackend:
         state = run.state if is_known else "ended while nobody watched; kit up goes on"
         return Status(state=state, nodes=lines, data={"state": state, "status": data})
 
-    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:  # noqa: ARG002
+    def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
         """The record of who supervises a run, and its events in the order of time."""
         return run, events.read(run.folder)
 
-    def rules(self, run: Run, node: str) -> Rules:  # noqa: ARG002
+    def rules(self, run: Run, node: str) -> Rules:
         """What its supervisor goes by."""
         return rules_of(restore(run.inventory))
 
@@ -157,9 +157,9 @@ class SshBackend:
         inventory = restore(run.inventory)
         run.say_stop("kit down")
         with cluster.links(inventory.hosts, ssh, some=True) as links:
-            hands = NodeClient(run, inventory, links)
-            results = hands.stop_all(force=force)
-            _gather_unwatched(hands)
+            client = NodeClient(run, inventory, links)
+            results = client.stop_all(force=force)
+            _gather_unwatched(client)
             unheard = [name for name in run.nodes if name not in links]
             was_running = any(
                 not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
@@ -188,7 +188,7 @@ class SshBackend:
         """There is none: `up` refuses them."""
         raise NotImplementedError
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:  # noqa: ARG002
+    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
         """Nothing but agents."""
         return ""
 
@@ -204,26 +204,26 @@ class SshBackend:
             found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared))
         return found
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run:  # noqa: ARG002
+    def record(self, run: Run, links: Mapping[str, Link]) -> Run:
         """As it is on this machine."""
         with contextlib.suppress(OSError, ValueError):
             run.reload()
         return run
 
-    def nodes_at(self, record: Run, host: str) -> list[str]:  # noqa: ARG002
+    def nodes_at(self, record: Run, host: str) -> list[str]:
         """The one of that name, which the run has or may get."""
         return [host]
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:  # noqa: ARG002
+    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
         """By its record; or nobody is left to write there."""
         run.reload()
         return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
 
 
 class _OnlyWatches(SupervisorLock):
-    """Is never taken: who has it never acts for the run."""
+    """Is never acquired: who has it never acts for the run."""
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """No."""
         return False
 
@@ -237,7 +237,7 @@ def _view(run: Run, rules: Rules, *, plain: bool) -> View:
 
 def _is_led(run: Run) -> bool:
     lock = SupervisorLock(run)
-    is_free = lock.take()
+    is_free = lock.acquire()
     lock.release()
     return not is_free
 
@@ -247,7 +247,7 @@ def _is_alive(run: Run, links: Mapping[str, Link]) -> bool:
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClient | None:
-    """The hands of a run on record as running; None when none of its agents is alive any more."""
+    """The client of a run on record as running; None when none of its agents is alive any more."""
     inventory = restore(run.inventory)
     links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
     if _is_led(run) or _is_alive(run, links):
@@ -280,11 +280,11 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
     run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
 
 
-def _gather_unwatched(hands: NodeClient) -> None:
+def _gather_unwatched(client: NodeClient) -> None:
     """Have the events of a run whole that nobody supervises."""
-    lock = SupervisorLock(hands.run)
-    if lock.take():
-        hands.gather_events(Gatherer(hands.run.folder))
+    lock = SupervisorLock(client.run)
+    if lock.acquire():
+        client.gather_events(Gatherer(client.run.folder))
         lock.release()
 
 

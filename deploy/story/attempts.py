@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.agent.ranks.failures import is_echo
+from nodekit.deploy.agent.ranks.failures import is_secondary
 from nodekit.deploy.records.events import Event
 
 
@@ -255,7 +255,7 @@ def _read(tried: _Try, event: Event) -> None:
             tried.resumed_at = int(step) if is_number(step) else None
         case "worker-failed":
             tried.troubled = min(tried.troubled, event.time)
-            if not tried.why and not _is_echo(event):
+            if not tried.why and not _is_secondary(event):
                 tried.why = _why(event)
         case "attempt-ended":
             tried.ends.setdefault(event.node, event.time)
@@ -307,10 +307,10 @@ def _why(event: Event) -> str:
     return ""
 
 
-def _is_echo(failure: Event) -> bool:
+def _is_secondary(failure: Event) -> bool:
     """Whether a rank only failed because another was lost."""
     exitcode = failure.get("exitcode")
-    return is_echo(text_of(failure.get("error")), int(exitcode) if is_number(exitcode) else 1)
+    return is_secondary(text_of(failure.get("error")), int(exitcode) if is_number(exitcode) else 1)
 
 
 def text_of(value: object) -> str:

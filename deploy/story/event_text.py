@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from nodekit.deploy.agent.ranks.failures import how_it_ended, is_echo
+from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary
 from nodekit.deploy.records.events import Event
 
 _NAMED = 6  # of more nodes than this the rest is only counted
@@ -217,7 +217,7 @@ class Narrator:
         error, exitcode = str(event.get("error") or ""), int(event.get("exitcode") or 0)
         attempt = event.get("attempt")
         who = f"rank {event.get('rank')} on {event.node}"
-        if is_echo(error, exitcode):
+        if is_secondary(error, exitcode):
             is_first = ("cause", attempt) not in self._told and self._once("echo", attempt)
             return [f"{who} has lost another rank"] if is_first else []
         self._told.add(("cause", attempt))

@@ -65,7 +65,7 @@ class LeftOut:
         return {path: list(why) for path, why in self.why.items()}
 
 
-def look(tree: Tree, argv: Sequence[str]) -> LeftOut:
+def find(tree: Tree, argv: Sequence[str]) -> LeftOut:
     """Tell what of a folder is not sent, and whether that matters to the command.
 
     Args:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import ENDED
 from nodekit.deploy.story.attempts import Attempt, Session, names_of, of_kind, text_of
-
-_OVER = ("succeeded", "failed", "stopped")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[
             return "starting", text_of(event.get("why"))
         case "agent-ended":
             state = str(event.get("state"))
-            return ("ended", "") if state in _OVER else ("away", "its agent was ended")
+            return ("ended", "") if state in ENDED else ("away", "its agent was ended")
         case "start" | "join" | "reached" if not is_in_one:
             return "starting", ""
         case "unreachable" if not is_in_one:

@@ -11,9 +11,9 @@ from typing import Any
 from nodekit.deploy.agent.ranks.failures import (
     Failure,
     awaited,
+    blames_another,
     first_cause,
     how_it_ended,
-    is_bystander,
     is_network,
     message_of,
     was_told,
@@ -147,7 +147,7 @@ def explain(
     attempt = [failure for failure in failures if _order(failure.attempt) == last]
     first = first_cause(attempt)
     hints = tuple(dict.fromkeys(told.notice for told in nodes.values() if told.notice))
-    if gone and all(is_bystander(failure) or is_network(failure) for failure in attempt):
+    if gone and all(blames_another(failure) or is_network(failure) for failure in attempt):
         # Who has lost its peer speaks of the network; that the peer is gone is what it means.
         words = [nodes[name].message.strip().splitlines() for name in gone]
         notes = [*(line for lines in words for line in lines[-6:]), *notes]
@@ -164,13 +164,13 @@ def explain(
     cause = recognise(first.error, first.exitcode, first.kernel)
     absent = [
         (rank, next((name for name, told in nodes.items() if rank in told.ranks), ""))
-        for rank in (awaited(attempt) if is_bystander(first) else ())
+        for rank in (awaited(attempt) if blames_another(first) else ())
     ]
     if absent:
         names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
         them = "it" if len(absent) == 1 else "them"
         text = f"{names} did not come, and the others gave up waiting for {them}{which}"
-    elif not is_bystander(first) or was_told(first):
+    elif not blames_another(first) or was_told(first):
         word = "failed first" if first.world_size > 1 else "failed"
         text = f"rank {first.rank} on {first.node} {word} ({how}){which}"
     elif _WAITED.search(first.error):
@@ -180,7 +180,7 @@ def explain(
         text = f"the ranks lost each other; rank {first.rank} on {first.node} was the first to notice ({how})"
         text += which
     num_well = sum(len(told.ended) for told in nodes.values() if told.attempt == first.attempt)
-    if is_bystander(first):
+    if blames_another(first):
         notes = [*_spoken_of(first, nodes), *hints, *notes]
     if len(attempts) == 1 and max_restarts == 0:
         notes = [*notes, "job.max_restarts is 0: a failed rank ends the job"]
@@ -211,11 +211,11 @@ def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
     # A rank is counted once, whatever the number of processes that spoke for it.
     others = {each.rank: each for each in attempt if each is not first and each.rank != first.rank}
     alike = [each for each in others.values() if _kind(each) == _kind(first)]
-    same = [each for each in alike if is_bystander(each) == is_bystander(first)]
+    same = [each for each in alike if blames_another(each) == blames_another(first)]
     echoes = [
-        each for each in others.values() if each not in same and (is_bystander(each) or is_network(each))
+        each for each in others.values() if each not in same and (blames_another(each) or is_network(each))
     ]
-    if is_bystander(first):
+    if blames_another(first):
         echoes = []
     parts = []
     if same:
@@ -265,12 +265,14 @@ def _echoes(attempt: Sequence[Failure], nodes: str) -> str:
 
 def _failed_too(first: Failure, attempt: Sequence[Failure]) -> list[str]:
     """Those that failed by themselves in another way: they may be another cause, or only untidy."""
-    if is_bystander(first):
+    if blames_another(first):
         return []
     others = [
         each
         for each in attempt
-        if each is not first and not (is_bystander(each) or is_network(each)) and _kind(each) != _kind(first)
+        if each is not first
+        and not (blames_another(each) or is_network(each))
+        and _kind(each) != _kind(first)
     ]
     return [
         f"rank {each.rank} on {each.node} failed too, {max(each.when - first.when, 0):.1f} s later: "
@@ -367,7 +369,7 @@ def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason
         reason: what is on record as its end.
     """
     nodes = told_in(events)
-    if state in ("succeeded", "failed", "stopped"):
+    if state in ENDED:
         found = verdict(nodes, max_restarts=max_restarts)
         if found.outcome == state and (state != "failed" or found.first or reason in ("", found.summary)):
             return found
@@ -377,7 +379,7 @@ def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason
             return Verdict(
                 "failed", reason, cause=cause, notes=tuple(n for n in found.notes if n not in reason)
             )
-        return Verdict(state, reason or state)  # type: ignore[arg-type]
+        return Verdict(state, reason or state)
     if not any(told.failures for told in nodes.values()):
         return None
     # What is asked for is the last failure, however long ago it was.

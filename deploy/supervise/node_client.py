@@ -177,7 +177,7 @@ class NodeClient:
             clock_offset = self.run.clock_offsets.get(link.host, 0.0)
             node_dir = self.node(link.host).node_dir
             for found in of_node(link, node_dir, gatherer.at(link.host), timeout_s=EVENTS_TIMEOUT_S):
-                gatherer.take(link.host, found, clock_offset=clock_offset)
+                gatherer.add_of_node(link.host, found, clock_offset=clock_offset)
             status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
             gatherer.heard(link.host, status, clock_offset=clock_offset)
 
@@ -228,7 +228,7 @@ class NodeClient:
         return tuple(next(iter(self.run.nodes.values()))["argv"])
 
     def _send_code(self, name: str, found: check.Facts) -> None:
-        tree = take(self.inventory, self.run.command)
+        tree = list_code(self.inventory, self.run.command)
         if self.run.code_digest and tree.digest != self.run.code_digest:
             raise HostError(
                 name, "it has no copy of this run's code, and the code here has changed since the run began"
@@ -237,7 +237,7 @@ class NodeClient:
             self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
         all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
-        all_or_raise(sync.settle({name: target}, timeout_s=SYNC_TIMEOUT_S))
+        all_or_raise(sync.finish_caching({name: target}, timeout_s=SYNC_TIMEOUT_S))
 
     def _link(self, name: str) -> Link:
         link = self.links.get(name)
@@ -264,7 +264,7 @@ def secrets_of(inventory: Inventory) -> dict[str, str]:
     return {name: os.environ[name] for name in inventory.job.secrets}
 
 
-def take(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> sync.Tree:
+def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> sync.Tree:
     """The code as it is now.
 
     Raises:
@@ -274,4 +274,4 @@ def take(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> s
     if not code.is_dir():
         raise KitError(f"job.code: {code.resolve()} is no folder")
     script.find(inventory, command)
-    return sync.take(code)
+    return sync.list_code(code)

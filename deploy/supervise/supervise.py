@@ -1,4 +1,4 @@
-"""Keeps a run equal to its inventory: follows every node, does what `judge.py` decides, tells how it ended."""
+"""Keeps a run equal to its inventory: follows every node, does what `policy.py` decides, tells how it ended."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Supervisor:
 
     def __init__(
         self,
-        hands: NodeClient,
+        client: NodeClient,
         view: View,
         lock: SupervisorLock,
         *,
@@ -74,7 +74,7 @@ class Supervisor:
         """Nothing happens before `watch`.
 
         Args:
-            hands: what acts on the nodes.
+            client: what acts on the nodes.
             view: what the user sees.
             lock: held by the one who acts.
             rules: the inventory's.
@@ -83,21 +83,21 @@ class Supervisor:
             shown: node → log → how much of it has been shown.
             observers: told of all that is seen and of all events from now on.
         """
-        self._hands = hands
-        self._run = hands.run
-        self._links = hands.links
+        self._client = client
+        self._run = client.run
+        self._links = client.links
         self._view = view
         self._lock = lock
-        self._state = State.from_dict(hands.run.judgement, rules)
+        self._state = State.from_dict(client.run.judgement, rules)
         self._rules = rules
-        self._acts = lock.take()
+        self._acts = lock.acquire()
         self._reopen = reopen
         self._tail_bytes = tail_bytes
         self._shown = shown or {}
         self._observers = list(observers)
-        self._gatherer = Gatherer(hands.run.folder)
+        self._gatherer = Gatherer(client.run.folder)
         self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
-        self._events = Follower(hands.run.folder)
+        self._events = Follower(client.run.folder)
         self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
@@ -148,7 +148,7 @@ class Supervisor:
                 )
 
     def _decide(self) -> Finish | None:
-        if not self._acts and self._lock.take():
+        if not self._acts and self._lock.acquire():
             self._acts = True
             self._gatherer = Gatherer(self._run.folder)
             for name, found in self._ungathered.items():
@@ -224,15 +224,15 @@ class Supervisor:
                 case policy.Start(name, is_new):
                     self._start(name, state, is_new)
                 case policy.Join(name):
-                    self._hands.call_in(name, state)
+                    self._client.call_in(name, state)
                 case policy.Fence(name, generation):
-                    self._hands.fence(name, generation)
+                    self._client.fence(name, generation)
                 case policy.SetVoters(name, electorate):
-                    self._hands.grant(name, electorate)
+                    self._client.grant(name, electorate)
                 case policy.Stop(name):
-                    self._hands.stop(name)
+                    self._client.stop(name)
                 case policy.Drain(name):
-                    self._hands.stop(name, for_good=False)
+                    self._client.stop(name, for_good=False)
         except KitError as error:
             problem = error.problem if isinstance(error, HostError) else str(error)
             kind = "problem" if isinstance(action, policy.Start) else "refused"
@@ -242,7 +242,7 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            self._hands.start(name, state, is_new=is_new, record=self._record)
+            self._client.start(name, state, is_new=is_new, record=self._record)
         finally:
             self._queue.put((name, "busy", ""))
 
@@ -272,24 +272,24 @@ class Supervisor:
     def _end(self, finish: Finish) -> Verdict:
         running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
         if running and self._acts:
-            self._hands.stop_all()
+            self._client.stop_all()
         out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
         took_part = {name: told for name, told in self._told.items() if told.state and name not in out}
         found = verdict(
-            took_part or self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text
+            took_part or self._told, max_restarts=self._client.inventory.job.max_restarts, also=finish.text
         )
         return dataclasses.replace(found, without=(*found.without, *out))
 
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node: host → what was found there, or the exception."""
         self._closing.set()
-        return self._hands.stop_all(force=force)
+        return self._client.stop_all(force=force)
 
     def close(self) -> None:
         """Look no more; tell all who asked how it has ended, when that is on record."""
         self._closing.set()
         if self._acts:
-            self._hands.gather_events(self._gatherer)
+            self._client.gather_events(self._gatherer)
         self._tell_observers()
         for each in self._observers:
             with contextlib.suppress(Exception):
@@ -399,7 +399,7 @@ class Supervisor:
         """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            if not self._gatherer.take(name, found, clock_offset=offset):
+            if not self._gatherer.add_of_node(name, found, clock_offset=offset):
                 self._cannot_write(NO_ROOM.format(self._run.folder))
         else:
             self._ungathered[name].extend(found)

@@ -70,7 +70,7 @@ def _is_same(file: Path, known: list[Any]) -> bool:
         return False
 
 
-def take(folder: Path) -> Tree:
+def list_code(folder: Path) -> Tree:
     """List and hash the code in `folder`, uncommitted and untracked files included.
 
     In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a

@@ -16,14 +16,14 @@ from typing import Any
 
 from nodekit.deploy.connect.link import RemoteError, all_or_raise, on_all
 from nodekit.deploy.host import tree as host
-from nodekit.deploy.sync.listing import Entry, Tree, take
+from nodekit.deploy.sync.listing import Entry, Tree, list_code
 from nodekit.deploy.sync.progress import Progress, progress_bars
 from nodekit.deploy.sync.transfer import Delivery, Link, SourceChanged, bring, seconds_left
 from nodekit.inventory.errors import HostError, KitError
 
 __all__ = [
-    "Entry", "Package", "Progress", "SyncResult", "Target", "Tree", "keep", "package", "progress_bars", "project_key",
-    "send", "send_package", "settle", "take",
+    "Entry", "Package", "Progress", "SyncResult", "Target", "Tree", "begin_caching", "finish_caching", "list_code",
+    "package", "progress_bars", "project_key", "send", "send_package",
 ]  # fmt: skip
 
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
@@ -88,7 +88,7 @@ def send(
     results = attempt()
     if any(isinstance(result, SourceChanged) for result in results.values()):
         try:
-            tree = take(tree.root)
+            tree = list_code(tree.root)
         except KitError as error:
             return {
                 name: error if isinstance(result, SourceChanged) else result
@@ -227,20 +227,22 @@ def _told(error: RemoteError, target: Target) -> HostError:
     return error
 
 
-def keep(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+def begin_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
     """Let each host complete its cache in the background, which `send` postpones.
 
     Without it the next sync does that first.
     """
     return on_all(
-        targets, lambda target: target.link.call("tree.keep", timeout_s=timeout_s, cache=target.cache)
+        targets,
+        lambda target: target.link.call("tree.begin_caching", timeout_s=timeout_s, cache=target.cache),
     )
 
 
-def settle(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+def finish_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
     """Let each host complete its cache, and wait for it."""
     return on_all(
-        targets, lambda target: target.link.call("tree.settle", timeout_s=timeout_s, cache=target.cache)
+        targets,
+        lambda target: target.link.call("tree.finish_caching", timeout_s=timeout_s, cache=target.cache),
     )
 
 

@@ -1,9 +1,10 @@
 """What runs on the nodes that Slurm gives: one task on each, of which the first one leads.
 
-Each task gives the first one hands on its node: a link (deploy/connect/link.py) as there is over SSH, only that here
-the node calls. With these the first task does what `kit up` does over SSH: check, plan, start an agent on each node,
-supervise. Its record of the run is in the run's folder, which is shared, so every start of the job, the first and those
-after a time limit, a preemption or a lost node, goes on from what the one before has left. In that folder are
+Each task connects to the first one, and runs the host-side server (deploy/host/server.py) at its end of the connection:
+the leader has a link to each node (deploy/connect/link.py), as over SSH. With these the first task does what `kit up`
+does over SSH: check, plan, start an agent on each node, supervise. Its record of the run is in the run's folder, which
+is shared, so every start of the job, the first and those after a time limit, a preemption or a lost node, goes on from
+what the one before has left. In that folder are
 
     code/               the user's, as it was synced
     NODE/               what the agent of a node writes: logs, status, output
@@ -40,7 +41,7 @@ from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.connect.link import BOOT
 from nodekit.deploy.host.files import write_private
-from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
@@ -68,9 +69,8 @@ LOOK_S = 2.0  # between looks at which nodes are lost
 LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
 LEADER_LOST_S = 4.0  # without a link to the leader, nor a sign of life from it in the shared folder
 PR_SET_CHILD_SUBREAPER = 36
-STOPPED = 130  # kit's exit status of what was stopped
-# Slurm signals every process of a job. A warning is for the leader alone, so all that a node's hands start passes it
-# over; SIGTERM is for the agents, and for the leader, who needs these hands to see how they end.
+# Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
+# ignore it; SIGTERM is for the agents, and for the leader, who needs these servers to see how they end.
 DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
 
 
@@ -125,23 +125,23 @@ class QueueAgain(Exception):
 
 
 def serve(place: Path, run_dir: Path | None = None) -> int:
-    """Be the leader's hands on this node until it says that the job is over.
+    """Run the host-side server of this node for the leader, until it says that the job is over.
 
     Args:
         place: where the leader is told.
         run_dir: the run's folder; None in the leader's own process, which need not look whether it is still there.
     """
-    # An agent outlives the hands that started it. It stays below this process, where Slurm finds it by its parents.
+    # An agent outlives the server that started it. It stays below this process, where Slurm finds it by its parents.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     began, lost_since, beat, leader = time.monotonic(), None, b"", ""
     while True:
         with contextlib.suppress(OSError, ValueError):
-            meeting = json.loads(place.read_text(encoding="utf-8"))
-            if meeting.get("over"):
+            contact = json.loads(place.read_text(encoding="utf-8"))
+            if contact.get("over"):
                 return 0
-            with call(meeting, is_here=run_dir is None) as wire:
+            with call(contact, is_here=run_dir is None) as wire:
                 run_for(wire, [sys.executable, "-c", DEAF + BOOT])
-                lost_since, beat, leader = time.monotonic(), b"", meeting["leader"]
+                lost_since, beat, leader = time.monotonic(), b"", contact["leader"]
         if lost_since is None and time.monotonic() - began > MEET_S:
             raise RuntimeError(
                 f"no leader in {place} within {MEET_S:.0f} s: is slurm.shared_dir a folder that all nodes share?"
@@ -230,8 +230,8 @@ def lead(run_dir: Path, place: Path) -> int:
     tasks = Tasks(token)
     own = node_name()
     addresses = [*filter(None, [os.environ.get("SLURM_LAUNCH_NODE_IPADDR")]), own]
-    meeting = {"leader": own, "addresses": addresses, "port": tasks.port, "token": token}
-    write_private(str(place), json.dumps(meeting).encode())
+    contact = {"leader": own, "addresses": addresses, "port": tasks.port, "token": token}
+    write_private(str(place), json.dumps(contact).encode())
     threading.Thread(target=serve, args=(place,), daemon=True).start()
     with log.open("a", buffering=1, encoding="utf-8") as out, contextlib.redirect_stdout(out):
         ending, is_queued_again = Ending(), False
@@ -243,19 +243,19 @@ def lead(run_dir: Path, place: Path) -> int:
             status = error.exit_code
             if lost := tasks.lost():
                 ending.lacked_nodes(lost)
-                status = STOPPED
+                status = STOPPED_EXIT
             else:
                 _tell_of_failed_start(run_dir, str(error))
         except KeyboardInterrupt:
-            status = STOPPED
+            status = STOPPED_EXIT
         finally:
             ending.close()
-            write_private(str(place), json.dumps({**meeting, "over": True}).encode())
+            write_private(str(place), json.dumps({**contact, "over": True}).encode())
             tasks.close()
-        if ending.why and status == STOPPED:
+        if ending.why and status == STOPPED_EXIT:
             is_queued_again, status = _queue_again(run_dir, ending)
         if not is_queued_again:
-            if status == STOPPED and (run := record_of(run_dir)) is not None and run.state != "stopped":
+            if status == STOPPED_EXIT and (run := record_of(run_dir)) is not None and run.state != "stopped":
                 run.finish_stopped()  # it was on record as one that did not start
             finish(run_dir, status)
     if is_queued_again:
@@ -300,7 +300,7 @@ def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
     job = job_now()
     # Somebody has cancelled it, or put it back himself; one that is to be preempted counts as running.
     if not ending.is_warned and job.get("JobState") != "RUNNING":
-        return False, STOPPED
+        return False, STOPPED_EXIT
     run, limit = record_of(run_dir), settings_of(run_dir).max_requeues
     is_preempted = job.get("PreemptTime", "None") != "None"
     if num_restarts() >= limit:
@@ -309,7 +309,7 @@ def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
         why = "it had to end before its first step, and would again: is slurm.time enough for its start?"
     else:
         print(f"{run_dir.name}: stopped by {ending.why}; Slurm queues it again", flush=True)
-        return True, STOPPED
+        return True, STOPPED_EXIT
     if run is not None:
         run.finish("failed", why)
     print(f"\n{run_dir.name} failed: {why}", flush=True)
@@ -371,12 +371,12 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     )
     shown = _logs_of(run_dir, here)
     with contextlib.ExitStack() as stack:
-        hands = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
-        with hands.run.changing():
-            hands.run.left_out = job.get("left_out", {})
+        client = start.start(stack, inventory, record_of(run_dir), options, placed=run_dir.name)
+        with client.run.changing():
+            client.run.left_out = job.get("left_out", {})
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
-        return watch.watch(hands, options, shown=shown, is_asked=False)
+        return watch.watch(client, options, shown=shown, is_asked=False)
 
 
 def _logs_of(run_dir: Path, names: list[str]) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""How the tasks of an allocation meet: the first one listens, and the others call and are its hands.
+"""How the tasks of an allocation connect: the first one listens, the others call and do on their nodes what it asks.
 
 All that they say is authenticated, by a secret that only who can read the run's folder has, and not encrypted.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
-from nodekit.deploy.agent.replicas.replica_wire import CHUNK_BYTES, Wire
+from nodekit.deploy.agent.agent_wire import CHUNK_BYTES, Wire
 from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.accept import Acceptor
 from nodekit.inventory.errors import HostError, KitError
@@ -31,19 +31,19 @@ CALL_S = 3.0
 
 
 @contextlib.contextmanager
-def call(meeting: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
+def call(contact: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
     """A connection to the leader, in this process or not; each side has shown that it can read the run's folder."""
     # Where a task calls from is the node's address for all others, so loopback comes last, and for the leader alone.
-    addresses = [*meeting["addresses"], *(["127.0.0.1"] if is_here else [])]
+    addresses = [*contact["addresses"], *(["127.0.0.1"] if is_here else [])]
     for address in addresses:
         with contextlib.suppress(OSError):
-            connection = socket.create_connection((address, meeting["port"]), timeout=CALL_S)
+            connection = socket.create_connection((address, contact["port"]), timeout=CALL_S)
             break
     else:
         raise ConnectionError(f"nobody answers at {addresses}")
     with Wire(connection) as wire:
         _notice_loss(connection)
-        wire.prove(meeting["token"], is_client=True, timeout_s=TALK_S)
+        wire.prove(contact["token"], is_client=True, timeout_s=TALK_S)
         wire.send({"node": node_name()})
         connection.settimeout(None)
         yield wire

@@ -1,4 +1,4 @@
-"""What a job knows of itself, and asks of Slurm for itself: from inside the allocation."""
+"""What a job knows and asks of Slurm from inside: its own state, to be requeued, to avoid lost nodes."""
 
 from __future__ import annotations
 

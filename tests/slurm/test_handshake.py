@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from agents import until
 
-from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.connect.link import LinkLost
 from nodekit.inventory.schema import Host
 from nodekit.slurm.allocation import allocation

@@ -28,7 +28,6 @@ from nodekit.slurm import submit
 from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
 from nodekit.slurm.allocation import requeue
 from nodekit.slurm.allocation.allocation import Ending
-from nodekit.slurm.batch import blame, parameters
 from nodekit.slurm.jobs import (
     Job,
     Slurm,
@@ -40,6 +39,7 @@ from nodekit.slurm.jobs import (
     time_limit,
 )
 from nodekit.slurm.prepare import prepare
+from nodekit.slurm.sbatch_parameters import inventory_keys, parameters
 
 
 def recorded(name: str) -> str:
@@ -306,7 +306,7 @@ def test_parameters_are_what_submitit_takes(
 )
 def test_parameters_are_told_by_their_keys_in_the_inventory(names: list[str], expected: str) -> None:
     given = settings(mem_gb=64, exclude="n1", extra={"licenses": "matlab"})
-    assert blame(names, given) == expected
+    assert inventory_keys(names, given) == expected
 
 
 @pytest.mark.parametrize(

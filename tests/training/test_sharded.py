@@ -17,7 +17,7 @@ from test_training import environ, ranks, torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from nodekit.deploy.agent.replicas.replica_files import is_allowed, look
+from nodekit.deploy.agent.replicas.replica_files import is_allowed, scan
 from nodekit.training import Fenced, Snapshots, World, writes_snapshots
 from nodekit.training.loop import weights_sha256
 from nodekit.training.snapshots.sharded import ShardedSnapshots
@@ -326,7 +326,7 @@ def test_kit_makes_no_copies_of_them(world: World, tmp_path: Path) -> None:
     mine = tmp_path / "mine.dcp" / "__0_0.distcp"
     mine.parent.mkdir()
     mine.write_bytes(b"x")
-    found = look(tmp_path)
+    found = scan(tmp_path)
     assert set(found.files) == {"mine.dcp/__0_0.distcp"}
     assert not found.unfinished
     assert not any(is_allowed(name) for name in Snapshots(tmp_path).manifests()[0].sha256)

@@ -5,6 +5,7 @@ Python imports this at its start, in every process that has this folder on PYTHO
 
 import builtins
 import contextlib
+import fcntl
 import os
 import signal
 import stat
@@ -39,10 +40,23 @@ class Windows(ModuleType):
 
 os.__class__ = signal.__class__ = Windows
 
+
+def _locking(number, mode, num_bytes):
+    """As on Windows: not waiting, of the bytes from where the file is at."""
+    assert mode == _MSVCRT.LK_NBLCK
+    _lockf(number, _NOW, num_bytes, os.lseek(number, 0, os.SEEK_CUR))
+
+
+_lockf, _NOW = fcntl.lockf, fcntl.LOCK_EX | fcntl.LOCK_NB
+_MSVCRT = ModuleType("msvcrt")  # not for subprocess, which knows Windows by it
+_MSVCRT.__dict__.update(locking=_locking, LK_NBLCK=2)
+
 _import, _open, _set_wakeup_fd = builtins.__import__, os.open, signal.set_wakeup_fd
 
 
 def import_ours(name, *arguments, **more):
+    if name == "msvcrt" and _is_ours(sys._getframe(1)):
+        return _MSVCRT
     if name.partition(".")[0] in MODULES and _is_ours(sys._getframe(1)):
         raise ModuleNotFoundError(f"there is no module {name} on Windows", name=name)
     return _import(name, *arguments, **more)

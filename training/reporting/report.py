@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -202,8 +203,18 @@ class Report:
         if self._curves is not None:
             self._curves.settle()
 
-    def evaluation(self, step: int, *, epoch: int, means: dict[str, float], when: str) -> None:
-        """Report the means over all test samples; ``when`` is printed before the step's number."""
+    def evaluation(
+        self, step: int, *, epoch: int, means: dict[str, float], when: str, best: str = ""
+    ) -> None:
+        """Report the means over all test samples.
+
+        Args:
+            step: after which they were measured.
+            epoch: from 1.
+            means: by the measure's name.
+            when: printed before the step's number.
+            best: the measure by which they are the best so far, if they are.
+        """
         if not self._is_warm and step < self._total_steps:
             # Until now the import of TensorBoard has competed with the steps for the cores.
             self._timed_s, self._timed_samples = 0.0, 0
@@ -214,7 +225,8 @@ class Report:
         if self._world.is_main:
             self.tell("evaluation", step=step, epoch=epoch, metrics=means)
         shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
-        self.say(f"{when} {step}/{self._total_steps}: test {shown}")
+        mark = f" (best {best} so far)" if best else ""
+        self.say(f"{when} {step}/{self._total_steps}: test {shown}{mark}")
 
     def result(self, values: dict[str, Any]) -> None:
         """Write the result of a run that is trained to its end."""
@@ -275,7 +287,7 @@ class Report:
         try:
             return Tracker(
                 service,
-                run_id=self._world.run_id or self._folder.resolve().name,
+                run_id=self._tracked_id(),
                 folder=self._folder,
                 settings=settings,
                 history=self._history,
@@ -284,6 +296,15 @@ class Report:
         except OSError as error:  # that no process can be started must not end the training
             log.warning("nothing is tracked: %s", error)
             return None
+
+    def _tracked_id(self) -> str:
+        """The run's id at a service: kit's; else one of this folder's own, since other machines have its name too."""
+        if self._world.is_by_kit and self._world.run_id:
+            return self._world.run_id
+        path = self._folder / ".track-id"
+        if not path.exists():
+            path.write_text(f"{self._folder.resolve().name}-{secrets.token_hex(4)}", encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
     def _open_progress(self) -> BinaryIO | None:
         path = self._world.progress_file

@@ -48,10 +48,8 @@ class Best:
         if state.get("name") == self._name:
             self._value = state["value"]
 
-    def look(
-        self, means: Mapping[str, float], weights: Callable[[], Mapping[str, torch.Tensor]], **facts: Any
-    ) -> None:
-        """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
+    def improved(self, means: Mapping[str, float]) -> str:
+        """The measure by which these means are the best so far; "" if they are not.
 
         Raises:
             ValueError: there is no such measure.
@@ -60,15 +58,27 @@ class Best:
         if name == "auto":
             name = next((each for each in ("accuracy", "loss") if each in means), "off")
         if name == "off":
-            return
+            return ""
         if name not in means:
             raise ValueError(
                 f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
             )
+        sign = -1 if "loss" in name else 1
+        is_best = self._value is None or sign * means[name] > sign * self._value
+        return name if is_best else ""
+
+    def look(
+        self, means: Mapping[str, float], weights: Callable[[], Mapping[str, torch.Tensor]], **facts: Any
+    ) -> None:
+        """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
+
+        Raises:
+            ValueError: there is no such measure.
+        """
+        name = self.improved(means)
         self.wait()
-        value, sign = means[name], -1 if "loss" in name else 1
-        if self._value is None or sign * value > sign * self._value:
-            self._value = value
+        if name:
+            self._value = means[name]
             best = weights()
             if self._world.is_first_on_node:
                 write = self._writing("best", best, means=dict(means), **facts)

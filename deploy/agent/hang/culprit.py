@@ -39,7 +39,7 @@ _WAITS = ("waits", "wait")
 
 
 @dataclass(frozen=True)
-class Blame:
+class Culprit:
     """Who is behind, and what it does there."""
 
     ranks: tuple[int, ...]
@@ -64,14 +64,14 @@ def explain(
     *,
     nodes: Mapping[int, str] | None = None,
     world_size: int | None = None,
-) -> Blame:
+) -> Culprit:
     """Who holds up the others, by the stacks of all ranks or of those that can be had.
 
     What a rank does says more than its step: steps are written now and then, and the one with the lowest may wait
     for another. They decide where all wait or none does.
     """
     if not stacks:
-        return Blame((), "there is no rank to look at")
+        return Culprit((), "there is no rank to look at")
     waits = {rank: wait for rank, stack in stacks.items() if (wait := waiting(stack.frames))}
     busy = {rank for rank, wait in waits.items() if not wait.is_sure and stacks[rank].state == "R"}
     if len(busy) < len(waits):  # a rank that waits for a GPU may spin, but then they all do
@@ -107,7 +107,7 @@ def explain(
     else:
         line = f"all wait, is it the network between them? {say(stacks, _WAITS)}"
     shown = stacks[blamed[0] if blamed else min(stacks)]
-    return Blame(tuple(blamed), line, tuple(_fold(shown.frames)))
+    return Culprit(tuple(blamed), line, tuple(_fold(shown.frames)))
 
 
 def _odd_ones(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+FLOOR_S = 120.0  # a pause no longer than this is no hang, unless the inventory says so (timings.hang)
 _TALKING = 10  # how many times the learnt limit a job may stay at a step while its logs grow: it may evaluate
 _MAX_PATIENCE = 64
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
@@ -96,21 +97,21 @@ class Watch:
     def __init__(
         self,
         *,
-        hang: float | Literal["auto", "off"] = "auto",
+        hang: float | Literal["auto", "never"] = "auto",
         first_step_s: float | None = None,
-        floor_s: float = 30.0,
+        floor_s: float | None = None,
         factor: float = 2.0,
         gap_s: float = 5.0,
         learnt: Learnt | None = None,
     ) -> None:
-        """`hang`: seconds, or ``auto``: `factor` × the longest pause seen, at least `floor_s`.
+        """`hang`: seconds, or ``auto``: `factor` × the longest pause seen, at least `floor_s` (None: `FLOOR_S`).
 
         `first_step_s` is the time to the first progress of an attempt, not limited by default. Of the time between
         two calls `gap_s` at most counts: more means that we, and maybe the ranks too, were suspended.
         """
         self.learnt = learnt or Learnt()
         self._hang, self._first_step_s = hang, first_step_s
-        self._floor_s, self._factor, self._gap_s = floor_s, factor, gap_s
+        self._floor_s, self._factor, self._gap_s = FLOOR_S if floor_s is None else floor_s, factor, gap_s
         self._now: float | None = None
         self._clock = 0.0
         self._stale: dict[int, Progress] = {}
@@ -166,7 +167,7 @@ class Watch:
 
     def suspect(self, now: float) -> Suspicion | None:
         """Whether this is a hang, by all that was observed."""
-        found = None if self._hang == "off" else self._judge(self._at(now))
+        found = None if self._hang == "never" else self._judge(self._at(now))
         if found and self._changed is not None:
             self.learnt.alarm_step = self._position()
             self.be_more_patient()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.agent.ranks.failures import is_echo, last_words, may_be_the_kernels, tells_its_end
+from nodekit.deploy.agent.ranks.failures import is_secondary, last_words, may_be_the_kernels, tells_its_end
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed
@@ -213,7 +213,7 @@ class Attempts:
         error = last_words(text, exitcode)
         # The last words come before the sockets close, so their order is that of cause and effect. What has died
         # without any wrote its last line at some other time.
-        has_said = written > 0 and (is_echo(error, exitcode) or tells_its_end(error))
+        has_said = written > 0 and (is_secondary(error, exitcode) or tells_its_end(error))
         return {
             "attempt": self._attempt,
             "rank": rank,
@@ -228,7 +228,7 @@ class Attempts:
 
     def _kernel(self, local_rank: int, error: str, exitcode: int) -> list[str]:
         """What the kernel says of a rank that it may have ended, or whose GPU or DataLoader worker it may have."""
-        if is_echo(error, exitcode) or not may_be_the_kernels(error, exitcode):
+        if is_secondary(error, exitcode) or not may_be_the_kernels(error, exitcode):
             return []
         pids = [self.workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
         return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)

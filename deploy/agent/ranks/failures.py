@@ -13,7 +13,7 @@ from nodekit.deploy.host.schema import WorkerFailure
 
 # What a rank prints when another one went away. A rank that says this did not start it.
 _OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
-_BYSTANDER = re.compile(
+_SECONDARY = re.compile(
     r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
     r"|ncclRemoteError|remote process exited|Socket Timeout|Timed out waiting \d+ms for (?:recv|send)"
     r"|Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
@@ -226,23 +226,23 @@ def _raised_in(error: str) -> str:
     return files[-1] if files and error.startswith(_HEADER) else ""
 
 
-def is_echo(error: str, exitcode: int) -> bool:
-    """Whether a worker that ended so only followed another one: a lost peer, or our own SIGTERM after it."""
+def is_secondary(error: str, exitcode: int) -> bool:
+    """Whether a failure is secondary: the rank lost a peer, or got our own SIGTERM after another had failed."""
     if exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return True
     if -exitcode in _UNHEARD:
         return False  # its last words are of before
     if _LOCAL.search(_raised_in(error)):
         return False  # a peer was lost, but one that it had started itself
-    return bool(_BYSTANDER.search(_telling(error)))
+    return bool(_SECONDARY.search(_telling(error)))
 
 
-def is_bystander(failure: Failure) -> bool:
-    """Whether a failure is only the echo of another one, or names another rank that did not come.
+def blames_another(failure: Failure) -> bool:
+    """Whether a failure is secondary, or names another rank that did not come.
 
-    Who waited in vain is charged for it all the same (`is_echo`): the next attempt would wait as long.
+    Who waited in vain is charged for it all the same (`is_secondary`): the next attempt would wait as long.
     """
-    return is_echo(failure.error, failure.exitcode) or bool(_IN_VAIN.search(_telling(failure.error)))
+    return is_secondary(failure.error, failure.exitcode) or bool(_IN_VAIN.search(_telling(failure.error)))
 
 
 def tells_its_end(error: str) -> bool:
@@ -292,16 +292,16 @@ def is_network(failure: Failure) -> bool:
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The failure that began it; None without failures.
 
-    The earliest one that is nobody's echo. One that speaks of the network gives way to another that does not, close
-    to it. Else one that was told to end, for kit's own agent tells none before it has looked. When all are echoes
+    The earliest one that is not secondary. One that speaks of the network gives way to another that does not, close
+    to it. Else one that was told to end, for kit's own agent tells none before it has looked. When all are secondary
     (a node died), the earliest of these.
     """
     if not failures:
         return None
-    causes = [failure for failure in failures if not is_bystander(failure)]
+    causes = [failure for failure in failures if not blames_another(failure)]
     if not causes:
         causes = [failure for failure in failures if was_told(failure)] or list(failures)
-    if all(is_bystander(failure) and not was_told(failure) for failure in causes):
+    if all(blames_another(failure) and not was_told(failure) for failure in causes):
         # One that names who was waited for says most.
         causes = [failure for failure in causes if _AWAITED.search(_telling(failure.error))] or causes
     first = min(causes, key=lambda failure: failure.when)

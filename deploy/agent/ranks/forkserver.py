@@ -66,7 +66,10 @@ class ForkServer:
 
     @classmethod
     def start(cls, preload: Sequence[str]) -> ForkServer:
-        """Fork the server, which then imports `preload` by itself; call it before anything else, CUDA above all."""
+        """Fork the server, which then imports `preload` by itself; call it before anything else, CUDA above all.
+
+        What an agent has it import is `PRELOAD` in deploy/agent/main.py.
+        """
         if threading.active_count() > 1:
             raise RuntimeError("a fork server must be started before any thread")
         sys.stdout.flush()

@@ -3,7 +3,7 @@
 A process that dies closes it, and where a cable is cut the kernel's keep-alive probes go unanswered; both ends
 know within ``keep_alive_s * lost_after`` seconds. The kernel does the probing, so a node that is only busy is not
 taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this
-run before anything is said (`replica_wire.Wire`). Standard library only.
+run before anything is said (`agent_wire.Wire`). Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable
 
-from nodekit.deploy.agent.replicas.replica_wire import Wire
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import Say
@@ -52,7 +52,7 @@ class KeepaliveServer:
         self._lost: set[str] = set()
         listener = ports.listen(address)
         self.port: int = listener.getsockname()[1]
-        self._acceptor = Acceptor(listener, self._serve, name="lifeline-hub")
+        self._acceptor = Acceptor(listener, self._serve, name="keepalive-server")
 
     @property
     def connected(self) -> set[str]:
@@ -135,10 +135,10 @@ class Keepalive:
         except (OSError, ValueError, KeyError) as error:
             self._connection.close()
             raise ConnectionError(
-                f"{address}:{port} does not take this node's lifeline ({error}): it is of another rendezvous by now, "
+                f"{address}:{port} does not take this node's keepalive ({error}): it is of another rendezvous by now, "
                 "or strangers keep it busy"
             ) from error
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="keepalive", daemon=True).start()
 
     def close(self) -> None:
         """Hang up; `on_lost` is not called."""

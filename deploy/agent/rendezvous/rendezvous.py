@@ -1,7 +1,7 @@
 """torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
 
 It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
-tests/test_rendezvous_releases.py fails when upstream moves them. What differs from stock c10d:
+tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
 - the store takes over a socket that already listens, so the port found free cannot be lost in between;
@@ -48,7 +48,7 @@ from nodekit.deploy.host.schema import Say
 CONNECT_TIMEOUT_S = 60.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
 FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
-# Heartbeats are the second line behind the lifelines; they compare clocks, so they have a wide margin.
+# Heartbeats are the second line behind the keepalives; they compare clocks, so they have a wide margin.
 HEARTBEAT_S, HEARTBEATS = 5.0, 3
 LAST_LOOK_S = 3.0
 _POLL_S = 0.05
@@ -75,7 +75,7 @@ class RankedNode(upstream._NodeDesc):
 
     @property
     def identity(self) -> str:
-        """What its lifeline calls it."""
+        """What the keepalive server calls it."""
         return f"{self.node_rank}.{self.pid}"
 
 
@@ -141,8 +141,8 @@ class Rendezvous:
         self._spec = spec
         self._pause = pause
         self._say = say
-        self._hub: KeepaliveServer | None = None
-        self._lifeline: Keepalive | None = None
+        self._keepalive_server: KeepaliveServer | None = None
+        self._keepalive: Keepalive | None = None
         self._formed_size = 0
         run_id = f"{spec.run_id}.{spec.generation}"
         where = f"{spec.master_addr}:{spec.master_port}"
@@ -163,7 +163,7 @@ class Rendezvous:
             self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
             node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
             backend = SignedBackend(self._signed)
-            self._connect_lifeline(node.identity)
+            self._connect_keepalive(node.identity)
         settings = upstream.RendezvousSettings(
             run_id,
             spec.min_nodes,
@@ -197,7 +197,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
         return found
 
-    def _connect_lifeline(self, identity: str) -> None:
+    def _connect_keepalive(self, identity: str) -> None:
         spec = self._spec
         # Of this generation alone: the agents of an earlier one may not have heard yet that it is over.
         token = hmac.new(
@@ -205,18 +205,18 @@ class Rendezvous:
         ).hexdigest()
         if spec.listen_fd is not None:
             # The port is the store's by now, so this cannot be begun again.
-            self._hub = descriptors.when_there(
+            self._keepalive_server = descriptors.when_there(
                 lambda: KeepaliveServer(
                     spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say
                 ),
                 self._pause,
             )
-            self._signed.set(_HUB, str(self._hub.port))
+            self._signed.set(_HUB, str(self._keepalive_server.port))
             return
         where = f"{spec.master_addr}:{spec.master_port}"
         port = self._wait_for(lambda: self._signed.get(_HUB), f"{where} has no rendezvous of this generation")
         try:
-            self._lifeline = Keepalive(
+            self._keepalive = Keepalive(
                 spec.master_addr,
                 int(port),
                 token,
@@ -317,20 +317,20 @@ class Rendezvous:
                 with self.lost_store_is_told():
                     self._signed.set(_OUTCOME, outcome)
                     self._handler.set_closed()
-        if self._hub is not None:
+        if self._keepalive_server is not None:
             deadline = time.monotonic() + (LAST_LOOK_S if outcome else 0)
-            while self._hub.connected and time.monotonic() < deadline:
+            while self._keepalive_server.connected and time.monotonic() < deadline:
                 time.sleep(_POLL_S)  # the store is here: the others still have to read it
-            self._hub.close()
-        if self._lifeline is not None:
-            self._lifeline.close()
+            self._keepalive_server.close()
+        if self._keepalive is not None:
+            self._keepalive.close()
             cut_connections(self._spec.master_addr, self._spec.master_port)
         self._handler._stop_heartbeats()
 
     @property
     def is_lost(self) -> bool:
         """Whether the rendezvous host is known to be gone."""
-        return self._lifeline is not None and self._lifeline.lost.is_set()
+        return self._keepalive is not None and self._keepalive.lost.is_set()
 
     @contextlib.contextmanager
     def lost_store_is_told(self) -> Iterator[None]:
@@ -352,17 +352,17 @@ class Rendezvous:
     # --- what only the rendezvous host knows ---
 
     def is_gone(self, node: RankedNode) -> bool:
-        """Whether a node's lifeline has ended."""
-        return self._hub is not None and node.identity in self._hub.lost
+        """Whether a node's keepalive has ended."""
+        return self._keepalive_server is not None and node.identity in self._keepalive_server.lost
 
     def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
         """Whether a round need not wait for anyone: all who are connected (at first: all of the electorate) are in."""
-        if self._hub is None or len(participants) < self._spec.min_nodes:
+        if self._keepalive_server is None or len(participants) < self._spec.min_nodes:
             return False
         if is_first_round:
             names = {self._spec.name_of(node.node_rank) for node in participants}
             return set(self._spec.electorate) <= names
-        return self._hub.connected <= {node.identity for node in participants}
+        return self._keepalive_server.connected <= {node.identity for node in participants}
 
 
 class _Timeouts(upstream.RendezvousTimeout):

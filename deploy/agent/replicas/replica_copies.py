@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
     Attempt,
@@ -24,7 +25,6 @@ from nodekit.deploy.agent.replicas.replica_files import (
     open_file,
     write_synced,
 )
-from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.training.snapshots import commit
 
 _NUM_SET_ASIDE = 2

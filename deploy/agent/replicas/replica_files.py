@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nodekit.deploy.agent.replicas.replica_wire import CHUNK_BYTES
+from nodekit.deploy.agent.agent_wire import CHUNK_BYTES
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.training.snapshots import commit
 
@@ -169,7 +169,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Look:
+class Scan:
     """What is in the folder now."""
 
     files: dict[str, Seen] = field(default_factory=dict)
@@ -182,9 +182,9 @@ class Look:
     """Why not, if that may pass: no right of the user's that this look lacks."""
 
 
-def look(folder: Path) -> Look:
+def scan(folder: Path) -> Scan:
     """All of the user's files in `folder`, without reading them."""
-    found, pending = Look(), [""]
+    found, pending = Scan(), [""]
     while pending:
         below = pending.pop()
         try:
@@ -208,7 +208,7 @@ def look(folder: Path) -> Look:
     return found
 
 
-def _see(found: Look, folder: Path, name: str, status: os.stat_result) -> None:
+def _see(found: Scan, folder: Path, name: str, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         found.files[name] = Seen(mark_of(status), status.st_ctime_ns > status.st_mtime_ns)
     elif not stat.S_ISLNK(status.st_mode):
@@ -303,7 +303,7 @@ class UserFiles:
 
     def update(
         self,
-        found: Look,
+        found: Scan,
         names: Iterable[str] | None = None,
         is_called_off: Callable[[], bool] = lambda: False,
     ) -> bool:

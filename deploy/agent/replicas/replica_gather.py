@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
@@ -24,16 +25,15 @@ from nodekit.deploy.agent.replicas.replica_files import (
     Attempt,
     Known,
     Listing,
-    Look,
     Mark,
+    Scan,
     UserFiles,
     Version,
-    look,
     mark_of,
     open_file,
+    scan,
     sha256_of,
 )
-from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.host.schema import Say
 from nodekit.training.snapshots import commit
 
@@ -50,9 +50,9 @@ class Here:
     copies: Copies
     tell: Say
 
-    def look(self) -> Look:
+    def scan(self) -> Scan:
         """What is in the user's folder; what is not copied is told."""
-        found = look(self.files.folder)
+        found = scan(self.files.folder)
         for name, why in found.refused.items():
             self.tell("replica-refused", file=name, reason=why)
         return found
@@ -149,7 +149,7 @@ class Gather:
         self._is_joined = False
         self.gathered = Gathered()
 
-    def run(self, own: Listing, found: Look, deadline_s: float) -> bool:
+    def run(self, own: Listing, found: Scan, deadline_s: float) -> bool:
         """Do it; returns whether most members were heard, for else a newer version may be with the others.
 
         A kill at any point leaves every version of every file somewhere on this node's disk.
@@ -194,8 +194,8 @@ class Gather:
             self._wires[node] = wire
 
         until = time.monotonic() + deadline_s
-        connect_s = min(deadline_s, replica_wire.CONNECT_S)
-        wire = replica_wire.connect(self._peers[node], self._here.token, connect_s, announce)
+        connect_s = min(deadline_s, agent_wire.CONNECT_S)
+        wire = agent_wire.connect(self._peers[node], self._here.token, connect_s, announce)
         wire.send({"op": "list", "attempt": self._attempt})
         while True:
             answer = wire.receive(until - time.monotonic())
@@ -216,7 +216,7 @@ class Gather:
 
     # --- having ---
 
-    def _fill(self, found: Look, agreed: Mapping[str, list[Version]], *, is_behind: bool) -> None:
+    def _fill(self, found: Scan, agreed: Mapping[str, list[Version]], *, is_behind: bool) -> None:
         """Have all that is lacking at hand, then set aside, put in place, and delete."""
         mine = {
             name: known.version
@@ -327,7 +327,7 @@ class Gather:
                     os.link(path, draft)
                     return True
             with self._copies.room_for(draft, version.size_bytes) as file, open_file(path) as source:
-                shutil.copyfileobj(source, file, replica_wire.CHUNK_BYTES)
+                shutil.copyfileobj(source, file, agent_wire.CHUNK_BYTES)
             return True
         return False
 

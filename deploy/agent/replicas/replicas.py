@@ -22,20 +22,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.agent.replicas import replica_wire
+from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.agent_wire import Wire, WrongToken
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
     SHA256,
     Attempt,
     Listing,
-    Look,
+    Scan,
     UserFiles,
     Version,
     open_file,
 )
 from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
-from nodekit.deploy.agent.replicas.replica_wire import Wire, WrongToken
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import EventKind, Say
@@ -104,7 +104,7 @@ class Replicas:
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
         listener = ports.listen(address)
-        self.endpoint = replica_wire.endpoint_of(listener)
+        self.endpoint = agent_wire.endpoint_of(listener)
         """`address:port` for the other members."""
         self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
 
@@ -119,9 +119,9 @@ class Replicas:
             wire.abort()
             thread.join()
 
-    def settle(self, deadline_s: float) -> bool:
+    def finish_copying(self, deadline_s: float) -> bool:
         """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
-        return self._pusher is None or self._pusher.settle(deadline_s)
+        return self._pusher is None or self._pusher.finish_copying(deadline_s)
 
     def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 30.0) -> Gathered:
         """Make the folder what it has to be for this attempt; no worker may run.
@@ -166,8 +166,8 @@ class Replicas:
             self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
         return gathered
 
-    def _look(self) -> Look:
-        found = self._here.look()
+    def _look(self) -> Scan:
+        found = self._here.scan()
         self._files.update(found)
         if unread := found.unread or self._files.unread:
             raise OSError(unread)
@@ -305,7 +305,7 @@ class Pusher:
                 wire.abort()
             self._thread.join(0.02)
 
-    def settle(self, deadline_s: float) -> bool:
+    def finish_copying(self, deadline_s: float) -> bool:
         """Take all there is for complete, and wait until it is copied; False if that was not done in time."""
         self._settled.clear()
         self._settle_until = time.monotonic() + deadline_s
@@ -322,7 +322,7 @@ class Pusher:
             self._wake.clear()
             started = time.monotonic()
             is_settling = started < self._settle_until
-            found = self._here.look()
+            found = self._here.scan()
             looked_s = time.monotonic() - started
             with self._here.failing():
                 names = None if is_settling else self._complete(found)
@@ -335,7 +335,7 @@ class Pusher:
             # A folder of very many files may not cost a core.
             pause_s = 0.1 if is_settling else max(POLL_S, 20 * looked_s)
 
-    def _complete(self, found: Look) -> Iterable[str]:
+    def _complete(self, found: Scan) -> Iterable[str]:
         """The new, changed and deleted files that are so for good: nobody is at work on them."""
         now, known = time.monotonic(), self._files.known
         marks = {name: each.mark for name, each in known.items() if each.mark is not None}
@@ -379,7 +379,7 @@ class Pusher:
         if self._is_stopping or time.monotonic() < target.retry:
             return False
         try:
-            with replica_wire.connect(target.endpoint, self._here.token, announce=self._hold) as wire:
+            with agent_wire.connect(target.endpoint, self._here.token, announce=self._hold) as wire:
                 return self._bring(wire, target, files)
         except BROKEN as error:
             if not self._is_stopping:

@@ -67,7 +67,7 @@ class EventLog:
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
         self._events = str(self._folder / "events.jsonl")
-        self._present = current_status.Present(self._events)
+        self._status_file = current_status.StatusFile(self._events)
         files.end_torn_line(self._events)
         self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
         gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -136,7 +136,7 @@ class EventLog:
             new: NodeStatus = {**self._status, **changes}
             if new != self._status or "state" in changes:
                 self._status = new
-                self._write(lambda: self._present.write({**self._which(), **new}))
+                self._write(lambda: self._status_file.write({**self._which(), **new}))
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Append one event."""

@@ -261,7 +261,7 @@ def follow(
     part: Callable[[Any], None],
     offsets: Mapping[str, Mapping[str, int]],
     wanted: Mapping[str, Mapping[str, Any]],
-    poll_s: float = 0.1,
+    poll_s: float,
     node_dir: Optional[str] = None,
 ) -> None:
     """Send the new lines of some nodes as they come, and something every second.

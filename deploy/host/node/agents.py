@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional
 from nodekit.deploy.host import current_status, files, ports, processes
 from nodekit.deploy.host.node import fence, status
 from nodekit.deploy.host.probes import hostfacts
-from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Stopped
+from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stopped
 
 NO_WORKERS_GRACE_S = 3.0
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
@@ -197,7 +197,7 @@ def _say_stop(node_dir: str) -> None:
 def _settle_status(node_dir: str) -> None:
     """Write down that an agent was stopped that could not do so itself, being killed."""
     found = status.said(node_dir)
-    if found and found.get("state") not in ("succeeded", "failed", "stopped"):
+    if found and found.get("state") not in FINISHED:
         try:
             current_status.of(node_dir).write(dict(found, time=time.time(), state="stopped", workers=[]))
         except OSError:

@@ -23,7 +23,7 @@ _BEAT_S = 1.0
 _GRACE_S = 5.0
 
 
-def look(
+def list_run(
     folder: str, run_id: str, names: Sequence[str], snapshots: str, part: Callable[[Any], None]
 ) -> dict[str, Any]:
     """What there is of a run.
@@ -74,7 +74,7 @@ def remove(
     Raises:
         RuntimeError: it must not be, and why.
     """
-    found = look(folder, run_id, names, snapshots, part)
+    found = list_run(folder, run_id, names, snapshots, part)
     if found["problem"] or found["alive"]:
         raise RuntimeError(found["problem"] or "; ".join(found["alive"]))
     with _beating(part):

@@ -60,7 +60,7 @@ class Progress:
     """Why it could not be started, or the host no longer answers."""
     python: str = "python"
 
-    def take(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         """Process one line of the job's output."""
         try:
             said = json.loads(line)
@@ -248,7 +248,7 @@ def _run(
                 )
                 seen += len(said["lines"])
                 for line in said["lines"]:
-                    own.take(line)
+                    own.read_line(line)
                 own.status, own.errors = said["status"], said["errors"]
                 if not (own.problem and progress[first].reached("arrived")):
                     patience_s = None

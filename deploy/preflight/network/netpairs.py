@@ -16,7 +16,7 @@ from nodekit.deploy.preflight.network.outcomes import (
     Pairs,
     closed_words,
     grouped,
-    is_echo,
+    is_secondary,
     packet,
 )
 from nodekit.inventory.errors import HostError
@@ -107,7 +107,7 @@ def _try_alone(
     def faults() -> dict[tuple[str, str], tuple[str, bool]]:
         found = {}
         for key, pair in pairs.items():
-            closed = pair.failed and not is_echo(pair, pairs, ends)
+            closed = pair.failed and not is_secondary(pair, pairs, ends)
             lost = SMALL_BYTES in pair.arrived and packet(ends, *key) not in pair.arrived
             if closed or lost:
                 found[key] = closed_words(pair, ends[pair.target], 0) if closed else "", bool(lost)

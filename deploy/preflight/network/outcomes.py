@@ -116,7 +116,7 @@ def findings(
     """
     closed: dict[tuple[str, str], tuple[str, Level]] = {}
     for key, pair in pairs.items():
-        if pair.failed and not is_echo(pair, pairs, ends):
+        if pair.failed and not is_secondary(pair, pairs, ends):
             failed = {number for ports in pair.failed.values() for number in ports}
             level: Level = "warning" if failed == {port} and not port_matters else "failure"
             closed[key] = closed_words(pair, ends[pair.target], port), level
@@ -196,7 +196,7 @@ def _strays(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
     return found
 
 
-def is_echo(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
+def is_secondary(pair: Pair, pairs: Pairs, ends: Mapping[str, End]) -> bool:
     """Whether the failures are explained by a port range that is dropped in the other direction."""
     if set(pair.failed) != {"dropped"} or not pair.connects:
         return False

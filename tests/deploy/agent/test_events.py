@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> Path:
 
 def gather(gatherer: events.Gatherer, folder: Path, *, clock_offset: float = 0.0) -> None:
     found = hostfollow.events(str(folder), *gatherer.at(folder.name))
-    gatherer.take(folder.name, found, clock_offset=clock_offset)
+    gatherer.add_of_node(folder.name, found, clock_offset=clock_offset)
 
 
 def kinds(home: Path) -> list[str]:
@@ -216,7 +216,7 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(notes, "SAMPLE_S", 0.0)
     monkeypatch.setattr(
-        current_status.Present,
+        current_status.StatusFile,
         "write",
         lambda _, status: seen.append((status["progress"], status["usage"]["memory"])),
     )
@@ -297,7 +297,7 @@ def test_every_kind_of_event_is_documented_and_no_other():
 def test_events_and_statuses_of_before_there_was_a_version_are_read(home: Path):
     line = {"run": "r", "node": "n0", "time": 1.0, "kind": "agent-started"}
     (home / "run" / events.FILE).write_text(json.dumps(line) + "\n")
-    current_status.Present(str(home / "run" / events.FILE)).write({**line, "state": "running"})
+    current_status.StatusFile(str(home / "run" / events.FILE)).write({**line, "state": "running"})
     assert kinds(home) == ["agent-started"]
     assert events.now(home / "run")["n0"]["state"] == "running"
 

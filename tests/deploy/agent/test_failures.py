@@ -7,10 +7,10 @@ import pytest
 from nodekit.deploy.agent.ranks.failures import (
     Failure,
     awaited,
+    blames_another,
     first_cause,
     how_it_ended,
-    is_bystander,
-    is_echo,
+    is_secondary,
     last_traceback,
     last_words,
 )
@@ -69,7 +69,7 @@ def test_without_failures_there_is_no_cause() -> None:
     ],
 )
 def test_the_errors_of_those_who_lost_a_peer_are_echoes(message: str) -> None:
-    assert is_bystander(failure(0, 0.0, message))
+    assert blames_another(failure(0, 0.0, message))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_the_errors_of_those_who_lost_a_peer_are_echoes(message: str) -> None:
     ],
 )
 def test_errors_of_the_job_itself_are_no_echoes(message: str) -> None:
-    assert not is_bystander(failure(0, 0.0, message))
+    assert not blames_another(failure(0, 0.0, message))
 
 
 def test_who_waited_in_vain_is_charged_but_not_blamed() -> None:
     error = "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /default_pg/0//cpu//0/3"
-    assert not is_echo(error, 1)
-    assert is_bystander(failure(0, 0.0, error))
+    assert not is_secondary(error, 1)
+    assert blames_another(failure(0, 0.0, error))
     assert awaited([failure(0, 0.0, error)]) == (3,)
 
 
@@ -108,7 +108,7 @@ def test_before_an_aborts_own_words_what_was_said_last_is_kept() -> None:
     said += " collective operation timeout: WorkNCCL(SeqNum=4)\n"
     found = last_words(f"step 1\n{said}frame #0: c10::Error\n{dump}", -6)
     assert found == f'step 1\n{said}Fatal Python error: Aborted\n  File "t.py", line 9 in step'
-    assert is_echo(found, -6)
+    assert is_secondary(found, -6)
     assert last_words(f"{BOOM}\nterminate called without an active exception\n{dump}", -6) == BOOM
 
 
@@ -118,7 +118,7 @@ def test_a_killed_rank_has_no_words_of_its_end() -> None:
 
 def test_a_users_text_about_peers_far_above_the_error_makes_no_echo() -> None:
     text = "\n".join(["note: Connection reset by peer", *["step"] * 20, "ValueError: boom"])
-    assert not is_bystander(dataclasses.replace(failure(0, 0.0, BOOM), error=text))
+    assert not blames_another(dataclasses.replace(failure(0, 0.0, BOOM), error=text))
 
 
 def test_the_traceback_is_taken_without_torchs_rank_prefix_and_what_came_before() -> None:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.agent import hang_diagnosis
+from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.hang import stacks as stacks_module
 from nodekit.deploy.agent.hang.culprit import explain, waiting
 from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
@@ -233,7 +234,7 @@ def test_output_before_the_first_step_is_no_progress_of_a_job_that_tells_its_ste
 
 
 def test_off_is_off():
-    job = Job(Watch(hang="off", first_step_s=10))
+    job = Job(Watch(hang="never", first_step_s=10))
     assert job.wait(100) is None
     job.train(1, 2, 3)
     assert job.wait(36000) is None
@@ -802,21 +803,21 @@ def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
 
 def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the other node are done, and this one's still write: now and then, with times of an hour ago."""
-    monkeypatch.setattr(hang_diagnosis, "FLOOR_S", 0.5)
+    monkeypatch.setattr(hang, "FLOOR_S", 0.5)
     monkeypatch.setattr(hang_diagnosis, "LOOK_S", 0.0)
     told: list[str] = []
 
     store = SimpleNamespace(get=lambda _: None)
     formed = SimpleNamespace(store=store, members=("n0", "n1"), without=lambda _: ["n0"])
     record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
-    inquires = hang_diagnosis.HangDiagnosis("auto", record)  # type: ignore[arg-type]  # all that is used of it
-    inquires.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
+    diagnosis = hang_diagnosis.HangDiagnosis("auto", record)  # type: ignore[arg-type]  # all that is used of it
+    diagnosis.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
     begun, hour_ago = time.monotonic(), time.time() - 3600
     for number in range(20):
         (tmp_path / "rank0").write_text("10/10")
         os.utime(tmp_path / "rank0", (hour_ago - number, hour_ago - number))
-        assert not inquires.finds_a_hang(lambda: None)
+        assert not diagnosis.finds_a_hang(lambda: None)
         time.sleep(0.05)
-    assert time.monotonic() - begun > hang_diagnosis.FLOOR_S
-    assert until(lambda: inquires.finds_a_hang(lambda: None), what="the end of patience")
+    assert time.monotonic() - begun > hang.FLOOR_S
+    assert until(lambda: diagnosis.finds_a_hang(lambda: None), what="the end of patience")
     assert told == ["lingering"]

@@ -81,8 +81,8 @@ def hang_up(node: Rendezvous, *, others: Rendezvous) -> None:
     """What the others see of a node whose process is killed; `close` would cut the connections of them all."""
     upstream._delay = others._delay
     node._handler._stop_heartbeats()
-    assert node._lifeline is not None
-    node._lifeline.close()
+    assert node._keepalive is not None
+    node._keepalive.close()
 
 
 def nothing(kind: str, **fields: Any) -> None:

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy.agent.replicas import replica_wire, replicas
+from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.replicas import replicas
 from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
 from nodekit.deploy.agent.replicas.replicas import Replicas, keepers
@@ -141,9 +142,9 @@ class Cluster:
         for node in self.alive:
             pusher = node.alive._pusher
             if pusher and dead & {target.node for target in pusher._targets}:
-                node.alive.settle(0.3)
+                node.alive.finish_copying(0.3)
             else:
-                assert node.alive.settle(10), node.said
+                assert node.alive.finish_copying(10), node.said
 
 
 @pytest.fixture(autouse=True)
@@ -437,16 +438,16 @@ def test_what_changes_under_the_copy_is_discarded_and_copied_later(
 ) -> None:
     nodes = cluster(2)
     nodes.gather()
-    original, changed = replica_wire.Wire.send_bytes, []
+    original, changed = agent_wire.Wire.send_bytes, []
 
-    def change_first(self: replica_wire.Wire, file: Any, size_bytes: int) -> None:
+    def change_first(self: agent_wire.Wire, file: Any, size_bytes: int) -> None:
         if not changed:
             changed.append(True)
             with (nodes[0].folder / "last.pt").open("r+b") as target:  # in place: same inode, same size
                 target.write(b"B")
         original(self, file, size_bytes)
 
-    monkeypatch.setattr(replica_wire.Wire, "send_bytes", change_first)
+    monkeypatch.setattr(agent_wire.Wire, "send_bytes", change_first)
     nodes[0].write("last.pt", b"A" * 100_000)
     wait_for(lambda: "last.pt" in nodes[1].keeps("n0") and len(nodes[1].blobs()) == 1)
     assert changed
@@ -491,7 +492,7 @@ def test_the_old_copy_goes_only_when_the_new_one_is_there(
         tried.set()
         raise ConnectionResetError("cut in the middle")
 
-    monkeypatch.setattr(replica_wire.Wire, "send_bytes", fail)
+    monkeypatch.setattr(agent_wire.Wire, "send_bytes", fail)
     (nodes[0].folder / "step_1.pt").unlink()
     nodes[0].write("step_2.pt", "2")
     assert tried.wait(5)
@@ -763,12 +764,12 @@ def test_a_transfer_cut_in_the_middle_leaves_nothing_visible(
     nodes.gather()
     cut = threading.Event()
 
-    def send_half(self: replica_wire.Wire, file: Any, size_bytes: int) -> None:
+    def send_half(self: agent_wire.Wire, file: Any, size_bytes: int) -> None:
         self._sock.sendfile(file, 0, size_bytes // 2)
         cut.set()
         raise ConnectionResetError("killed")
 
-    monkeypatch.setattr(replica_wire.Wire, "send_bytes", send_half)
+    monkeypatch.setattr(agent_wire.Wire, "send_bytes", send_half)
     nodes[0].write("last.pt", b"z" * 5_000_000)
     assert cut.wait(5)
     nodes[0].die()
@@ -790,7 +791,7 @@ def test_a_kill_at_any_point_of_a_gather_loses_nothing(
     (nodes[0].folder / "mine.pt").unlink()
     for name in ("a.pt", "b/c.pt"):
         nodes[0].write(name, name)
-    assert nodes[0].alive.settle(5)
+    assert nodes[0].alive.finish_copying(5)
     nodes.gather()
     nodes[0].write("a.pt", "a, newer")
     nodes.settle()
@@ -833,10 +834,10 @@ def test_a_kill_at_any_point_of_a_gather_loses_nothing(
 
 def test_who_does_not_know_the_token_gets_nothing(cluster: Callable[..., Cluster]) -> None:
     nodes = cluster(1)
-    with pytest.raises(replica_wire.WrongToken):
-        replica_wire.connect(nodes[0].alive.endpoint, "another token")
+    with pytest.raises(agent_wire.WrongToken):
+        agent_wire.connect(nodes[0].alive.endpoint, "another token")
     wait_for(lambda: nodes[0].kinds("replica-refused"))
-    replica_wire.connect(nodes[0].alive.endpoint, TOKEN).close()
+    agent_wire.connect(nodes[0].alive.endpoint, TOKEN).close()
 
 
 def test_the_token_does_not_travel_and_a_changed_frame_is_refused() -> None:
@@ -848,7 +849,7 @@ def test_the_token_does_not_travel_and_a_changed_frame_is_refused() -> None:
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         (a, b), (c, d) = pair(), pair()  # a says something to d, by way of b and c
-        client, server = (stack.enter_context(replica_wire.Wire(each)) for each in (a, d))
+        client, server = (stack.enter_context(agent_wire.Wire(each)) for each in (a, d))
         for each in (b, c):
             stack.enter_context(each)
         proving = [pool.submit(w.prove, TOKEN, is_client=w is client) for w in (client, server)]
@@ -933,8 +934,8 @@ def keep(name: str, data: bytes, attempt: int = 1, **changes: Any) -> dict[str, 
     return {"op": "keep", "attempt": [1, attempt], "listing": listing | changes}
 
 
-def call(node: Node) -> replica_wire.Wire:
-    return replica_wire.connect(node.alive.endpoint, TOKEN)
+def call(node: Node) -> agent_wire.Wire:
+    return agent_wire.connect(node.alive.endpoint, TOKEN)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -1125,7 +1126,7 @@ def test_a_holder_that_cannot_write_is_told_of_once_and_asked_again(
         if kind == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         nodes[0].write("big.pt", b"b" * 3_000_000)
-        assert not nodes[0].alive.settle(1)
+        assert not nodes[0].alive.finish_copying(1)
         assert len(nodes[0].kinds("replica-failed")) == len(nodes[1].kinds("replica-failed")) == 1
         assert nodes[1].keeps("n0") == {"small.pt": "s"}
         gathered = nodes.gather()
@@ -1280,7 +1281,9 @@ def play(root: Path, num_nodes: int, copies: int, steps: list[tuple[str, int, st
                 continue
             ring = members.index(node.name)
             targets = [members[(ring + i) % len(members)] for i in range(1, min(copies, len(members)))]
-            is_done = node.alive.settle(5 if all(nodes[int(each[1:])].replicas for each in targets) else 0.3)
+            is_done = node.alive.finish_copying(
+                5 if all(nodes[int(each[1:])].replicas for each in targets) else 0.3
+            )
             for name, truth in truths.items():
                 if truth.by == node.name and truth.attempt == nodes.attempt:
                     keeping = [

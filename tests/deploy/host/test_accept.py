@@ -14,10 +14,9 @@ import pytest
 import strangers
 from agents import until
 
-from nodekit.deploy.agent import descriptors
+from nodekit.deploy.agent import agent_wire, descriptors
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
-from nodekit.deploy.agent.replicas import replica_wire
-from nodekit.deploy.agent.replicas.replica_wire import Wire
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.host import accept, ports
 from nodekit.deploy.host.accept import Acceptor
@@ -73,7 +72,7 @@ def is_served(connection: socket.socket) -> bool:
     return False
 
 
-@pytest.fixture(params=["lifelines", "copies", "tasks", "link speed"])
+@pytest.fixture(params=["keepalives", "copies", "tasks", "link speed"])
 def service(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -82,7 +81,7 @@ def service(
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    if request.param == "lifelines":
+    if request.param == "keepalives":
         hub = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
         options: dict[str, Any] = {"keep_alive_s": 1.0, "lost_after": 3, "on_lost": nothing}
         yield hub.port, lambda: Keepalive("127.0.0.1", hub.port, TOKEN, "1.7", **options).close()
@@ -94,7 +93,7 @@ def service(
         )  # fmt: skip
         yield (
             int(replicas.endpoint.rpartition(":")[2]),
-            lambda: replica_wire.connect(replicas.endpoint, TOKEN).close(),
+            lambda: agent_wire.connect(replicas.endpoint, TOKEN).close(),
         )
         replicas.close()
     elif request.param == "tasks":

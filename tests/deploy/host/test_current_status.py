@@ -10,7 +10,7 @@ import pytest
 from agents import until
 
 from nodekit.deploy.host import current_status
-from nodekit.deploy.host.current_status import Present
+from nodekit.deploy.host.current_status import StatusFile
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.records import events
 
@@ -32,12 +32,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / events.FILE
 
 
-def steps(reader: Present) -> dict[str, int]:
+def steps(reader: StatusFile) -> dict[str, int]:
     return {node: said["step"] for node, said in reader.read().items()}
 
 
 def test_the_newest_of_each_node_is_there_and_the_file_does_not_grow(path: Path) -> None:
-    writer, reader = Present(str(path)), Present(str(path))
+    writer, reader = StatusFile(str(path)), StatusFile(str(path))
     for node in ("a", "b"):
         writer.write(status(node, 1))
     assert steps(reader) == {"a": 1, "b": 1}
@@ -55,7 +55,7 @@ def test_the_newest_of_each_node_is_there_and_the_file_does_not_grow(path: Path)
 
 
 def test_who_reads_by_offset_is_not_disturbed(path: Path) -> None:
-    writer, follower = Present(str(path)), events.Follower(path.parent)
+    writer, follower = StatusFile(str(path)), events.Follower(path.parent)
     at: tuple[str, int] = ("", 0)
     seen: list[list[list[str]]] = []
     for step, text in enumerate(["", "x" * 3_000, "x", "x" * 9_000]):
@@ -71,11 +71,11 @@ def test_who_reads_by_offset_is_not_disturbed(path: Path) -> None:
 
 
 def test_a_status_that_has_no_room_moves(path: Path) -> None:
-    writer, reader = Present(str(path)), Present(str(path))
+    writer, reader = StatusFile(str(path)), StatusFile(str(path))
     for step, length in enumerate([10, 2_000, 50_000, 40_000, 10]):
         writer.write(status("a", step, text="x" * length))
         add(path, kind="said")
-        assert steps(reader) == steps(Present(str(path))) == {"a": step}
+        assert steps(reader) == steps(StatusFile(str(path))) == {"a": step}
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert [kind for kind in kinds if kind != "said"] == [
         "run-started",
@@ -86,42 +86,42 @@ def test_a_status_that_has_no_room_moves(path: Path) -> None:
 
 
 def test_another_writer_goes_on_where_the_first_one_was(path: Path) -> None:
-    first, second = Present(str(path)), Present(str(path))
+    first, second = StatusFile(str(path)), StatusFile(str(path))
     first.write(status("a", 1))
     second.write(status("a", 2, text="x" * 5_000))  # and has it move
     first.write(status("a", 3))
-    assert steps(Present(str(path))) == {"a": 3}
+    assert steps(StatusFile(str(path))) == {"a": 3}
     assert path.read_text().count('"kind": "status",') == 1
 
 
 def test_a_line_that_is_torn_costs_no_more_than_itself(path: Path) -> None:
-    writer, reader = Present(str(path)), Present(str(path))
+    writer, reader = StatusFile(str(path)), StatusFile(str(path))
     for node in ("a", "b"):
         writer.write(status(node, 1))
     reader.read()
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"step": 1', b'"step": 7', 1))
     assert steps(reader) == {"a": 1, "b": 1}, "what it said before"
-    assert steps(Present(str(path))) == {"b": 1}
-    Present(str(path)).write(status("a", 8))
-    assert steps(reader) == steps(Present(str(path))) == {"a": 8, "b": 1}
+    assert steps(StatusFile(str(path))) == {"b": 1}
+    StatusFile(str(path)).write(status("a", 8))
+    assert steps(reader) == steps(StatusFile(str(path))) == {"a": 8, "b": 1}
 
 
 def test_after_a_line_that_a_crash_has_torn(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"run": "r", "ti')
-    Present(str(path)).write(status("a", 1))
-    assert steps(Present(str(path))) == {"a": 1}
+    StatusFile(str(path)).write(status("a", 1))
+    assert steps(StatusFile(str(path))) == {"a": 1}
 
 
 def test_another_file_in_the_same_place_is_read_anew(path: Path) -> None:
-    reader = Present(str(path))
-    Present(str(path)).write(status("a", 1))
+    reader = StatusFile(str(path))
+    StatusFile(str(path)).write(status("a", 1))
     assert steps(reader) == {"a": 1}
     path.write_text("")
     add(path, time=2.5, text="x" * 3_000)
     assert steps(reader) == {}
-    Present(str(path)).write(status("a", 2))
+    StatusFile(str(path)).write(status("a", 2))
     assert steps(reader) == {"a": 2}
 
 
@@ -129,23 +129,23 @@ def test_it_is_never_the_first_event_by_which_a_file_is_known(tmp_path: Path) ->
     path = tmp_path / events.FILE
     for _ in range(2):
         with pytest.raises(OSError, match=str(path)):
-            Present(str(path)).write(status("a", 1))
+            StatusFile(str(path)).write(status("a", 1))
         path.write_text("")
-    assert (Present(str(path)).read(), path.read_text()) == ({}, "")
+    assert (StatusFile(str(path)).read(), path.read_text()) == ({}, "")
 
 
 def test_what_is_read_while_it_is_written_is_whole(path: Path) -> None:
     program = f"""
-from nodekit.deploy.host.current_status import Present
-writer, number = Present({str(path)!r}), 0
+from nodekit.deploy.host.current_status import StatusFile
+writer, number = StatusFile({str(path)!r}), 0
 while True:
     number += 1
     writer.write(dict(run="r", time=1.0, node="a", step=number % 10, text=str(number % 10) * 100_000))
 """
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
-        until(lambda: Present(str(path)).read())
-        reader = Present(str(path))
+        until(lambda: StatusFile(str(path)).read())
+        reader = StatusFile(str(path))
         found = [reader.read()["a"] for _ in range(2_000)]
     finally:
         process.kill()
@@ -168,10 +168,10 @@ def test_what_nodes_do_is_gathered_once_as_what_has_happened(path: Path, tmp_pat
     node = tmp_path / "gpu1"
     node.mkdir()
     add(node / events.FILE, node="gpu1", kind="agent-started")
-    Present(str(node / events.FILE)).write(status("gpu1", 1))
+    StatusFile(str(node / events.FILE)).write(status("gpu1", 1))
     add(node / events.FILE, node="gpu1", kind="rendezvous")
     gatherer = events.Gatherer(path.parent)
-    gatherer.take("gpu1", [tuple(each) for each in hostfollow.events(str(node))], clock_offset=0.0)  # type: ignore[misc]
+    gatherer.add_of_node("gpu1", [tuple(each) for each in hostfollow.events(str(node))], clock_offset=0.0)  # type: ignore[misc]
     assert gatherer.at("gpu1") == ("1.5", (node / events.FILE).stat().st_size)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds == ["run-started", "agent-started", "rendezvous"]

@@ -1,4 +1,4 @@
-"""Calls into a host's hands, here on this machine."""
+"""Calls into the host-side server, here on this machine."""
 
 import ast
 import contextlib

@@ -30,7 +30,7 @@ def node_of(folder: Path, worker: subprocess.Popen[bytes], *, boot_id: str) -> s
     (folder / "events.jsonl").write_text(json.dumps(line) + "\n")
     process = {"pid": worker.pid, "start_time": processes.start_time(worker.pid)}
     workers = [{**process, "rank": 0, "local_rank": 0}]
-    current_status.Present(str(folder / "events.jsonl")).write(
+    current_status.StatusFile(str(folder / "events.jsonl")).write(
         {**node, "time": 1.0, "state": "running", "workers": workers}
     )
     agent = {"pid": 2**22 + 1, "start_time": 1, "boot_id": boot_id}

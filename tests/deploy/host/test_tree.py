@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.host import tree, treefiles
-from nodekit.deploy.sync.listing import take
+from nodekit.deploy.sync.listing import list_code
 
 NAMES = [
     "a b.py",
@@ -50,7 +50,7 @@ def work(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "work dir"
     folder.mkdir()
     yield folder
-    tree.settle(str(folder / "cache"))
+    tree.finish_caching(str(folder / "cache"))
     tree._held.clear()
     tree._keeping.clear()
 
@@ -63,7 +63,7 @@ def write(file: Path, data: bytes) -> Path:
 
 def put(code: Path, work: Path, run: str = "run1") -> dict[str, Any]:
     """A whole sync of `code`, without a network."""
-    taken = take(code)
+    taken = list_code(code)
     where = {"cache": str(work / "cache"), "dest": str(work / run), "digest": taken.digest}
     answer = tree.place(**where)
     if answer["state"] == "unknown":
@@ -122,9 +122,9 @@ def test_placed_tree_is_the_code(code: Path, work: Path) -> None:
 
 def test_second_run_sends_nothing_and_shares_nothing(code: Path, work: Path) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     assert put(code, work, "run2")["sent"] == []
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     (work / "run2/empty").write_bytes(b"in place")
     assert content(work / "run1") == content(code)
     assert content(work / "cache") == content(code)
@@ -133,7 +133,7 @@ def test_second_run_sends_nothing_and_shares_nothing(code: Path, work: Path) -> 
 
 def test_only_what_changed_is_sent(code: Path, work: Path) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     write(code / "-rf", b"new")
     (code / "run.sh").chmod(0o644)
     (code / "link").unlink()
@@ -145,7 +145,7 @@ def test_only_what_changed_is_sent(code: Path, work: Path) -> None:
 
 def test_file_and_folder_change_places(code: Path, work: Path) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     for path in (code / "deep/er/x.py", code / "empty", code / "link"):
         path.unlink()
     (code / "deep/er").rmdir()
@@ -162,7 +162,7 @@ def test_content_that_changed_under_an_unchanged_list_is_mended(
     code: Path, work: Path, last_run_is_there: bool
 ) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     if not last_run_is_there:  # else the good copy comes from it
         shutil.rmtree(work / "run1")
     file = work / "cache/-rf"
@@ -180,14 +180,14 @@ def test_file_the_job_changed_before_it_was_copied_back_is_sent_again(
     with monkeypatch.context() as patch:
         patch.setattr(tree, "_keep", lambda cache, *_: tree._unlock(cache))  # the link ended at once
         put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     write(work / "run1/-rf", b"rewritten by the job")
     assert put(code, work, "run2")["sent"] == ["-rf"]
     assert content(work / "run2") == content(code)
 
 
 def test_damaged_list_is_refused(code: Path, work: Path) -> None:
-    taken = take(code)
+    taken = list_code(code)
     rows = [list(entry) for entry in taken.entries]
     rows[0][4] = "0" * 64
     with pytest.raises(ValueError, match="damaged"):
@@ -254,7 +254,7 @@ def test_update_that_was_interrupted_is_finished(
     code: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     for name in NAMES:
         write(code / name, b"new")
     real, left = os.rename, [3]
@@ -293,7 +293,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_leaves_nothing_half_placed(code: Path, small_disk: Path) -> None:
     write(code / "big", os.urandom(700_000))
     put(code, small_disk)  # copying it back into the cache does not fit any more, and that is no error
-    tree.settle(str(small_disk / "cache"))
+    tree.finish_caching(str(small_disk / "cache"))
     assert content(small_disk / "run1") == content(code)
     write(code / "big", os.urandom(800_000))
     with pytest.raises(OSError, match="No space") as caught:
@@ -305,7 +305,7 @@ def test_full_disk_leaves_nothing_half_placed(code: Path, small_disk: Path) -> N
 
 def test_garbage_of_a_killed_sync_is_removed(code: Path, work: Path) -> None:
     put(code, work)
-    tree.settle(str(work / "cache"))
+    tree.finish_caching(str(work / "cache"))
     partial = work / "run9.partial-1-2"
     write(partial / "x", b"x")
     write(work / "cache.incoming/0", b"x")
@@ -317,7 +317,7 @@ def test_garbage_of_a_killed_sync_is_removed(code: Path, work: Path) -> None:
 
 
 def test_cache_on_another_file_system(code: Path, work: Path, small_disk: Path) -> None:
-    taken = take(code)
+    taken = list_code(code)
     cache, dest = str(small_disk / "cache"), str(work / "run1")
     tree.place(cache, dest, taken.digest)
     rows = [list(entry) for entry in taken.entries]

@@ -430,6 +430,29 @@ def test_imports_are_followed_through_the_projects_own_files(
 
 
 @pytest.mark.parametrize(
+    ("source", "is_warned_of"),
+    [
+        (
+            "import torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(main, nprocs=2)",
+            True,
+        ),
+        ("import torch\ntorch.multiprocessing.spawn(main, (2,), 2)", True),
+        ("# mp.spawn(main) is gone\nimport torch\nmain()", False),
+        ("import subprocess\nos.spawn(main)\nxmp.spawn(main)", False),
+        ("mp.spawn(", False),
+    ],
+)
+def test_a_script_that_starts_its_ranks_itself_is_warned_of(
+    source: str, is_warned_of: bool, tmp_path: Path
+) -> None:
+    seen = {"gpu1": Seen(facts=facts("gpu1"), probe=probe())}
+    found = checkup.examine(inventory(tmp_path, ONE), seen, Script(name="train.py", source=source))
+    warned = [each.cure for each in found if "train.py calls mp.spawn" in each.found]
+    assert bool(warned) == is_warned_of
+    assert all("env -u TORCHELASTIC_USE_AGENT_STORE python train.py" in each for each in warned)
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         (["-m", "nodekit.training"], Script()),

@@ -191,11 +191,11 @@ def test_nothing_is_left_on_any_host_when_kit_is_ended(lab: Lab, number: signal.
 
 def test_lines_that_a_library_prints_are_no_stages() -> None:
     progress = netdeep.Progress()
-    progress.take("a warning")
+    progress.read_line("a warning")
     assert progress.stage == ""
-    progress.take('{"stage": "calls", "s": 2.5, "problem": "refused"}')
+    progress.read_line('{"stage": "calls", "s": 2.5, "problem": "refused"}')
     assert (progress.stage, progress.problem) == ("calls", "refused")
-    progress.take('{"stage": "arrived", "s": 2.6}')
+    progress.read_line('{"stage": "arrived", "s": 2.6}')
     assert (progress.stage, progress.problem) == ("arrived", "")
     assert progress.reached("calls")
     assert not progress.reached("complete")

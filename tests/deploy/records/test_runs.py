@@ -206,11 +206,11 @@ def test_a_run_that_nobody_looks_after_is_told_as_such(capsys: pytest.CaptureFix
     with starting(Path(run.inventory_path)):  # a kit up is about to
         assert not runs_table.is_left(run)
     lock = SupervisorLock(run)
-    assert lock.take()
+    assert lock.acquire()
     assert not runs_table.is_left(run)
     assert "  running" in table(capsys, "lab")[1]
     lock.release()
-    assert lock.take(), "looking has not taken it"
+    assert lock.acquire(), "looking has not taken it"
     lock.release()
 
 
@@ -514,10 +514,10 @@ def test_a_supervisor_acts_though_its_name_cannot_be_written_down(
     with small_disk(tmp_path / "small"):
         run = record("lab-1122-060100-aaaa", state="running")
         lock = SupervisorLock(run)
-        assert lock.take()
+        assert lock.acquire()
         lock.release()
         (run.folder / "supervisor.lock").write_text("")
         with full(tmp_path / "small"):
-            assert lock.take()
-            assert not SupervisorLock(run).take()
+            assert lock.acquire()
+            assert not SupervisorLock(run).acquire()
             lock.release()

@@ -12,8 +12,8 @@ from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm import submit
-from nodekit.slurm.leader import forget_secrets
 from nodekit.slurm.prepare import Ready
+from nodekit.slurm.shared_folder import forget_secrets
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_a_host_that_cannot_be_reached_keeps_the_run_unless_it_is_lost(
 
 def test_a_supervised_run_is_refused(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     lock = SupervisorLock(site.run)
-    assert lock.take()
+    assert lock.acquire()
     assert cli.main(["rm", ID, "--yes"]) == 1
     told = capsys.readouterr().err
     assert told == f"kit: {ID} is running, supervised by process {os.getpid()}; kit down {ID} stops it\n"

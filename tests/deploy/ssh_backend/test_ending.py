@@ -29,7 +29,7 @@ def placed(folder: Path, **files: str) -> Path:
 
 def look(code: Path) -> dict[str, Any]:
     node = code.parent / "n1"
-    return made.look(str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")])
+    return made.list_made(str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")])
 
 
 def test_what_came_with_the_code_was_not_written_by_the_script(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -44,6 +45,71 @@ def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
     assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
     for kind in ("logs", "snapshots", "output", "output/best"):
         assert re.search(rf"a:.*/a/{kind}\b", done.stdout), f"it says where the {kind} are"
+    assert "the same command" not in done.stdout  # nor where a run without kit goes on
+    assert re.search(r"^a:0 \| epoch 1 done .* \(best accuracy so far\)$", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
+
+
+# As the tutorials write them, but for gloo and for a port of the test's own.
+SPAWNS = """
+import argparse
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def main_worker(local_rank, args):
+    where = {"init_method": f"tcp://localhost:{args.port}", "world_size": args.local_world_size, "rank": local_rank}
+    dist.init_process_group(backend="gloo", **where)
+    met = torch.ones(1)
+    dist.all_reduce(met)
+    print(f"rank {local_rank}: {met.item():.0f} have met", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_world_size", type=int)
+    parser.add_argument("--port", type=int)
+    args = parser.parse_args()
+    mp.spawn(main_worker, nprocs=args.local_world_size, args=(args,))
+"""
+WRAPS = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--gpu_ids")
+gpu_ids = [int(each) for each in parser.parse_args().gpu_ids.split(",")]
+model = torch.nn.DataParallel(torch.nn.Linear(4, 2), device_ids=gpu_ids, output_device=gpu_ids[0])
+loss = model(torch.ones(8, 4)).sum()
+loss.backward()
+print("trained by one process", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "said"),
+    [
+        (
+            SPAWNS,
+            ["env", "-u", "TORCHELASTIC_USE_AGENT_STORE", "python", "job.py", "--local_world_size=2"],
+            ["rank 0: 2 have met", "rank 1: 2 have met"],
+        ),
+        (WRAPS, ["job.py", "--gpu_ids", "0,1"], ["trained by one process"]),
+    ],
+    ids=["mp.spawn", "DataParallel"],
+)
+def test_a_script_that_starts_its_own_processes_runs_as_one(
+    script: str, command: list[str], said: list[str], local: Kit
+) -> None:
+    (local.folder / "job.py").write_text(script)
+    text = (local.folder / "two nodes.yaml").read_text().replace("{a: , b: }", "{a: }")
+    (local.folder / "one.yaml").write_text(f"{text}job: {{nproc_per_node: 1}}\n")
+    if script == SPAWNS:
+        with socket.create_server(("localhost", 0)) as server:
+            command = [*command, f"--port={server.getsockname()[1]}"]
+    done = local.run("up", "one.yaml", "--", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in said:
+        assert done.stdout.count(line) == 1, done.stdout
 
 
 def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:

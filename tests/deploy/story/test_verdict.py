@@ -16,8 +16,8 @@ from places import RECORDED
 
 from nodekit.deploy.agent.ranks.failures import (
     Failure,
+    blames_another,
     first_cause,
-    is_bystander,
     last_words,
     message_of,
     never_starts,
@@ -83,9 +83,12 @@ def test_clocks_that_lie_blame_no_bystander(path: Path) -> None:
     told = recorded(case)
     first = verdict(told, max_restarts=0).first
     assert first is not None
-    own = [each for each in told[first.node].failures if not is_bystander(each)]
+    own = [each for each in told[first.node].failures if not blames_another(each)]
     others = [
-        each for node in told.values() for each in node.failures if not is_bystander(each) and each not in own
+        each
+        for node in told.values()
+        for each in node.failures
+        if not blames_another(each) and each not in own
     ]
     if not own or others:
         return  # all are echoes, or several failed by themselves: only the clock can tell
@@ -122,7 +125,7 @@ def as_failure(report: dict[str, Any], *, rank: int, when: float) -> Failure:
 @pytest.mark.parametrize("report", REPORTED, ids=lambda report: report["cause"])
 def test_an_error_that_others_have_reported_is_recognised(report: dict[str, Any]) -> None:
     failure = as_failure(report, rank=0, when=0.0)
-    assert is_bystander(failure) == report["echo"], failure.error
+    assert blames_another(failure) == report["echo"], failure.error
     cause = recognise(failure.error, failure.exitcode, failure.kernel)
     assert cause is not None, failure.error
     assert cause.name == report["cause"]
@@ -437,7 +440,7 @@ def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:
     from nodekit.deploy.records.events import Gatherer, read
 
     line = json.dumps({"run": "r", "time": 105.5, "node": "gpu1", "kind": "worker-failed", "when": 105.0})
-    Gatherer(tmp_path).take("gpu1", [("1", 10, line)], clock_offset=100.0)
+    Gatherer(tmp_path).add_of_node("gpu1", [("1", 10, line)], clock_offset=100.0)
     assert (read(tmp_path)[0].time, read(tmp_path)[0].get("when")) == (5.5, 5.0)
     assert parse_all([b"{torn"]) == []
 

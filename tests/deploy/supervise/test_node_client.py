@@ -30,7 +30,7 @@ def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
     before = (nodes.run.folder / "run.json").read_bytes()
-    nodes.hands.start("c", state(nodes), is_new=True, record=record)
+    nodes.client.start("c", state(nodes), is_new=True, record=record)
 
     ((name, node, num_warm),) = recorded
     assert (name, num_warm) == ("c", 0)
@@ -44,21 +44,21 @@ def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
         raise NotWritten("no room")
 
     with pytest.raises(KitError, match="no room"):
-        nodes.hands.start("b", state(nodes), is_new=False, record=record)
+        nodes.client.start("b", state(nodes), is_new=False, record=record)
     assert nodes.of("warm") == nodes.of("go") == []
 
 
 def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:
     with pytest.raises(HostError, match="c: it was never started in this run"):
-        nodes.hands.fence("c", 4)
-    del nodes.hands.links["b"]
+        nodes.client.fence("c", 4)
+    del nodes.client.links["b"]
     with pytest.raises(HostError, match="b: the connection is gone"):
-        nodes.hands.fence("b", 4)
+        nodes.client.fence("b", 4)
 
 
 @pytest.mark.parametrize("act", ["stop_all", "gather_events"])
 def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> None:
-    links = nodes.hands.links
+    links = nodes.client.links
 
     class Busy(dict[str, Any]):
         """Whenever it is looked into, the thread that follows d loses its link, or has a new one."""
@@ -70,9 +70,9 @@ def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> 
 
     nodes.run.nodes = Busy(dict.fromkeys(NAMES, nodes.run.nodes["a"]))
     if act == "stop_all":
-        found = nodes.hands.stop_all()
+        found = nodes.client.stop_all()
         assert {"a", "b", "c"} <= set(found)
         assert all(each == {"was": "running", "killed": False} for each in found.values())
     else:
-        nodes.hands.gather_events(Gatherer(nodes.run.folder))
+        nodes.client.gather_events(Gatherer(nodes.run.folder))
         assert {name for name, _ in nodes.of("hostfollow.events")} >= {"a", "b", "c"}

@@ -195,7 +195,7 @@ def supervising(
     view = Said()
     lock = SupervisorLock(nodes.run)
     others = set(threading.enumerate())
-    supervisor = Supervisor(nodes.hands, view, lock, rules=rules, reopen=nodes.reopen)
+    supervisor = Supervisor(nodes.client, view, lock, rules=rules, reopen=nodes.reopen)
     try:
         yield supervisor, view
     finally:
@@ -334,14 +334,16 @@ def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_fr
         ]
     }
     other = SupervisorLock(nodes.run)
-    assert other.take()
+    assert other.acquire()
     generations: list[int] = []
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         generations.append(state.generation)
         if number == 5:  # it has gathered the first itself, has begun a generation, and is killed
             assert events.read(nodes.run.folder) == [], "who watches gathers nothing"
-            events.Gatherer(nodes.run.folder).take("a", [event_of("agent-started", 10)], clock_offset=0.0)
+            events.Gatherer(nodes.run.folder).add_of_node(
+                "a", [event_of("agent-started", 10)], clock_offset=0.0
+            )
             seventh = dataclasses.replace(generation_after(state), generation=7)
             record = runs.find(None)
             with record.changing():

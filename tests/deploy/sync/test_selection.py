@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.story import leftout
-from nodekit.deploy.story.leftout import look
-from nodekit.deploy.sync.listing import take
+from nodekit.deploy.story.leftout import find
+from nodekit.deploy.sync.listing import list_code
 from nodekit.deploy.sync.selection import why_left_out
 
 WITH_GIT = pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
@@ -50,7 +50,7 @@ def project(folder: Path, with_git: bool, ignored: str = IGNORED, **sizes: int) 
 
 
 def sent(folder: Path) -> list[str]:
-    return [entry.path for entry in take(folder).entries if not entry.path.startswith(".")]
+    return [entry.path for entry in list_code(folder).entries if not entry.path.startswith(".")]
 
 
 @WITH_GIT
@@ -111,15 +111,15 @@ def test_data_beside_the_script_that_is_not_sent_is_told_with_the_lines_that_sen
     tmp_path: Path, with_git: bool
 ) -> None:
     folder = project(tmp_path, with_git)
-    (said,) = look(take(folder), [*TRAIN, "config/small.py"]).said()
+    (said,) = find(list_code(folder), [*TRAIN, "config/small.py"]).said()
     assert said == (
         "left out: 3 files, 0.0 MB, ignored by .gitignore: `!*.bin`, `!/out/`, `!*.pkl` in .kitignore send them"
     )
     (folder / ".kitignore").write_text("!*.bin\n!/out/\n!*.pkl\n")
-    assert look(take(folder), TRAIN).said() == []
+    assert find(list_code(folder), TRAIN).said() == []
     assert sent(folder) == sorted([*ALWAYS, "data/chars/meta.pkl", "data/chars/train.bin", "out/last.pt"])
     (folder / ".kitignore").write_text("*.bin\n/out\n*.pkl\n")  # so the user knows
-    assert look(take(folder), TRAIN).said() == []
+    assert find(list_code(folder), TRAIN).said() == []
 
 
 @WITH_GIT
@@ -141,24 +141,24 @@ def test_what_is_left_out_is_told_where_it_is_large_or_the_command_looks_there(
     tmp_path: Path, with_git: bool, argv: list[str], sizes: dict[str, int], says: str
 ) -> None:
     folder = project(tmp_path, with_git, **{"tool/run.py": 1}, **sizes)
-    said = look(take(folder), ["python", "-u", *argv]).said()
+    said = find(list_code(folder), ["python", "-u", *argv]).said()
     assert [each.startswith(f"left out: {says}") for each in said] == ([True] if says else [])
 
 
 def test_counting_what_is_left_out_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = project(tmp_path, True, **{f"out/{number}": 10 for number in range(30)})
     monkeypatch.setattr(leftout, "MAX_ENTRIES", 20)
-    (said,) = look(take(folder), TRAIN).said()
+    (said,) = find(list_code(folder), TRAIN).said()
     assert said.startswith("left out: at least 2")
     (folder / ".gitignore").write_text("[0-9]*\n")
-    (said,) = look(take(folder), TRAIN).said()
+    (said,) = find(list_code(folder), TRAIN).said()
     assert said.startswith("left out: at least 20 files")
 
 
 def test_virtual_environments_and_other_by_products_are_not_told(tmp_path: Path) -> None:
     made = {"own/pyvenv.cfg": 1, "own/lib/x.py": 20_000_000, "a.pyc": 1, ".env": 1, "web/node_modules/x": 1}
     folder = project(tmp_path, True, "own/\n.env\nnode_modules\n*.pyc\n.venv\n__pycache__\n", **made)
-    assert look(take(folder), TRAIN).said() == []
+    assert find(list_code(folder), TRAIN).said() == []
 
 
 @WITH_GIT
@@ -170,7 +170,7 @@ def test_whose_line_it_is_that_ignores_a_file_is_found_wherever_it_stands(
     if with_git:
         git(tmp_path, "rm", "-rq", "--cached", ".")
     (folder / "big/.gitignore").write_text("*\n")
-    assert look(take(tmp_path), TRAIN).num_files == 1
+    assert find(list_code(tmp_path), TRAIN).num_files == 1
     (folder / ".gitignore").write_text("chars/*.bin\nall/\n*.pkl\n")
     assert why_left_out(tmp_path, "train.py") is None
     assert why_left_out(tmp_path, "data/chars/prepare.py") is None
@@ -203,7 +203,7 @@ def test_a_folder_of_a_larger_repository_and_gits_own_excludes(tmp_path: Path) -
         "!*.tmp",
         None,
     ]
-    assert look(take(folder), TRAIN).lines[0] == "!/data/"
+    assert find(list_code(folder), TRAIN).lines[0] == "!/data/"
 
 
 NOT_FOUND = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n    data/chars/meta.pkl\n"

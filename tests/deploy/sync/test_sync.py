@@ -19,7 +19,7 @@ import pytest
 from nodekit.deploy.connect import ssh
 from nodekit.deploy.connect.link import Link, open_local, open_ssh
 from nodekit.deploy.sync import listing, progress, sync, transfer
-from nodekit.deploy.sync.sync import Progress, SyncResult, Target, take
+from nodekit.deploy.sync.sync import Progress, SyncResult, Target, list_code
 from nodekit.inventory.errors import HostError, KitError
 
 WAYS = ("rsync", "sftp", "local")
@@ -45,7 +45,7 @@ def write(file: Path, data: bytes = b"x") -> Path:
 
 
 def paths(folder: Path) -> list[str]:
-    return [entry.path for entry in take(folder).entries]
+    return [entry.path for entry in list_code(folder).entries]
 
 
 def git(folder: Path, *argv: str) -> None:
@@ -78,7 +78,7 @@ def code(tmp_path: Path) -> Path:
     return folder
 
 
-# --- take ---------------------------------------------------------------------------------------------------
+# --- list_code ----------------------------------------------------------------------------------------------
 
 
 def test_git_tree_is_what_git_would_offer(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_links_inside_are_kept(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to("real")
     (tmp_path / "real/up").symlink_to("../real/a.py")
     (tmp_path / "absolute").symlink_to(tmp_path / "real/a.py")
-    entries = {entry.path: entry.value for entry in take(tmp_path).entries if entry.kind == "l"}
+    entries = {entry.path: entry.value for entry in list_code(tmp_path).entries if entry.kind == "l"}
     assert entries == {"folder": "real", "real/up": "../real/a.py", "absolute": "real/a.py"}
 
 
@@ -157,7 +157,7 @@ def test_everything_that_cannot_be_sent_is_told_at_once(tmp_path: Path) -> None:
     (folder / "ignored").symlink_to("out")
     os.mkfifo(folder / "pipe")
     with pytest.raises(KitError) as caught:
-        take(folder)
+        list_code(folder)
     said = str(caught.value)
     assert "broken is a broken link (to nowhere)" in said
     assert "outside is a link out of the tree (to /etc/hosts)" in said
@@ -188,7 +188,7 @@ def test_unreadable_files_are_all_named(plain_user: Path) -> None:
     (plain_user / "a").chmod(0)
     (plain_user / "c").chmod(0)
     with pytest.raises(KitError, match=r"a: Permission denied\n  c: Permission denied\n"):
-        take(plain_user)
+        list_code(plain_user)
 
 
 @pytest.mark.parametrize("with_git", [False, True])
@@ -199,24 +199,24 @@ def test_unreadable_folder_is_named(plain_user: Path, with_git: bool) -> None:
     write(plain_user / "closed/b")
     (plain_user / "closed").chmod(0)
     with pytest.raises(KitError, match=r"closed.*Permission denied"):
-        take(plain_user)
+        list_code(plain_user)
     (plain_user / "closed").chmod(0o700)
 
 
 def test_digest_tells_names_modes_and_contents_apart(tmp_path: Path) -> None:
     write(tmp_path / "a", b"1")
-    digests = {take(tmp_path).digest}
+    digests = {list_code(tmp_path).digest}
     write(tmp_path / "a", b"2")
-    digests.add(take(tmp_path).digest)
+    digests.add(list_code(tmp_path).digest)
     (tmp_path / "a").chmod(0o755)
-    digests.add(take(tmp_path).digest)
+    digests.add(list_code(tmp_path).digest)
     (tmp_path / "a").rename(tmp_path / "b")
-    digests.add(take(tmp_path).digest)
+    digests.add(list_code(tmp_path).digest)
     (tmp_path / "a").symlink_to("b")
-    digests.add(take(tmp_path).digest)
+    digests.add(list_code(tmp_path).digest)
     assert len(digests) == 5
     (tmp_path / "b").touch()  # another time of change is not another content
-    assert take(tmp_path).digest in digests
+    assert list_code(tmp_path).digest in digests
 
 
 def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,29 +230,29 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(listing.host, "hash_files", hash_files)
     write(tmp_path / "old")
     monkeypatch.setattr(listing, "_RACY_NS", -10_000_000_000)  # as if time had passed
-    first = take(tmp_path)
+    first = list_code(tmp_path)
     write(tmp_path / "new")
     read.clear()
-    assert take(tmp_path).stats["old"] == first.stats["old"]
+    assert list_code(tmp_path).stats["old"] == first.stats["old"]
     assert read[0] == ["new"]
 
 
 def test_hash_of_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:
     file = write(tmp_path / "a", b"1")
     before = file.stat()
-    first = take(tmp_path).digest
+    first = list_code(tmp_path).digest
     file.write_bytes(b"2")
     # What a clock that ticks slower than we write would show: the same stat for another content.
     cached = next(Path.home().glob(".cache/nodekit/hashes/*.json"), None)
     assert cached is None or "a" not in cached.read_text()
     os.utime(file, ns=(before.st_mtime_ns, before.st_mtime_ns))
-    assert take(tmp_path).digest != first
+    assert list_code(tmp_path).digest != first
 
 
 def test_empty_and_missing_folders(tmp_path: Path) -> None:
-    assert take(tmp_path).entries == ()
+    assert list_code(tmp_path).entries == ()
     with pytest.raises(KitError, match="not a folder"):
-        take(tmp_path / "none")
+        list_code(tmp_path / "none")
 
 
 # --- send ---------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def goal(link: Link, work: Path, run: str = "run 1; $x") -> Target:
 
 
 def send(code: Path, target: Target, **options: Any) -> SyncResult:
-    result = sync.send(take(code), {"gpu1": target}, timeout_s=20, **options)["gpu1"]
+    result = sync.send(list_code(code), {"gpu1": target}, timeout_s=20, **options)["gpu1"]
     if isinstance(result, Exception):
         raise result
     return result
@@ -305,7 +305,7 @@ def test_every_way_gives_the_same_tree(
     expected = content(code)
     expected["secret"] = (b"x", 0o644)
     assert content(Path(target.dest)) == expected
-    assert result.digest == take(code).digest
+    assert result.digest == list_code(code).digest
     assert result.files_sent == len(expected) - 1  # the link is made from the list
     times = {path: (code / path).stat().st_mtime_ns for path in expected if path != "link"}
     assert {path: (Path(target.dest) / path).stat().st_mtime_ns for path in times} == times
@@ -331,7 +331,7 @@ def test_edit_after_the_first_run(code: Path, tmp_path: Path, open_way: Opener, 
 def test_unchanged_tree_costs_one_round_trip(code: Path, tmp_path: Path, open_way: Opener) -> None:
     link = open_way("rsync")
     send(code, goal(link, tmp_path / "host"))
-    sync.settle({"gpu1": goal(link, tmp_path / "host")}, timeout_s=10)
+    sync.finish_caching({"gpu1": goal(link, tmp_path / "host")}, timeout_s=10)
     calls: list[str] = []
 
     class Counted:
@@ -363,7 +363,7 @@ def test_hosts_do_not_wait_for_nor_hide_each_other(code: Path, tmp_path: Path, o
     links = {name: open_way("rsync", name) for name in ("g1", "g2", "g3")}
     write(tmp_path / "g2", b"a file where the host's folder should be")
     results = sync.send(
-        take(code), {name: goal(link, tmp_path / name) for name, link in links.items()}, timeout_s=20
+        list_code(code), {name: goal(link, tmp_path / name) for name, link in links.items()}, timeout_s=20
     )
     assert isinstance(results["g2"], HostError)
     assert "g2: " in str(results["g2"])
@@ -438,7 +438,7 @@ def test_file_that_changes_meanwhile_is_taken_again(
     target = goal(open_way(way), tmp_path / "host")
     result = send(code, target)
     assert fired == [change]
-    assert result.digest == take(code).digest
+    assert result.digest == list_code(code).digest
     expected = content(code)
     expected["secret"] = (b"x", 0o644)
     assert content(Path(target.dest)) == expected
@@ -452,13 +452,13 @@ def test_file_that_never_rests_is_named(
     def take_and_write(folder: Path) -> sync.Tree:
         times.append(1)
         write(code / "ä", b"before" * len(times))
-        tree = take(folder)
+        tree = list_code(folder)
         write(code / "ä", b"after" * len(times))
         return tree
 
-    monkeypatch.setattr(sync, "take", take_and_write)
+    monkeypatch.setattr(sync, "list_code", take_and_write)
     target = goal(open_way("rsync"), tmp_path / "host")
-    result = sync.send(sync.take(code), {"gpu1": target}, timeout_s=20)["gpu1"]
+    result = sync.send(sync.list_code(code), {"gpu1": target}, timeout_s=20)["gpu1"]
     assert isinstance(result, KitError)
     assert "ä changed while the code was being sent, twice" in str(result)
     assert len(times) == 2
@@ -524,7 +524,7 @@ def test_deadline_is_kept(
     link = open_way("rsync")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     start = time.monotonic()
-    result = sync.send(take(code), {"gpu1": goal(link, tmp_path / "host")}, timeout_s=1.0)["gpu1"]
+    result = sync.send(list_code(code), {"gpu1": goal(link, tmp_path / "host")}, timeout_s=1.0)["gpu1"]
     assert time.monotonic() - start < 5
     assert isinstance(result, HostError)
     assert "could not be sent in time" in str(result)
@@ -532,9 +532,9 @@ def test_deadline_is_kept(
 
 def test_nothing_is_copied_back_before_it_is_asked_for(code: Path, tmp_path: Path, open_way: Opener) -> None:
     target = goal(open_way("rsync"), tmp_path / "host")
-    sync.send(take(code), {"gpu1": target}, timeout_s=20)
+    sync.send(list_code(code), {"gpu1": target}, timeout_s=20)
     assert not Path(target.cache).exists()
-    sync.settle({"gpu1": target}, timeout_s=20)
+    sync.finish_caching({"gpu1": target}, timeout_s=20)
     assert content(Path(target.cache)).keys() == content(code).keys()
 
 
@@ -542,11 +542,11 @@ def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Open
     links = [open_way("rsync"), open_way("sftp")]
     targets = [goal(link, tmp_path / "host", f"run{number}") for number, link in enumerate(links)]
     results: list[Any] = []
-    tree = take(code)
+    tree = list_code(code)
 
     def send(target: sync.Target) -> None:
         results.append(sync.send(tree, {"gpu1": target}, timeout_s=20)["gpu1"])
-        sync.keep({"gpu1": target}, timeout_s=20)  # until then it has its turn
+        sync.begin_caching({"gpu1": target}, timeout_s=20)  # until then it has its turn
 
     threads = [threading.Thread(target=send, args=(target,)) for target in targets]
     for thread in threads:
@@ -562,7 +562,7 @@ def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Open
 def test_two_syncs_each_first_on_one_of_the_hosts_do_not_wait_for_each_other(
     code: Path, tmp_path: Path, open_way: Opener
 ) -> None:
-    tree = take(code)
+    tree = list_code(code)
     hosts = {name: tmp_path / name for name in ("gpu1", "gpu2")}
     mine = {name: goal(open_way("local", name), work, "mine") for name, work in hosts.items()}
     theirs = {name: goal(open_way("local", name), work, "theirs") for name, work in hosts.items()}
@@ -581,7 +581,7 @@ def test_lock_that_stays_taken_names_its_holder(code: Path, tmp_path: Path, open
     first.call(
         "tree.place", timeout_s=5, cache=target.cache, dest=target.dest, digest="?", owner="ann, process 7"
     )  # and never comes back
-    result = sync.send(take(code), {"gpu1": target}, timeout_s=1.0)["gpu1"]
+    result = sync.send(list_code(code), {"gpu1": target}, timeout_s=1.0)["gpu1"]
     assert isinstance(result, HostError)
     assert "another kit is syncing" in str(result)
     assert "ann, process 7" in str(result)
@@ -623,7 +623,7 @@ def test_progress_is_reported(code: Path, tmp_path: Path, open_way: Opener) -> N
         send(code, goal(open_way(way, "gpu1"), tmp_path / way), progress=states.append)
         assert [states[0].phase, states[-1].phase] == ["checking", "done"]
         sending = [state for state in states if state.phase == "sending"]
-        assert sending[-1].bytes_done == sending[-1].bytes_total == take(code).size_bytes
+        assert sending[-1].bytes_done == sending[-1].bytes_total == list_code(code).size_bytes
         assert sending[-1].files_done == sending[-1].files_total
         assert all(state.host == "gpu1" for state in states)
 

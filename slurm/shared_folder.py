@@ -1,4 +1,4 @@
-"""What the leader of a job writes in the shared folder, read through the login node: its record, events, statuses."""
+"""Reads what a job writes in the shared folder, through the login node: the leader's record, events, statuses, logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
 from nodekit.slurm.login import CALL_TIMEOUT_S, read, remove_private
 
-STOPPED_EXIT = 130
 LOST = "lost"  # the line of a node that the leader counts out
 _TAIL_BYTES = 65536
 _OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
@@ -45,7 +44,7 @@ def events_of(run: Run, link: Link) -> list[str]:
     return [line for found in parts for _, _, line in found]
 
 
-def now(run: Run, link: Link) -> dict[str, NodeStatus]:
+def node_statuses(run: Run, link: Link) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
     found: dict[str, NodeStatus] = link.call(
         "current_status.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
@@ -53,7 +52,7 @@ def now(run: Run, link: Link) -> dict[str, NodeStatus]:
     return found
 
 
-def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
+def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
 
     Its secrets are removed, should it have been killed before it could, or cancelled before it began.
@@ -74,7 +73,7 @@ def settle(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     state = job.state or (used.state if used else "")
     if state.startswith("CANCELLED"):
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
-        return STOPPED_EXIT, True
+        return runs.STOPPED_EXIT, True
     why = f" ({job.reason})" if job.reason else ""
     run.finish("failed", f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}")
     return JobFailed.exit_code, False
@@ -145,7 +144,7 @@ class SharedFolder:
                 return {}, {}
         told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
         absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
-        heard = now(self._run, self._link)
+        heard = node_statuses(self._run, self._link)
         found = {name: heard[name] for name in self._nodes if name in heard}
         lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
         return found, {**lines, **dict.fromkeys(absent, LOST)}

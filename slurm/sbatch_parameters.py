@@ -1,4 +1,4 @@
-"""What is asked of Slurm, as submitit takes it; pure."""
+"""The parameters of sbatch and srun for a job, as submitit takes them; pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = {"mem": "mem_gb"}
 """Parameter → the key below `slurm:` it comes from, where they are not called the same."""
 
 
-def blame(names: Iterable[str], settings: SlurmSettings) -> str:
+def inventory_keys(names: Iterable[str], settings: SlurmSettings) -> str:
     """The inventory's keys that these parameters come from, each with what it says: ``slurm.mem_gb (64)``."""
     said = []
     for name in names:

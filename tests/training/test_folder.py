@@ -1,0 +1,101 @@
+"""The folder of a run without kit: one for the same training, another for any other, and one run in it at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nodekit.training.folder import InUse, default_folder, held
+from nodekit.training.options import read
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from nodekit.training.folder import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def folder(*arguments: str) -> Path:
+    return default_folder(read(arguments, {}))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--epochs", "50"],
+        ["--launcher", "spawn", "--nproc-per-node", "2"],
+        ["--gpus", "0,1", "--backend", "gloo", "--init-method", "tcp://127.0.0.1:12345"],
+        ["--micro-batch", "8", "--num-workers", "2"],
+        ["--eval-every", "10", "--best", "loss", "--snapshot-every", "5", "--keep", "3"],
+        ["--lr", "0.003", "--task", "digits"],  # as they are anyhow
+    ],
+)
+def test_what_may_change_from_one_start_to_the_next_leaves_the_folder(arguments: list[str]) -> None:
+    assert folder(*arguments) == folder()
+
+
+def test_every_other_training_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    others = [
+        [],
+        ["--task", "mnist"],
+        ["--task", "mnist", "--data", "a"],
+        ["--task", "mnist", "--data", "b"],
+        ["--task", "a/own.py:Task"],
+        ["--task", "b/own.py:Task"],
+        ["--model", "org/name"],
+        ["--init-from", "a"],
+        ["--engine", "fsdp"],
+        ["--engine", "deepspeed"],
+        ["--engine", "deepspeed", "--zero", "3"],
+        ["--seed", "1"],
+        ["--batch-size", "32"],
+        ["--lr", "0.1"],
+        ["--amp", "bf16"],
+        ["--local-sgd", "4"],
+        ["--diloco", "4"],
+        ["--clip", "1"],
+    ]
+    found = [folder(*each) for each in others]
+    assert len(set(found)) == len(others)
+    assert {each.parent for each in found} == {Path("runs")}
+    assert found[0].name.startswith("digits-ddp-")
+    assert found[4].name.startswith("own-Task-ddp-")
+
+
+def test_a_path_is_one_folder_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option, name in (("--data", "a b"), ("--init-from", "w"), ("--task", "own.py:Task")):
+        assert (
+            folder(option, name) == folder(option, f"{tmp_path}/{name}") == folder(option, f"./x/../{name}")
+        )
+
+
+def test_a_folder_is_held_until_the_process_ends_however_it_ends(tmp_path: Path) -> None:
+    target = tmp_path / "$x; 'y'"
+    argv = [sys.executable, "-c", ENDLESS, str(target)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(InUse, match=rf"is in use by process {other.pid} on .*--output"), held(target):
+            pass
+        other.kill()
+        other.wait()
+    with held(target):
+        assert (target / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_folder_that_cannot_be_locked_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with held(tmp_path / "file" / "out"):
+        pass
+    assert "do not start the same training twice at once" in caplog.text

@@ -1,0 +1,114 @@
+"""The folder of a run without kit: its name, the same for the same training, and its lock."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import BinaryIO
+
+from nodekit.training.options import Options
+
+log = logging.getLogger("nodekit.training")
+
+LOCK = ".lock"
+"""In the folder: locked by the run that writes there, and says which process that is."""
+_LOCKED_BYTE = 1 << 20  # beyond the text: Windows lets nobody read what is locked
+
+
+class InUse(ValueError):
+    """Another process writes to the folder."""
+
+
+def default_folder(options: Options) -> Path:
+    """Return the folder of a run without ``--output``: below ``runs``, named by what is trained, and how.
+
+    Two commands have the same folder only if they differ in nothing but options with which a run may go on from the
+    other's snapshot: how long, on which and how many ranks, what is kept and shown (``may_change`` in `Options`).
+    """
+    given = {
+        option.name: _absolute(option.name, value)
+        for option in fields(options)
+        if not option.metadata["may_change"] and (value := getattr(options, option.name)) != option.default
+    }
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    where, _, name = options.task.rpartition(":")
+    task = re.sub(r"\W+", "-", f"{Path(where).stem}-{name}" if where else name)
+    return Path("runs", f"{task}-{options.engine}-{digest[:10]}")
+
+
+def _absolute(name: str, value: object) -> object:
+    """A value as text, or a number; paths absolute, since a folder has several relative names."""
+    if name == "task":
+        where, colon, attribute = str(value).rpartition(":")
+        return (
+            f"{Path(where).resolve()}:{attribute}" if where.endswith(".py") else f"{where}{colon}{attribute}"
+        )
+    is_path = isinstance(value, Path) or name == "data" or (name == "model" and Path(str(value)).exists())
+    return str(Path(str(value)).expanduser().resolve()) if is_path else value
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lock the folder, until the block or this process ends; created if need be.
+
+    A file system that cannot be written to, or has no locks, is reported as a warning: it ends no training.
+
+    Raises:
+        InUse: another process holds it.
+    """
+    file = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+b")
+        if not _lock(file):
+            file.seek(0)
+            holder = file.read(200).decode(errors="replace").strip()
+            file.close()
+            raise InUse(
+                f"{folder} is in use by {holder or 'another process'}: the same training is running already. Wait for "
+                "its end, end it (its snapshot stays), or give this one another folder with --output"
+            )
+        with suppress(OSError):  # a full disk: it is locked all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            file.flush()
+    except OSError as error:
+        log.warning("%s is not locked (%s): do not start the same training twice at once", folder, error)
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether this process holds the file now; the system lets go of it when the process ends.
+
+    Not by flock: a data loader's workers are forks, which would hold it until they have seen that the rank is gone.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return _lock_on_windows(file)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKED_BYTE)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _lock_on_windows(file: BinaryIO) -> bool:
+    import msvcrt
+
+    file.seek(_LOCKED_BYTE)
+    try:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # mypy looks as on Linux
+    except PermissionError:
+        return False
+    return True

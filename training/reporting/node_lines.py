@@ -1,0 +1,59 @@
+"""What each node prints at its start and end in a run that kit does not show: who it waits for, what is where."""
+
+import socket
+from pathlib import Path
+
+import torch
+
+from nodekit.training.world import World
+
+
+def start(world: World, folder: Path, *, engine: str) -> str:
+    """The line before the ranks meet; the first rank of each node prints it."""
+    ranks = _ranks(world.rank, world.local_world_size)
+    device = world.device.type
+    if device == "cuda":
+        device += f":{_span(0, torch.cuda.device_count() if engine == 'dp' else world.local_world_size)}"
+    where = f"{ranks} of {world.world_size} on {device}, {world.backend}"
+    return f"{_node(world)}: {where}{_waits(world)}; output in {folder}, where the same command goes on"
+
+
+def met(world: World) -> str:
+    """The line when all ranks are there; "" if there were none to wait for on other nodes."""
+    return f"{_node(world)}: all {world.world_size} ranks are there" if _waits(world) else ""
+
+
+def end(world: World, folder: Path, *, is_trained: bool) -> str:
+    """The line at the end; the first rank of each node prints it. "" if there is nothing to go on from."""
+    if is_trained:
+        best = f"the best weights are in {folder / 'best'}, " if (folder / "best").is_dir() else ""
+        text = f"{best}the last in {folder / 'last'}"
+        return (
+            f"{_node(world)}: trained to the end: {text}. The same command with more --epochs trains on; with another "
+            "--output it trains anew"
+        )
+    snapshots = world.snapshot_dir or folder / "snapshots"
+    if not any(snapshots.glob("g*.json")):
+        return ""
+    return f"{_node(world)}: the newest snapshot is in {snapshots}: the same command goes on from there"
+
+
+def _node(world: World) -> str:
+    return f"nodekit: node {world.node_rank} ({socket.gethostname()})"
+
+
+def _waits(world: World) -> str:
+    first, others = world.rank, world.world_size - world.local_world_size
+    if others <= 0 or not world.launched:
+        return ""
+    if first:
+        return f"; waiting for rank 0 at {world.meets_at}"
+    return f"; waiting at {world.meets_at} for {_ranks(world.local_world_size, others)} on other nodes"
+
+
+def _ranks(first: int, num: int) -> str:
+    return f"rank{'s' if num > 1 else ''} {_span(first, num)}"
+
+
+def _span(first: int, num: int) -> str:
+    return f"{first}-{first + num - 1}" if num > 1 else str(first)
