@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,22 +27,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--test", action="store_true", help="on the task's test split")
-    what.add_argument("--predict", action="store_true", help="texts, a JSON list of them on stdin")
+    what.add_argument(
+        "--predict", metavar="TEXT", nargs="*", help="label these texts; without any, a JSON list on stdin"
+    )
     parser.add_argument(
         "--json", action="store_true", help="of --test, the numbers; --predict gives JSON always"
     )
     given = parser.parse_args(arguments)
     try:
-        texts = _texts(sys.stdin.read()) if given.predict else []
+        if not all(text.strip() for text in given.predict or ()):
+            raise ValueError("--predict: found an empty text, wanted some words")
+        texts = given.predict or ([] if given.test else _texts(_stdin()))
         with contextlib.redirect_stdout(sys.stderr):  # what a task prints is not part of the result
             task, module, facts = load(given.folder)
             found = test(task, module) if given.test else predict(task, module, texts)
     except (ValueError, FileNotFoundError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "sklearn"):
+            raise
+        print(f"{_NAME}: {sys.executable} has no {error.name}: pip install 'nodekit[train]'", file=sys.stderr)
+        return 2
     result = {"task": facts["task"], "step": facts.get("step"), "epoch": facts.get("epoch"), **found}
-    print(json.dumps(result) if given.json or given.predict else _as_text(result))
+    print(_printable(_as_text(result)) if given.test and not given.json else as_json(result))
     return 0
+
+
+def as_json(result: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """As JSON for stdout: letters are escaped only if its encoding lacks one of them."""
+    text = json.dumps(result, ensure_ascii=False, indent=indent)
+    try:
+        text.encode(_encoding())
+    except UnicodeEncodeError:
+        return json.dumps(result, indent=indent)
+    return text
 
 
 def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
@@ -61,7 +80,7 @@ def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
     model = folder if (folder / "config.json").is_file() else facts.get("model")
     task = load_task(facts["task"], data=facts.get("data"), model=model)
     module = task.model()
-    load_weights(module, read_weights(folder), ignore_mismatched_sizes=False)
+    load_weights(module, read_weights(folder), folder, ignore_mismatched_sizes=False)
     return task, module.to("cuda" if torch.cuda.is_available() else "cpu").eval(), facts
 
 
@@ -146,6 +165,24 @@ def _moved(batch: Any, module: "torch.nn.Module") -> Any:
     from nodekit.training.evaluate import to_device
 
     return to_device(batch, next((each.device for each in module.parameters()), torch.device("cpu")))
+
+
+def _printable(text: str) -> str:
+    """The text, with letters that stdout's encoding lacks as escapes."""
+    return text.encode(_encoding(), "backslashreplace").decode(_encoding())
+
+
+def _encoding() -> str:
+    return sys.stdout.encoding or "utf-8"  # a stream of text alone has none
+
+
+def _stdin() -> str:
+    """All of it, in UTF-8, as JSON is, or in the terminal's encoding."""
+    raw = sys.stdin.buffer.read()
+    for encoding in ("utf-8-sig", sys.stdin.encoding):
+        with contextlib.suppress(UnicodeDecodeError):
+            return raw.decode(encoding)
+    raise ValueError(f"stdin is neither UTF-8 nor {sys.stdin.encoding}: wanted a JSON list of texts")
 
 
 def _texts(content: str) -> list[str]:

@@ -3,11 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from nodekit.training.errors import TrainingError
+
 BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
 """No release of Horovod builds against a current torch, so there is no extra for it."""
 
 
-class EngineError(ValueError):
+class EngineError(TrainingError):
     """The engine cannot run here; the message says what to do."""
 
 

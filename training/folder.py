@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.options import Options
 
 log = logging.getLogger("nodekit.training")
@@ -21,7 +22,7 @@ LOCK = ".lock"
 _LOCKED_BYTE = 1 << 20  # beyond the text: Windows lets nobody read what is locked
 
 
-class InUse(ValueError):
+class InUse(TrainingError):
     """Another process writes to the folder."""
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from nodekit.training import rng
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import load_engine
+from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.options import Options
@@ -26,6 +27,7 @@ from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import Task, optimizer_of
 from nodekit.training.weights.best import Best
+from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
 
@@ -44,10 +46,6 @@ class _Step:
 
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
-
-
-class CannotResume(ValueError):
-    """The snapshot that is there is not one that these options can go on from; the message says what to do."""
 
 
 class Loop:
@@ -81,14 +79,17 @@ class Loop:
             left_out = load_weights(
                 self.module,
                 read_weights(options.init_from),
+                options.init_from,
                 ignore_mismatched_sizes=options.ignore_mismatched_sizes,
             )
+        elif options.resume_from:
+            left_out = self._resume_checkpoint(options.resume_from, optimizer)
         later_epochs = options.epochs - self.sampler.epoch - 1
         self.total_steps = self.step + self.sampler.steps_left + later_epochs * self.sampler.steps_per_epoch
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
-            self.report.say(f"left out of {options.init_from}: {each}")
+            self.report.say(f"left out of {options.init_from or options.resume_from}: {each}")
         self.saver = Saver(
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
@@ -340,17 +341,36 @@ class Loop:
                 optimizer.load_state_dict(state["optimizer"])
             self.sampler.load_state_dict(state["sampler"])
         except (KeyError, ValueError, RuntimeError) as error:
-            raise CannotResume(
+            raise TrainingError(
                 f"the snapshot {found.source} is not of this task or model: {error}. {_ANEW}"
             ) from error
-        if self.sampler.epoch >= self.options.epochs:
-            raise CannotResume(
-                f"{found.source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
-                f"{self.options.epochs}: give more epochs. {_ANEW}"
-            )
+        self._refuse_if_over(found.source)
         self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
         if self.world.rank < len(state["rng"]):  # additional ranks keep their fresh seeds
             rng.restore(state["rng"][self.world.rank], self.world.device)
+
+    def _resume_checkpoint(self, path: Path, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Continue at the epoch of a script's own checkpoint; return what was left out of it, a line for each."""
+        found, is_partial = read_checkpoint(path), self.options.ignore_mismatched_sizes
+        left_out = load_weights(self.module, found.weights, path, ignore_mismatched_sizes=is_partial)
+        if found.optimizer is None:
+            left_out.append("the optimizer's state, which it does not have")
+        elif left_out:
+            left_out.append("the optimizer's state, since not all weights fit")
+        else:
+            load_optimizer(optimizer, found.optimizer, path)
+        self.sampler.epoch = found.epochs
+        self._refuse_if_over(str(path))
+        self.step = found.epochs * self.sampler.steps_per_epoch
+        self.resumed_from = str(path)
+        return left_out
+
+    def _refuse_if_over(self, source: str) -> None:
+        if self.sampler.epoch >= self.options.epochs:
+            raise TrainingError(
+                f"{source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
+                f"{self.options.epochs}: give more epochs. {_ANEW}"
+            )
 
     def _same_buffers(self) -> None:
         """Give all ranks rank 0's buffers (batch norm's means): DDP does so before a step, not after."""

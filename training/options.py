@@ -111,12 +111,22 @@ class Options:
     init_from: Path | None = _what(
         None,
         "initial weights, if there is no snapshot yet: a folder that a run has written (output/best, "
-        "output/last), or a file of a state dict",
+        "output/last), or a file with a state dict",
+        either="start",
         type=Path,
         metavar="PATH",
     )
+    resume_from: Path | None = _what(
+        None,
+        "if there is no snapshot yet, continue from a script's own checkpoint: a file with the weights, the epoch "
+        "and perhaps the optimizer's state",
+        either="start",
+        type=Path,
+        metavar="FILE",
+    )
     ignore_mismatched_sizes: bool = _what(
-        False, "of --init-from or --model, take the weights whose shapes fit, and list the others"
+        False,
+        "of --init-from, --resume-from or --model, take the weights whose shapes fit, and list the others",
     )
     engine: str = _what(
         next(iter(ENGINES)), "the way to train: one of those below", choices=list(ENGINES), metavar="NAME"
@@ -426,8 +436,8 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     if options.local_steps and (options.compress != "off" or options.find_unused):
         given = "--compress" if options.compress != "off" else "--find-unused"
         yield f"{given}: with --local-sgd or --diloco no gradients are sent; leave one of them out"
-    if options.ignore_mismatched_sizes and not (options.init_from or options.model):
-        yield "--ignore-mismatched-sizes is for --init-from or --model, and neither is given"
+    if options.ignore_mismatched_sizes and not (options.init_from or options.resume_from or options.model):
+        yield "--ignore-mismatched-sizes is for --init-from, --resume-from or --model, and none is given"
     if options.nproc_per_node and options.launcher != "spawn":
         yield "--nproc-per-node is for --launcher spawn; torchrun and kit have an option of their own for it"
     yield from _problems_of_ranks(options, environ)

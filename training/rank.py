@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.training.engine_info import EngineError
+from nodekit.training.errors import TrainingError
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options import ONE_FOLDER, Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
@@ -186,11 +186,8 @@ def _report(error: Exception) -> None:
     """Write on stderr why this rank failed, and to torchrun's error file if torchrun asked for one."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from nodekit.training.loop import CannotResume
-
     get_error_handler().record_exception(error)
-    is_for_users = isinstance(error, ValueError) and error.__cause__ is not None
-    if is_for_users or isinstance(error, EngineError | CannotResume):
+    if isinstance(error, TrainingError):
         print(f"{_NAME}: {error}", file=sys.stderr)
     else:
         logging.getLogger("nodekit.training").error("this rank failed", exc_info=error)

@@ -57,6 +57,7 @@ def attach(parser: argparse.ArgumentParser) -> None:
     files = FilesCompleter()
     completers: dict[str, Completer] = {
         "RUN": _runs,
+        "RUN|DIR": _runs_and_folders,
         "INVENTORY": _inventories,
         "NAME": _runs_and_inventories,
         "N": _nodes,
@@ -134,6 +135,15 @@ def _inventories(prefix: str, **_: Any) -> dict[str, str]:
     """YAML files, folders on the way to some, and kit's own examples."""
     from nodekit.inventory.load import example_names
 
+    found = _files(prefix, (".yaml", ".yml"), "inventory")
+    for name in example_names():
+        if name.startswith(prefix):
+            found.setdefault(name, "kit's own example")
+    return found
+
+
+def _files(prefix: str, suffixes: tuple[str, ...] = (), about: str = "") -> dict[str, str]:
+    """The files that end so, and the folders."""
     found = {}
     folder, start = os.path.split(prefix)
     place = Path(folder or ".").expanduser()
@@ -141,19 +151,20 @@ def _inventories(prefix: str, **_: Any) -> dict[str, str]:
     for path in sorted(place.glob(f"{glob.escape(start)}*")):
         if path.name.startswith(".") and not start.startswith("."):
             continue
-        if path.suffix in (".yaml", ".yml"):
-            found[before + path.name] = "inventory"
+        if path.suffix in suffixes:
+            found[before + path.name] = about
         elif path.is_dir():
             found[f"{before}{path.name}/"] = "folder"
-    for name in example_names():
-        if name.startswith(prefix):
-            found.setdefault(name, "kit's own example")
     return found
 
 
 def _runs_and_inventories(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
     found = _runs(prefix, parsed_args)
     return found if getattr(parsed_args, "compare", None) else {**found, **_inventories(prefix)}
+
+
+def _runs_and_folders(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+    return {**_runs(prefix, parsed_args), **_files(prefix)}
 
 
 def _nodes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Label texts by a run's weights.
+"""Label texts by trained weights.
 
-Print the label of each text, and its probability. Computed by the run's own code on a node that has the
-weights.
+Print the label of each text, and its probability. The weights are those of a run, or in a folder that a run
+has written, such as output/best. A run's are applied by its own code, on the node that has the newest; a
+folder's on this machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from nodekit.inventory.errors import KitError
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_id", metavar="RUN", help="a run's id or its beginning")
+    test.add_source(command)
     command.add_argument("texts", metavar="TEXT", nargs="*", help="what to label")
     command.add_argument("--file", metavar="F", help="in place of TEXT: a text on each line; - for stdin")
     test.add_weights(command)
@@ -21,12 +22,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print each text's label."""
-    from nodekit.deploy.records import runs
     from nodekit.deploy.results import apply
 
     if bool(args.texts) == (args.file is not None):
         raise KitError("kit predict: wanted either TEXT… or --file F, and not both")
     if not all(text.strip() for text in args.texts):
         raise KitError("kit predict: found an empty text, wanted some words")
-    run = runs.find(args.run_id)
-    return apply.predict(run, args.texts or apply.read_texts(args.file), test.options(args))
+    source = apply.find(args.source, args.weights)
+    return apply.predict(source, args.texts or apply.read_texts(args.file), test.options(args))

@@ -1,7 +1,8 @@
-"""Measure a run's weights on the task's test data.
+"""Measure trained weights on the task's test data.
 
-Print precision, recall and F1 of each class, and which were taken for which. Computed by the run's own code
-on the first of its nodes that has the newest weights; nothing is written there.
+Print precision, recall and F1 of each class, and which were taken for which. The weights are those of a run,
+or in a folder that a run has written, such as output/best. A run's are measured by its own code, on the node
+that has the newest; a folder's on this machine. Nothing is written there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ if TYPE_CHECKING:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    arguments.add_run(command)
+    add_source(command, nargs="?")
     add_weights(command)
 
 
+def add_source(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add RUN|DIR, whose weights are applied."""
+    text = "a run's id or its beginning, or a folder of weights on this machine"
+    command.add_argument(
+        "source", metavar="RUN|DIR", nargs=nargs, help=f"{text} (the latest run)" if nargs else text
+    )
+
+
 def add_weights(command: argparse.ArgumentParser) -> None:
-    """Add the options of what applies a run's weights."""
+    """Add the options of what applies weights."""
     command.add_argument(
         "--weights",
         choices=["best", "last"],
@@ -46,7 +55,6 @@ def options(args: argparse.Namespace) -> Options:
 
 def run(args: argparse.Namespace) -> int:
     """Print how good the weights are."""
-    from nodekit.deploy.records import runs
     from nodekit.deploy.results import apply
 
-    return apply.test(runs.find(args.run_id), options(args))
+    return apply.test(apply.find(args.source, args.weights), options(args))

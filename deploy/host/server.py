@@ -78,10 +78,10 @@ def attend(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        universal_newlines=True,
+        encoding="utf-8",
         errors="replace",
         cwd=os.path.expanduser(cwd),
-        env=agents.environment(kit_dir, env),
+        env={**agents.environment(kit_dir, env), "PYTHONIOENCODING": "utf-8"},
         start_new_session=True,
     )
     _attended.add(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -65,7 +66,13 @@ class Harmless:
 
 @contextlib.contextmanager
 def screen() -> Iterator[None]:
-    """Whatever is printed here to a terminal is harmless; a file or a pipe gets it as it is."""
+    """Whatever is printed here to a terminal is harmless; a file or a pipe gets it as it is.
+
+    A letter that their encoding lacks is printed as an escape.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     with contextlib.ExitStack() as stack:
         if sys.stdout.isatty():
             stack.enter_context(contextlib.redirect_stdout(cast(TextIO, Harmless(sys.stdout))))

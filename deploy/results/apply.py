@@ -1,4 +1,4 @@
-"""`kit test` and `kit predict`: run a run's own code on its trained weights, where they lie, and show what it says."""
+"""`kit test` and `kit predict`: apply trained weights where they lie, of a run by its own code, and show the result."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import Link, on_all, open_local
 from nodekit.deploy.output import terminal
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
+from nodekit.training.apply import as_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MODULE = "nodekit.training.apply"
+FACTS = "nodekit.json"
+"""In every folder of weights that a run has written."""
 CALL_TIMEOUT_S = 30.0
 _NO_TERMINAL_WIDTH = 10_000
 _SAID_LINES = 20
@@ -43,18 +46,44 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where weights were found."""
+    """Where weights were found; a folder on this machine has its own name for the node."""
 
     node: str
     folder: str
     step: int
 
 
-def test(run: Run, options: Options) -> int:
-    """Print how good a run's weights are on its test data."""
-    told = _apply(run, options, ["--test", "--json"])
+def find(name: str | None, weights: str) -> Run | Path:
+    """The folder of weights of this name on this machine, or else the run.
+
+    Args:
+        name: the folder, or one with ``best`` and ``last`` in it; or a run's id or its beginning, None for the latest.
+        weights: best or last.
+
+    Raises:
+        KitError: there is neither.
+    """
+    if name is None:
+        return runs.find(None)
+    folder = Path(name).expanduser()
+    for each in (folder, folder / weights):
+        if (each / FACTS).is_file():
+            return each
+    no_weights = f"{name} has no {FACTS} and no {weights}/{FACTS}"
+    wanted = "wanted a folder of weights that a run has written, such as its output/best, or a run's id"
+    if "/" in name:
+        raise KitError(f"{no_weights if folder.is_dir() else f'there is no folder {name}'}: {wanted}")
+    try:
+        return runs.find(name)
+    except KitError as error:
+        raise KitError(f"{error}; the folder {no_weights}" if folder.is_dir() else str(error)) from None
+
+
+def test(source: Run | Path, options: Options) -> int:
+    """Print how good the weights of a run, or in a folder on this machine, are on the task's test data."""
+    told = _apply(source, options, ["--test", "--json"])
     if options.json:
-        print(json.dumps(told, ensure_ascii=False, indent=2))
+        print(as_json(told, indent=2))
         return 0
     if "lacks" in told:
         means = ", ".join(f"{name} {value:.4f}" for name, value in told["means"].items())
@@ -66,11 +95,11 @@ def test(run: Run, options: Options) -> int:
     return 0
 
 
-def predict(run: Run, texts: Sequence[str], options: Options) -> int:
-    """Print the label of each text, by a run's weights."""
-    told = _apply(run, options, ["--predict"], text=json.dumps(list(texts)))
+def predict(source: Run | Path, texts: Sequence[str], options: Options) -> int:
+    """Print the label of each text, by the weights of a run, or in a folder on this machine."""
+    told = _apply(source, options, ["--predict"], text=json.dumps(list(texts)))
     if options.json:
-        print(json.dumps(told, ensure_ascii=False, indent=2))
+        print(as_json(told, indent=2))
     else:
         _print(texts_table(told["texts"]))
     return 0
@@ -160,22 +189,17 @@ def _print(*parts: Any) -> None:
         console.print(part)
 
 
-def _apply(run: Run, options: Options, arguments: Sequence[str], *, text: str = "") -> dict[str, Any]:
-    """Run the module on a node that has the weights, and take what it prints.
+def _apply(
+    source: Run | Path, options: Options, arguments: Sequence[str], *, text: str = ""
+) -> dict[str, Any]:
+    """Run the module where the weights are, and take what it prints.
 
     Raises:
         KitError: no node has them, or it fails there.
     """
-    with _nodes(run, options) as (nodes, links):
-        place = _find(run, nodes, links, options.weights)
-        node = nodes[place.node]
-        print(
-            f"{options.weights} of {run.run_id}, step {place.step}, on {place.node}:{place.folder} "
-            f"(waiting {options.timeout_s:g} s at most)",
-            file=sys.stderr,
-            flush=True,
-        )
-        done = links[place.node].stream(
+    with _place(source, options) as (about, place, link, node):
+        print(f"{about} (waiting {options.timeout_s:g} s at most)", file=sys.stderr, flush=True)
+        done = link.stream(
             "attend",
             lambda _: None,
             argv=[node["python"], "-m", MODULE, place.folder, *arguments],
@@ -202,6 +226,25 @@ def _apply(run: Run, options: Options, arguments: Sequence[str], *, text: str = 
 
 
 @contextlib.contextmanager
+def _place(source: Run | Path, options: Options) -> Iterator[tuple[str, Place, Link, Mapping[str, Any]]]:
+    """Where the weights are, in words and as a place, a link to that host, and the plan of a rank there.
+
+    Raises:
+        KitError: no node has them.
+    """
+    if isinstance(source, Path):
+        place = Place(node=str(source), folder=str(source), step=0)
+        node = {"python": sys.executable, "code_dir": str(Path.cwd()), "kit_dir": "", "env": {}}
+        with contextlib.closing(open_local(place.node, sys.executable)) as link:
+            yield str(source), place, link, node
+        return
+    with _nodes(source, options) as (nodes, links):
+        place = _find(source, nodes, links, options.weights)
+        about = f"{options.weights} of {source.run_id}, step {place.step}, on {place.node}:{place.folder}"
+        yield about, place, links[place.node], nodes[place.node]
+
+
+@contextlib.contextmanager
 def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Link]]]:
     """The plans of a run's nodes, and links to those that can be reached."""
     backend = backend_of(run)
@@ -222,7 +265,7 @@ def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights
     def look(name: str) -> list[Place]:
         found = []
         for folder in places[name]:
-            path = posixpath.join(folder, "nodekit.json")
+            path = posixpath.join(folder, FACTS)
             text = links[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
             if text is not None:
                 found.append(Place(node=name, folder=folder, step=json.loads(text).get("step", 0)))

@@ -137,7 +137,8 @@ def test_switches_stay_close_to_the_plain_losses(
         ),
         (["--engine", "dp", "--compile"], {}, "copies the model in each step"),
         (["--outer-momentum", "1"], {}, "'1' is not a number from 0 and below 1"),
-        (["--ignore-mismatched-sizes"], {}, "is for --init-from or --model, and neither is given"),
+        (["--ignore-mismatched-sizes"], {}, "is for --init-from, --resume-from or --model, and none"),
+        (["--init-from", "a", "--resume-from", "b"], {}, "not allowed with"),
         (["--snapshot-format", "sharded"], {}, "it is for --engine fsdp"),
     ],
 )

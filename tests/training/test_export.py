@@ -103,17 +103,40 @@ def test_between_the_two_renamings_the_old_one_is_found(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("name", ["a.bin", "a.pt", "a.safetensors"])
-def test_a_file_of_a_state_dict_is_read_without_what_was_wrapped_around(
-    tmp_path: Path, name: str, prefix: str
-) -> None:
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
+)
+@pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
+def test_what_was_wrapped_around_a_module_does_not_count(tmp_path: Path, name: str, prefix: str) -> None:
     state = {f"{prefix}{key}": value for key, value in layer(3.0).state_dict().items()}
     if name.endswith(".safetensors"):
         pytest.importorskip("safetensors.torch").save_file(state, tmp_path / name)
     else:
         torch.save(state, tmp_path / name)
-    assert set(read_weights(tmp_path / name)) == set(layer().state_dict())
+    module, weights = layer(), read_weights(tmp_path / name)
+    assert load_weights(module, weights, tmp_path, ignore_mismatched_sizes=False) == []
+    assert all(bool((each == 3.0).all()) for each in module.parameters())
+
+
+def test_a_part_may_be_wrapped_or_have_the_name_of_a_wrapper() -> None:
+    """torch.compile around a layer; and a model whose only part is called module, as kit itself has saved it."""
+    module = layer()
+    weights = {
+        name.replace("body", "body._orig_mod"): value for name, value in layer(2.0).state_dict().items()
+    }
+    assert load_weights(module, weights, Path("a.pt"), ignore_mismatched_sizes=False) == []
+    assert all(bool((each == 2.0).all()) for each in module.parameters())
+    within = nn.Sequential(OrderedDict(module=layer()))
+    for weights in (within.state_dict(), nn.DataParallel(within).state_dict(), module.state_dict()):
+        assert load_weights(within, weights, Path("a.pt"), ignore_mismatched_sizes=False) == []
+    assert all(bool((each == 2.0).all()) for each in within.parameters())
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "MODEL_STATE", "model", "module"])
+def test_weights_beside_other_things_are_found(tmp_path: Path, key: str) -> None:
+    state = {"epoch": 3, "optimizer": {"state": {}}, "scheduler_state_dict": {"last_epoch": 3}}
+    torch.save({**state, key: layer(3.0).state_dict()}, tmp_path / "a.pth")
+    assert set(read_weights(tmp_path / "a.pth")) == set(layer().state_dict())
 
 
 @pytest.mark.parametrize(
@@ -124,9 +147,11 @@ def test_a_file_of_a_state_dict_is_read_without_what_was_wrapped_around(
         (b"", "weights.pt is no file of weights"),
         ([1, 2], "weights.pt holds a list: wanted a state dict"),
         ({}, "weights.pt holds an empty one: wanted"),
-        ({"model": {"a": torch.ones(1)}, "step": 3}, "at 'model' a dict: .*; perhaps its 'model' is one: save that"),
+        ({"net": {"a": torch.ones(1)}, "step": 3}, "at 'net' a dict: .*, perhaps its 'net', saved alone"),
+        ({"model": {"a": 3}, "step": 3}, "weights.pt/model holds at 'a' a int: wanted a state dict"),
+        ({"model": {}, "step": 3}, "weights.pt/model is empty: wanted a state dict"),
         ({"a": torch.ones(1), "step": 3}, "holds at 'step' a int: wanted a state dict"),
-        (Path("x"), "weights.pt is no file of weights .*[Ww]eights"),
+        (Path("x"), r"weights.pt is no file of weights \(it holds a pathlib\S*, and to load that could run code\)"),
     ],
 )  # fmt: skip
 def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any, message: str) -> None:
@@ -155,7 +180,7 @@ def test_a_folder_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
 
 def test_weights_that_fit_are_loaded_all() -> None:
     module = layer(0.0)
-    assert load_weights(module, layer(1.0).state_dict(), ignore_mismatched_sizes=False) == []
+    assert load_weights(module, layer(1.0).state_dict(), Path("a.pt"), ignore_mismatched_sizes=False) == []
     assert all(torch.equal(each, torch.ones_like(each)) for each in module.parameters())
 
 
@@ -182,9 +207,9 @@ def test_what_does_not_fit_is_refused_or_listed(
         re.escape("; ".join(left_out)) + r"\); --ignore-mismatched-sizes takes the \d that fit, and lists"
     )
     with pytest.raises(ValueError, match=refusal):
-        load_weights(module, weights, ignore_mismatched_sizes=False)
+        load_weights(module, weights, Path("a.pt"), ignore_mismatched_sizes=False)
     assert all(not each.any() for each in module.parameters()), "nothing was loaded"
-    assert load_weights(module, weights, ignore_mismatched_sizes=True) == left_out
+    assert load_weights(module, weights, Path("a.pt"), ignore_mismatched_sizes=True) == left_out
     kept = {line.split(":")[0] for line in left_out}
     for name, value in module.state_dict().items():
         assert torch.equal(value, torch.full_like(value, 0.0 if name in kept else 1.0)), name
@@ -193,5 +218,5 @@ def test_what_does_not_fit_is_refused_or_listed(
 @pytest.mark.parametrize("ignore", [True, False])
 def test_where_nothing_fits_there_is_nothing_to_ignore(ignore: bool) -> None:
     other = {f"other{number}": torch.ones(1) for number in range(9)}
-    with pytest.raises(ValueError, match=r"^13 of 13 .*; …\); none fits: they are of another model$"):
-        load_weights(layer(), other, ignore_mismatched_sizes=ignore)
+    with pytest.raises(ValueError, match=r"^a\.pt: 13 of 13 .*; …\); none fits: they are of another model$"):
+        load_weights(layer(), other, Path("a.pt"), ignore_mismatched_sizes=ignore)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nodekit.training.engines import State, single
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.shards import assemble, read_into, shapes
@@ -81,7 +82,9 @@ class Engine(single.Engine):
             self.module.load_state_dict(state["model"])
             self._plain.load_state_dict(state["optimizer"])
         except (LookupError, ValueError, RuntimeError) as error:
-            raise ValueError(f"the snapshot {found.source} is not of this task or model: {error}") from error
+            raise TrainingError(
+                f"the snapshot {found.source} is not of this task or model: {error}"
+            ) from error
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Gather a tensor at a time; only the first rank of each node keeps them."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from nodekit.training.errors import TrainingError
+
 if TYPE_CHECKING:  # `kit up` checks rows of text (rows.py) on machines without torch
     import torch
 
@@ -72,7 +74,7 @@ JUDGES = (("predict", "targets"), ("measure",))
 """A task must have all methods of one of these, too."""
 
 
-class TaskError(ValueError):
+class TaskError(TrainingError):
     """A task that cannot be found or used; the message says what was wanted."""
 
 

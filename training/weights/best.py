@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.weights.export import write_weights
@@ -52,7 +53,7 @@ class Best:
         """The measure by which these means are the best so far; "" if they are not.
 
         Raises:
-            ValueError: there is no such measure.
+            TrainingError: there is no such measure.
         """
         name = self._name
         if name == "auto":
@@ -60,7 +61,7 @@ class Best:
         if name == "off":
             return ""
         if name not in means:
-            raise ValueError(
+            raise TrainingError(
                 f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
             )
         sign = -1 if "loss" in name else 1

@@ -3,10 +3,11 @@
 import ctypes
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.commit import sync_folder
 from nodekit.training.snapshots.manifest import save_payload
 
@@ -23,8 +25,11 @@ FACTS = "nodekit.json"
 """Facts about the weights; a folder without it was not written by kit."""
 
 _READABLE = (WEIGHTS, "model.safetensors")
-_PREFIXES = ("module.", "_orig_mod.")
-"""Prefixes by DDP and torch.compile."""
+_WRAPPERS = {"module", "_orig_mod"}
+"""Parts of a name that come from DataParallel, DDP and torch.compile, in any order, whatever they are around."""
+_NESTED = ("model_state_dict", "state_dict", "model_state", "model", "module")
+"""Where a checkpoint has the weights beside other things, in small letters; ``module`` is DeepSpeed's."""
+_FOREIGN_CLASS = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _SHOWN = 4
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -69,29 +74,38 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """The facts about the weights in a folder.
 
     Raises:
-        ValueError: it is no folder of `write_weights`.
+        TrainingError: it is no folder of `write_weights`.
     """
     path = _there(folder) / FACTS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(
+        raise TrainingError(
             f"{folder} has no {FACTS}: wanted a folder that a run has written, its output/best or output/last"
         ) from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): wanted JSON") from error
+        raise TrainingError(f"{path} cannot be read ({error}): wanted JSON") from error
     if not isinstance(facts, dict) or "task" not in facts:
-        raise ValueError(f"{path} names no task: wanted an object that a run has written")
+        raise TrainingError(f"{path} names no task: wanted an object that a run has written")
     return facts
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a folder of `write_weights` or transformers, or in a file of a state dict, on the CPU.
+    """The weights in a folder of `write_weights` or transformers, or in a file, on the CPU, by their names there.
 
-    Prefixes by DDP and torch.compile are removed if all names have them.
+    The file has a state dict, or a dictionary with one under a usual key, such as ``model_state_dict``.
 
     Raises:
-        ValueError: there are none; it says what was found.
+        TrainingError: there are none; it says what was found.
+    """
+    return weights_in(read_file(path), path)
+
+
+def read_file(path: Path) -> Any:
+    """What is in a file of weights, or in that of a folder, on the CPU; nothing in it is executed.
+
+    Raises:
+        TrainingError: there is none, or it cannot be read.
     """
     file = path
     if path.is_dir() or not path.exists():
@@ -99,43 +113,69 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         file = next((folder / name for name in _READABLE if (folder / name).is_file()), folder)
     if not file.is_file():
         found = "has neither" if file.is_dir() else "is not there"
-        raise ValueError(
+        raise TrainingError(
             f"{path} {found}: wanted a folder with {' or '.join(_READABLE)}, or a file of a state dict"
         )
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file  # comes with transformers
 
-            state: Any = load_file(file)
-        else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            return load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except ModuleNotFoundError as error:
-        raise ValueError(f"to read {file}, safetensors is needed: pip install safetensors") from error
+        raise TrainingError(f"to read {file}, safetensors is needed: pip install safetensors") from error
     except Exception as error:  # invalid bytes raise errors of many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{file} is no file of weights ({reason}): wanted a state dict, by torch.save or as .safetensors"
+        if foreign := _FOREIGN_CLASS.search(str(error)):
+            reason = f"it holds a {foreign[1]}, and to load that could run code"
+        raise TrainingError(
+            f"{file} is no file of weights ({reason}): wanted a state dict, by torch.save or as .safetensors, and "
+            "beside it plain numbers, strings and lists at most"
         ) from error
-    return _state_dict(state, file)
+
+
+def weights_in(found: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The weights in what a file holds: that itself, or what it has under a usual key.
+
+    Raises:
+        TrainingError: there are none; it says what was found.
+    """
+    if not isinstance(found, Mapping) or not found:
+        raise TrainingError(f"{path} holds {_what(found)}: wanted a state dict, names with their tensors")
+    keys = {str(key).lower(): key for key in found}
+    if nested := [keys[name] for name in _NESTED if isinstance(found.get(keys.get(name)), Mapping)]:
+        found, path = found[nested[0]], path / str(nested[0])
+        if not found:
+            raise TrainingError(f"{path} is empty: wanted a state dict, names with their tensors")
+    for name, value in found.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+            maps = [str(each) for each in found if isinstance(found[each], Mapping)]
+            cure = f", perhaps its {maps[0]!r}, saved alone" if maps else ""
+            raise TrainingError(
+                f"{path} holds at {name!r} {_what(value)}: wanted a state dict, names with their tensors{cure}"
+            )
+    return dict(found)
 
 
 def load_weights(
-    module: nn.Module, weights: Mapping[str, torch.Tensor], *, ignore_mismatched_sizes: bool
+    module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, ignore_mismatched_sizes: bool
 ) -> list[str]:
     """Load weights into a module.
 
     Args:
         module: a plain one.
-        weights: by name.
+        weights: by name; parts of the names that come from DDP or torch.compile do not count.
+        path: where they are from, for the message.
         ignore_mismatched_sizes: load the weights that fit, in name and shape; the others keep their values.
 
     Returns:
         What was left out, a line for each name; empty without ``ignore_mismatched_sizes``.
 
     Raises:
-        ValueError: some do not fit and that is not to be ignored, or none fits.
+        TrainingError: some do not fit and that is not to be ignored, or none fits.
     """
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    weights = _named_as(own, weights)
     fitting = {
         name: value for name, value in weights.items() if name in own and own[name].shape == value.shape
     }
@@ -151,7 +191,7 @@ def load_weights(
             if fitting
             else "none fits: they are of another model"
         )
-        raise ValueError(f"{len(left_out)} of {len(names)} weights do not fit ({listed}); {cure}")
+        raise TrainingError(f"{path}: {len(left_out)} of {len(names)} weights do not fit ({listed}); {cure}")
     module.load_state_dict(fitting, strict=False)
     return left_out
 
@@ -180,29 +220,23 @@ def _facts_of(task: object) -> dict[str, Any]:
         return facts
 
 
-def _state_dict(state: Any, file: Path) -> dict[str, torch.Tensor]:
-    if not isinstance(state, Mapping) or not state:
-        raise ValueError(f"{file} holds {_what(state)}: wanted a state dict, names with their tensors")
-    odd = [
-        name
-        for name, value in state.items()
-        if not (isinstance(name, str) and isinstance(value, torch.Tensor))
-    ]
-    if odd:
-        inner = [name for name in odd if isinstance(state[name], Mapping)]
-        cure = f"; perhaps its {inner[0]!r} is one: save that alone" if inner else ""
-        raise ValueError(
-            f"{file} holds at {odd[0]!r} {_what(state[odd[0]])}: wanted a state dict, names with their tensors{cure}"
-        )
-    weights = dict(state)
-    for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
+def _named_as(own: Iterable[str], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights by the module's own names, where these differ by what is wrapped around a module only."""
+    own_names = {_unwrapped(name): name for name in own}
+    own_names |= {name: name for name in own}
+    named: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        ours = own_names.get(name) or own_names.get(_unwrapped(name), name)
+        named[name if ours in named else ours] = value
+    return named
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _what(value: Any) -> str:
-    return "an empty one" if value == {} else f"a {type(value).__name__}"
+    return "an empty one" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"
 
 
 def _place(draft: Path, folder: Path) -> None:

@@ -87,6 +87,7 @@ RUNS = ["lab-1122-060115-77ab", "lab-1121-101500-3f00"]
         ("kit rm lab-1121-101500-3f00 ", ["lab-1122-060115-77ab"]),
         ("kit runs --compare lab-1122-060115-77ab ", ["lab-1121-101500-3f00"]),
         ("kit runs ", [*RUNS, "lab.yaml", "sub/", "lab", "local", "slurm"]),
+        ("kit test ", [*RUNS, "sub/"]),
         ("kit logs lab-1121 --node ", ["gpu1", "gpu2"]),
         ("kit up la", ["lab.yaml", "lab"]),
         ("kit check s", ["sub/", "slurm"]),

@@ -1,5 +1,6 @@
 """`kit test` and `kit predict`, and the module they run where the weights lie: exact counts, and what is refused."""
 
+import io
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from sklearn.metrics import classification_report, confusion_matrix
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.link import LinkLost, open_local
 from nodekit.deploy.plan import plan
+from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
 from nodekit.training import apply
@@ -187,6 +189,108 @@ def test_what_is_no_list_of_texts_is_refused_before_torch_is_imported(tmp_path: 
         apply._texts(stdin)
 
 
+SAID = {"text": "今天真高兴", "label": "高兴 🙂", "probability": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "is_plain"), [("utf-8", True), ("gb18030", True), ("gbk", False), ("ascii", False), ("cp1252", False)]
+)  # fmt: skip
+@pytest.mark.parametrize("indent", [None, 2])
+def test_chinese_is_printed_as_it_is_unless_the_encoding_lacks_a_letter(
+    encoding: str, is_plain: bool, indent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    text = apply.as_json(SAID, indent=indent)
+    assert json.loads(text.encode(encoding).decode(encoding)) == SAID
+    assert ("今天真高兴" in text) == is_plain
+
+
+def test_columns_are_printed_whatever_the_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, shown in (("utf-8", "准确率\t0.5"), ("ascii", r"\u51c6\u786e\u7387" + "\t0.5")):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert apply._printable("准确率\t0.5") == shown
+
+
+@pytest.mark.parametrize(
+    ("raw", "encoding"),
+    [
+        ('["今天真高兴"]'.encode(), "ascii"),
+        ('\ufeff["今天真高兴"]'.encode(), "cp1252"),
+        ('["今天真高兴"]'.encode("gbk"), "gbk"),
+    ],
+)
+def test_texts_on_stdin_may_be_in_the_terminals_encoding(
+    raw: bytes, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding=encoding))
+    assert apply._texts(apply._stdin()) == ["今天真高兴"]
+
+
+def test_texts_in_no_known_encoding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'["\xbd\xf1"]'), encoding="ascii"))
+    with pytest.raises(ValueError, match=r"^stdin is neither UTF-8 nor ascii: wanted a JSON list of texts$"):
+        apply._stdin()
+
+
+def test_texts_are_arguments_too(text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert apply.main([str(text_folder), "--predict", "今天真高兴", "气死我了"]) == 0
+    shown = capsys.readouterr().out
+    assert '"text": "今天真高兴"' in shown
+    assert [each["text"] for each in json.loads(shown)["texts"]] == ["今天真高兴", "气死我了"]
+    assert apply.main([str(text_folder), "--predict", "今天真高兴", " "]) == 2
+    assert "--predict: found an empty text, wanted some words" in capsys.readouterr().err
+
+
+def test_what_the_python_lacks_is_one_line(
+    text_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert apply.main([str(text_folder), "--test"]) == 2
+    assert capsys.readouterr().err == (
+        f"python -m nodekit.training.apply: {sys.executable} has no torch: pip install 'nodekit[train]'\n"
+    )
+
+
+def test_a_folder_of_weights_is_taken_for_what_it_is(
+    tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(
+        run_id="best-1122-060115-77ab",
+        name="best",
+        inventory_path="",
+        inventory={},
+        command=None,
+        created=1.0,
+    )
+    run.save()
+    monkeypatch.chdir(tmp_path)
+    assert cast(Run, kit_apply.find("best", "best")).run_id == run.run_id
+    for folder in ("best", "out put/last", "empty"):
+        Path(folder).mkdir(parents=True)
+    assert cast(Run, kit_apply.find("best", "best")).run_id == run.run_id, "a folder without weights is none"
+    for folder in ("best", "out put/last"):
+        Path(folder, "nodekit.json").write_text('{"task": "digits"}')
+    for name, weights, found in [
+        ("best", "last", "best"),
+        ("./best/", "best", "best"),
+        (str(tmp_path / "best"), "best", str(tmp_path / "best")),
+        ("out put", "last", "out put/last"),
+    ]:
+        assert kit_apply.find(name, weights) == Path(found)
+    assert cast(Run, kit_apply.find(None, "best")).run_id == run.run_id
+    for name, message in [
+        (
+            "out put/best",
+            "there is no folder out put/best: wanted a folder of weights that a run has written",
+        ),
+        ("./empty", r"\./empty has no nodekit\.json and no best/nodekit\.json: wanted a folder of weights"),
+        ("empty", r"no run 'empty' on record; .*; the folder empty has no nodekit\.json"),
+        ("none", "no run 'none' on record; the latest are best-1122"),
+    ]:
+        with pytest.raises(KitError, match=message):
+            kit_apply.find(name, "best")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -309,6 +413,12 @@ def test_kit_tests_and_predicts_with_the_newest_weights_of_a_run(local: Kit, tex
         pytest.approx(row, abs=1e-5) for row in scores.double().softmax(1).tolist()
     ]
 
+    # A folder of weights on this machine says the same, to a terminal that has no Chinese too.
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    here = local.run("predict", str(text_folder), "--file", "some texts", "--json", env=ascii_only)
+    assert json.loads(here.stdout)["texts"] == found, here.stderr
+    assert r"\u4eca\u5929" in here.stdout
+
     readme = (ROOT / "README.md").read_text()
     for line in re.findall(r"^kit (?:test|predict) .*", readme, re.MULTILINE):
         shown = local.run(*shlex.split(line, comments=True)[1:])
@@ -333,6 +443,7 @@ def test_kit_tests_and_predicts_with_the_newest_weights_of_a_run(local: Kit, tex
         (("lab", "a", "--file", "f"), "wanted either TEXT… or --file F"),
         (("lab", "a", " "), "found an empty text"),
         (("none", "a"), "no run on record in "),
+        (("none/best", "a"), "there is no folder none/best: wanted a folder of weights"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_in_a_line(

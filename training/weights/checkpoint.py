@@ -1,0 +1,83 @@
+"""Checkpoints of scripts that know nothing of kit: weights, and how far they were trained, in one file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nodekit.training.errors import TrainingError
+from nodekit.training.weights.export import read_file, weights_in
+
+_EPOCHS = {"epochs_run": 0, "start_epoch": 1, "epoch": 0}
+"""Key, in small letters → what to add to its value for the number of the next epoch, from 0, as tutorials do."""
+_OPTIMIZERS = ("optimizer_state_dict", "optimizer_state", "optimizer")
+_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Parts of an optimizer's state that have their parameter's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a script has saved."""
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any] | None
+    """A state dict; None if the script did not save it."""
+    epochs: int
+    """The next epoch, from 0: how many are done."""
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a file by ``torch.save``: a dictionary with the weights, the epoch and perhaps the optimizer's state.
+
+    Raises:
+        TrainingError: it is no such file.
+    """
+    found = read_file(path)
+    weights = weights_in(found, path)
+    keys = {str(key).lower(): key for key in found}
+    name = next((each for each in _EPOCHS if each in keys), None)
+    if name is None:
+        raise TrainingError(
+            f"{path} does not say which epoch is next: wanted it as {', '.join(_EPOCHS)}; --init-from takes its "
+            "weights alone"
+        )
+    value = found[keys[name]]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TrainingError(f"{path}: {keys[name]} is {value!r}, wanted a whole number from 0")
+    optimizer = next((found[keys[each]] for each in _OPTIMIZERS if each in keys), None)
+    return Checkpoint(weights, optimizer, value + _EPOCHS[name])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], path: Path) -> None:
+    """Load a checkpoint's state into the optimizer, which keeps its own learning rates.
+
+    Raises:
+        TrainingError: it is of another kind of optimizer, or of other parameters.
+    """
+    own = [dict(group) for group in optimizer.param_groups]
+    cure = "--init-from takes its weights alone"
+    try:
+        for ours, theirs in zip(own, state["param_groups"], strict=True):
+            numbers = {name for name, value in ours.items() if type(value) in (int, float, tuple)}
+            if lacking := sorted(numbers - {"lr", "initial_lr"} - set(theirs)):
+                raise TrainingError(
+                    f"{path}: its optimizer has no {', '.join(lacking)}, so it is not the task's "
+                    f"{type(optimizer).__name__}; {cure}"
+                )
+        optimizer.load_state_dict(dict(state))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TrainingError):
+            raise
+        raise TrainingError(f"{path}: its optimizer's state does not fit ({error}); {cure}") from error
+    for parameter, values in optimizer.state.items():
+        for name in _LIKE_THE_WEIGHT:
+            value = values.get(name)
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                raise TrainingError(
+                    f"{path}: its optimizer has {name} of {tuple(value.shape)} for a parameter of "
+                    f"{tuple(parameter.shape)}; {cure}"
+                )
+    for group, ours in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: ours[name] for name in ("lr", "initial_lr") if name in ours})
