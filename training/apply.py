@@ -72,13 +72,17 @@ def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
     """
     import torch
 
-    from nodekit.training.tasks import load_task
+    from nodekit.training import rng
+    from nodekit.training.tasks import GIVEN, load_task
     from nodekit.training.weights.export import load_weights, read_facts, read_weights
 
     facts = read_facts(folder)
     # A task that has exported its configuration is made from that: vocabulary, sizes, the order of the labels.
-    model = folder if (folder / "config.json").is_file() else facts.get("model")
-    task = load_task(facts["task"], data=facts.get("data"), model=model)
+    given = {name: facts.get(name) for name in GIVEN}
+    if (folder / "config.json").is_file():
+        given["model"] = folder
+    rng.seed_all(facts.get("seed", 0), rank=0)  # as the ranks did: the task may split its data at random
+    task = load_task(facts["task"], **given)
     module = task.model()
     load_weights(module, read_weights(folder), folder, ignore_mismatched_sizes=False)
     return task, module.to("cuda" if torch.cuda.is_available() else "cpu").eval(), facts

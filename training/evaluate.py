@@ -14,8 +14,6 @@ from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
 
-_BATCH = 256
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -31,6 +29,8 @@ class Evaluation:
     """Tells kit that this rank is at work."""
     loading: Mapping[str, Any]
     """Keywords for the DataLoader."""
+    batch_size: int
+    """Most samples that a rank evaluates at once."""
 
     @torch.no_grad()
     def __call__(self, engine: Engine, module: torch.nn.Module) -> dict[str, float]:
@@ -49,7 +49,7 @@ class Evaluation:
         if engine.forwards_together:
             # A rank with fewer batches than others makes up for them with forward passes that do not count.
             most = -(-num // world_size)
-            for _ in range(-(-most // _BATCH) - -(-len(own) // _BATCH)):
+            for _ in range(-(-most // self.batch_size) - -(-len(own) // self.batch_size)):
                 self._measure(engine, module, next(iter(self._batches(range(1)))))
         parts = self.world.gather((len(own), sums, torch.cat(pairs) if pairs else None))
         assert sum(count for count, _, _ in parts) == num
@@ -63,7 +63,7 @@ class Evaluation:
         return means
 
     def _batches(self, own: range) -> Iterable[Any]:
-        return DataLoader(Subset(self.data, own), batch_size=_BATCH, **self.loading) if own else ()
+        return DataLoader(Subset(self.data, own), batch_size=self.batch_size, **self.loading) if own else ()
 
     def _measure(self, engine: Engine, module: torch.nn.Module, batch: Any) -> dict[str, Any]:
         self.report.alive()

@@ -1,5 +1,6 @@
 """The training loop: one task on all ranks, from the newest snapshot to the last epoch."""
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from nodekit.training.engines.load import load_engine
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
-from nodekit.training.options import Options
+from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
@@ -25,9 +26,10 @@ from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.stop import Stop
-from nodekit.training.tasks import Task, optimizer_of
+from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
+from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
 
@@ -97,6 +99,7 @@ class Loop:
         self._unreported: list[_Step] = []
         self._sums: Callable[[], list[float]] | None = None
         self._owes_snapshot = False
+        self._saved_step: int | None = None
 
     def _make_loader(self) -> None:
         data = self.task.train_data()
@@ -142,49 +145,68 @@ class Loop:
             self.local_sgd.load(state.get("outer", {}))
 
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:
-        """Create the report, the evaluation, and what keeps the best weights."""
+        """Create the report, the evaluation, and what keeps weights."""
+        options = self.options
+        # Only on rank 0: the task text reads all its texts for this.
+        own_notes = [str(each) for each in getattr(self.task, "notes", list)()] if self.world.is_main else []
+        self.notes: list[str] = self.world.gather(own_notes)[0]
+        facts = {name: getattr(options, name) for name in ("task", *GIVEN, "engine", "seed")}
+        if self.notes:
+            facts["notes"] = self.notes
+        self.best = Best(options.best, folder, self.world, self.task, facts)
+        self.best.load(best)
+        self.epoch_weights = EpochWeights(options.save_every_epoch, folder, self.world)
+        self.means: dict[str, float] = {}  # of the last evaluation
+        is_within_epoch = self.sampler.steps_left > 0
+        # A stop at a step leaves out its evaluation; --early-stop counts it.
+        is_left_out = is_within_epoch and self._evaluates and self.best.step not in (None, self.step)
+        self._evaluates_first = is_left_out or bool(self._why_early)
         self.report = Report(
             self.world,
             folder,
             step=self.step,
             total_steps=self.total_steps,
-            is_evaluated=self.sampler.steps_left > 0,
-            track=self.options.track,
-            settings=asdict(self.options),
+            is_evaluated=is_within_epoch and not self._evaluates_first,
+            track=options.track,
+            settings=asdict(options),
         )
         self.evaluation = Evaluation(
-            self.task, self.task.test_data(), self.world, self.report, self._loading()
+            self.task,
+            self.task.test_data(),
+            self.world,
+            self.report,
+            self._loading(),
+            options.eval_batch_size,
         )
-        facts = {name: getattr(self.options, name) for name in ("task", "data", "model", "engine")}
-        self.best = Best(self.options.best, folder, self.world, self.task, facts)
-        self.best.load(best)
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the result; None if stopped, with a snapshot of the last step."""
         with self.report:
-            if self.resumed_from:
-                if self.world.is_main:
-                    self.report.tell("resumed", step=self.step)
-                self.report.say(
-                    f"resumed at step {self.step} (epoch {self.sampler.epoch + 1}, {self.sampler.offset} of "
-                    f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
-                )
-                if self.step == self.total_steps:
-                    self.report.say(f"all {self.options.epochs} epochs are done already: only evaluating")
-            started_s, started_step, means = time.monotonic(), self.step, dict[str, float]()
-            while self.sampler.epoch < self.options.epochs:
-                if not self._epoch():
+            self._say_what_begins()
+            started_s, started_step = time.monotonic(), self.step
+            if self._evaluates_first:
+                self._evaluate("at step")
+            while self.sampler.epoch < self.options.epochs and not self._why_early:
+                if self._epoch():
+                    self._end_epoch()
+                elif not self._why_early:
                     self.report.say(f"stopped at step {self.step}/{self.total_steps}, to go on from there")
                     return None
-                means = self._evaluate(f"epoch {self.sampler.epoch + 1} done at step")
-                self.sampler.next_epoch()
+            early = self._why_early
+            if early:
+                self.report.alive(at_once=True)
+                self.report.say(f"ended early at step {self.step}/{self.total_steps}: {early}")
             self.saver.wait()
+            self.epoch_weights.wait()
             weights = self.engine.weights()
-            self.best.write_last(weights, means=means, step=self.step, epoch=self.options.epochs)
+            epochs = self.sampler.epoch + bool(early)
+            self.best.write_last(weights, means=self.means, step=self.step, epoch=epochs)
             result = {
-                **means,
+                **self.means,
                 "steps": self.step,
-                "epochs": self.options.epochs,
+                "epochs": epochs,
+                **({"stopped_early": early} if early else {}),
+                **({"notes": "; ".join(self.notes)} if self.notes else {}),
                 "world_size": self.world.world_size,
                 "resumed_from": self.resumed_from,
                 "resumed_at_step": started_step,
@@ -195,6 +217,44 @@ class Loop:
             }
             self.report.result(result)
             return result
+
+    def _say_what_begins(self) -> None:
+        """What goes on, what is special about the data, and what the weights of all epochs will take."""
+        if self.resumed_from:
+            if self.world.is_main:
+                self.report.tell("resumed", step=self.step)
+            self.report.say(
+                f"resumed at step {self.step} (epoch {self.sampler.epoch + 1}, {self.sampler.offset} of "
+                f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
+            )
+            if self.step == self.total_steps:
+                self.report.say(f"all {self.options.epochs} epochs are done already: only evaluating")
+            if self.sampler.seed != self.options.seed:
+                self.report.say(
+                    f"the order of the data goes on with --seed {self.sampler.seed} of the snapshot, not "
+                    f"{self.options.seed}"
+                )
+        for note in self.notes:
+            self.report.say(f"note: {note}")
+        if keep := self.options.save_every_epoch:
+            num, each_mb = min(keep, self.options.epochs), size_bytes(self.module) / 1e6
+            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num} epochs"
+            self.report.say(
+                f"model_EPOCH.pth {which}: {each_mb:.1f} MB each, {num * each_mb:.1f} MB in the end, on each node"
+            )
+
+    def _end_epoch(self) -> None:
+        """Evaluate, and go on to the next epoch; by ``--early-stop``, take a snapshot and stay."""
+        self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True)
+        if not self._why_early:
+            self.sampler.next_epoch()
+        elif self._saved_step != self.step:
+            self._save()
+
+    @property
+    def _why_early(self) -> str:
+        """Why the training ends at this step by ``--early-stop``; "" if it does not, or if this is the last step."""
+        return self.best.why_stop(self.options.early_stop) if self.step < self.total_steps else ""
 
     def _epoch(self) -> bool:
         """Train to the end of the epoch; False if stopped before it or right at it."""
@@ -290,26 +350,35 @@ class Loop:
             self._evaluate("at step")
             self.module.train()
         self._owes_snapshot = is_due and not is_common
-        if (is_due and is_common) or stop:
+        ends_early = bool(self._why_early)
+        if (is_due and is_common) or stop or ends_early:
             self._save()
         if stop:
             self.saver.wait()
             self.best.wait()
-        return bool(stop)
+            self.epoch_weights.wait()
+        return bool(stop) or ends_early
 
-    def _evaluate(self, when: str) -> dict[str, float]:
-        """Measure the model, and keep the weights if they are the best."""
+    def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
+        """Measure the model, and keep the weights if they are the best, or those of an epoch."""
         self._same_buffers()
         self.report.settle()
-        means = self.evaluation(self.engine, self.module)
+        # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
+        self.means = self.world.gather(self.evaluation(self.engine, self.module))[0]
         epoch = self.sampler.epoch + 1
-        self.report.evaluation(self.step, epoch=epoch, means=means, when=when, best=self.best.improved(means))
-        self.best.look(means, self.engine.weights, step=self.step, epoch=epoch)
+        better = self.best.improved(self.means)
+        self.report.evaluation(self.step, epoch=epoch, means=self.means, when=when, best=better)
+        weights = functools.cache(
+            self.engine.weights
+        )  # all ranks of sharded engines gather them: once is enough
+        self.best.look(self.means, weights, step=self.step, epoch=epoch)
+        if ends_epoch:
+            self.epoch_weights.look(epoch, weights)
         self.saver.paused()
-        return means
 
     def _save(self) -> None:
         """Save a snapshot of this step on every node; the learning rate follows from the step."""
+        self._saved_step = self.step
         with self.saver.measured():
             self._same_buffers()
             if self.local_sgd:
@@ -380,11 +449,16 @@ class Loop:
     def _loading(self) -> dict[str, Any]:
         return {
             "num_workers": self.options.num_workers,
-            "pin_memory": self.world.device.type == "cuda",
+            "pin_memory": self.world.device.type == "cuda" and not self.options.no_pin_memory,
             "collate_fn": getattr(self.task, "collate", None),
             # Its own generator: starting a loader must not move the global one, or a resume would differ.
             "generator": torch.Generator().manual_seed(self.options.seed + self.world.rank),
         }
+
+
+def size_bytes(module: torch.nn.Module) -> int:
+    """The size of a module's state dict."""
+    return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, torch.Tensor))
 
 
 def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:

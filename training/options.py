@@ -19,6 +19,8 @@ LINEAR_LR_BATCH = 256
 """The batch that ``--lr`` is meant for under ``--lr-scale``."""
 _LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
+ALL_EPOCHS = sys.maxsize
+"""``--save-every-epoch`` without a number."""
 ONE_FOLDER = (
     "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
     "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
@@ -99,14 +101,23 @@ _NO_COMPILE = {
 class Options:
     """The command line of ``python -m nodekit.training``."""
 
-    task: str = _what("digits", "digits, mnist, text, or yours: package.module:Task, path/to/file.py:Task")
+    task: str = _what(
+        "digits", "digits, mnist, images, text, or yours: package.module:Task, path/to/file.py:Task"
+    )
     data: str | None = _what(
-        None, "the task's data, for mnist and text (default: what comes with kit)", metavar="DIR"
+        None, "the task's data, for mnist, images and text (default: what comes with kit)", metavar="DIR"
     )
     model: str | None = _what(
         None,
-        "a pretrained BERT, for text: a folder, or its name at the hub (default: a small random one)",
+        "for text, a pretrained BERT: a folder, or its name at the hub; for images, a model of torchvision, as "
+        "resnet18 (default: a small random one)",
         metavar="DIR|NAME",
+    )
+    max_length: int | None = _what(
+        None, "for text: tokens per text; longer ones are cut, and counted (default: 64)", **_COUNT
+    )
+    image_size: int | None = _what(
+        None, "for images: the side of the square that they are scaled and cut to (default: 96)", **_COUNT
     )
     init_from: Path | None = _what(
         None,
@@ -149,6 +160,11 @@ class Options:
     epochs: int = _what(20, "times through the training data", may_change=True, **_COUNT)
     seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
     num_workers: int = _what(0, "processes loading data, per rank", may_change=True, **_FROM_0)
+    no_pin_memory: bool = _what(
+        False,
+        "load batches into pageable memory (default: into pinned memory, if there is a GPU)",
+        may_change=True,
+    )
 
     launcher: str = _start(
         "torchrun",
@@ -247,6 +263,10 @@ class Options:
     eval_every: int | None = _judged(
         None, "evaluate after every N steps too (default: after each epoch)", **_COUNT
     )
+    eval_batch_size: int = _judged(256, "most samples that a rank evaluates at once", **_COUNT)
+    early_stop: int | None = _judged(
+        None, "end the training after N evaluations in a row without a better measure of --best", **_COUNT
+    )
     best: str = _judged(
         "auto",
         "keep the weights with the greatest measure NAME (or the least, if it is a loss) in output/best; auto: "
@@ -260,6 +280,14 @@ class Options:
         "goes on)",
         type=Path,
         metavar="DIR",
+    )
+    save_every_epoch: int | None = _kept(
+        None,
+        "keep the weights after each epoch, or after the last K, as output/model_EPOCH.pth",
+        nargs="?",
+        const=ALL_EPOCHS,
+        type=values.whole(1),
+        metavar="K",
     )
     track: str | None = _kept(
         None,
@@ -438,6 +466,8 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"{given}: with --local-sgd or --diloco no gradients are sent; leave one of them out"
     if options.ignore_mismatched_sizes and not (options.init_from or options.resume_from or options.model):
         yield "--ignore-mismatched-sizes is for --init-from, --resume-from or --model, and none is given"
+    if options.early_stop and options.best == "off":
+        yield "--early-stop goes by the measure of --best, and that is off; name one, or leave --best out"
     if options.nproc_per_node and options.launcher != "spawn":
         yield "--nproc-per-node is for --launcher spawn; torchrun and kit have an option of their own for it"
     yield from _problems_of_ranks(options, environ)

@@ -66,6 +66,7 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     """
     from torch.cuda import device_count
 
+    from nodekit.training import rng
     from nodekit.training.engines.load import check_engine
     from nodekit.training.tasks import task_of
     from nodekit.training.world import World
@@ -86,6 +87,7 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
             "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: "
             f"{ONE_FOLDER}"
         )
+    rng.seed_all(options.seed, rank=0)  # a task may split its data at random, and all ranks must alike
     return world, task_of(options)
 
 

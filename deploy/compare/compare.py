@@ -222,11 +222,11 @@ def look() -> None:
     import torch
 
     from nodekit.training.options import parse
-    from nodekit.training.tasks import load_task
+    from nodekit.training.tasks import task_of
 
     options = parse()
     try:
-        load_task(options.task, data=options.data, model=options.model)
+        task_of(options)
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

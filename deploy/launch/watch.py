@@ -283,14 +283,15 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
 
 
 def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
-    """`, accuracy 98.3 %` when the job wrote a result.json."""
+    """`, accuracy 98.3 %` when the job wrote a result.json, and why it ended early, if it did."""
     if first not in links:
         return ""
     with contextlib.suppress(KitError, ValueError):
         text = links[first].call(
             "read_file", timeout_s=CALL_TIMEOUT_S, path=f"{run.nodes[first]['node_dir']}/output/result.json"
         )
-        accuracy = json.loads(text or "{}").get("accuracy")
-        if isinstance(accuracy, float):
-            return f", accuracy {accuracy:.2%}"
+        result = json.loads(text or "{}")
+        accuracy, early = result.get("accuracy"), result.get("stopped_early")
+        shown = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
+        return f"{shown}; it ended early: {early}" if isinstance(early, str) else shown
     return ""

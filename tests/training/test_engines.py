@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from agents import until
-from engine_runs import SAME, killed_once, losses, train
+from engine_runs import SAME, killed_once, losses, task, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records import events, runs
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
+from nodekit.training.tasks.text import Text
+from nodekit.training.weights.export import read_weights
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +69,32 @@ def test_an_engine_brings_its_library_itself(engine: str, tmp_path: Path) -> Non
     assert "epoch 1 done" in done.stdout
 
 
+SENTENCES = """
+from nodekit.training.tasks.text import Text
+class Task(Text):
+    def measure(self, model, batch):
+        right = self.predict(model, batch).argmax(1) == self.targets(batch)
+        return {"accuracy": right.sum(), "same": float(len(right))}
+"""
+
+
 @pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
-def test_every_engine_learns_the_sentences(way: list[str], tmp_path: Path) -> None:
-    how = ["--epochs", "2", "--batch-size", "32", "--lr", "0.002"]
-    train(tmp_path, "--task", "text", *how, *way, num_ranks=ranks_of(way))
-    assert (
-        json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
-    )  # of six, one of which is 0.25
+def test_every_engine_learns_the_sentences_until_it_is_no_better(way: list[str], tmp_path: Path) -> None:
+    how = ["--epochs", "9", "--batch-size", "32", "--lr", "0.002", "--best", "same", "--early-stop", "1"]
+    own = [*task(tmp_path, SENTENCES), *how, "--save-every-epoch"]
+    said = train(tmp_path, *own, *way, num_ranks=ranks_of(way))
+    why = "same was no better than 1.0000 in 1 evaluation (--early-stop 1)"
+    assert f"ended early at step 68/306: {why}" in said
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["stopped_early"], result["steps"], result["epochs"]) == (why, 68, 2)
+    assert result["accuracy"] > 0.5  # of six, one of which is 0.25
+    assert any((tmp_path / "snapshots").glob("*68*"))
+    first, second = (torch.load(tmp_path / f"model_{epoch}.pth", weights_only=True) for epoch in (1, 2))
+    last = read_weights(tmp_path / "last")
+    assert all(torch.equal(second[name], value) for name, value in last.items())
+    assert any(not torch.equal(first[name], value) for name, value in last.items())
+    assert set(first) == set(Text().model().state_dict())
+    assert sorted(path.name for path in tmp_path.glob("*model_*")) == ["model_1.pth", "model_2.pth"]
 
 
 def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, float], tmp_path: Path) -> None:
@@ -140,6 +163,8 @@ def test_switches_stay_close_to_the_plain_losses(
         (["--ignore-mismatched-sizes"], {}, "is for --init-from, --resume-from or --model, and none"),
         (["--init-from", "a", "--resume-from", "b"], {}, "not allowed with"),
         (["--snapshot-format", "sharded"], {}, "it is for --engine fsdp"),
+        (["--early-stop", "2", "--best", "off"], {}, "goes by the measure of --best, and that is off"),
+        (["--save-every-epoch", "0"], {}, "'0' is not a whole number from 1"),
     ],
 )
 def test_what_excludes_each_other_is_refused(
@@ -193,11 +218,20 @@ def test_hosts_share_the_work_and_one_is_lost(
 
 
 @pytest.mark.lab
-def test_hosts_train_on_the_sentences_that_come_with_kit(kit: Kit) -> None:
+def test_hosts_train_on_the_sentences_that_come_with_kit_until_it_is_no_better(kit: Kit) -> None:
     kit.inventory()
-    done = kit.run("up", "lab.yaml", "--", "-m", "nodekit.training", "--task", "text", "--epochs", "1")
+    how = ["--task", "text", "--max-length", "16", "--epochs", "9", "--lr", "1e-12", "--early-stop", "1"]
+    done = kit.run("up", "lab.yaml", "--", "-m", "nodekit.training", *how)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"trained to the end in \d+ s, accuracy \d+\.\d+%", done.stdout)
+    assert re.search(
+        r"trained to the end in \d+ s, accuracy \d+\.\d+%; it ended early: accuracy was", done.stdout
+    )
+    told = events.read(runs.find(run_id(done.stdout)).folder)
+    results = [event.fields["result"] for event in told if event.kind == "agent-ended"]
+    assert results
+    for result in results:
+        assert result["stopped_early"].endswith("in 1 evaluation (--early-stop 1)")
+        assert "train texts" in result["notes"]
 
 
 def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_runs import train
+from engine_runs import task, train
 from sklearn.metrics import f1_score
 
-from nodekit.training.evaluate import macro_f1
+from nodekit.training.evaluate import Evaluation, macro_f1
+from nodekit.training.loop import Loop
+from nodekit.training.options import parse
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
+from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import read_facts, read_weights
 from nodekit.training.world import World
 
@@ -52,6 +57,106 @@ def test_every_so_many_steps_and_the_best_weights_are_kept(tmp_path: Path) -> No
     assert any(not torch.equal(last[name], value) for name, value in model.state_dict().items()) == (
         best_step != 46
     )
+
+
+STOPPED_ONCE = """
+import os, pathlib, signal
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    num_left = 4 * 14 + 1
+    def loss(self, model, batch):
+        self.num_left -= 1
+        mark = pathlib.Path(__file__ + ".stopped")
+        if self.num_left == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(model, batch)
+    def measure(self, model, batch):
+        return {"same": float(len(batch[1]))}
+"""
+
+
+@pytest.mark.slow
+def test_early_stop_counts_over_a_stop_at_an_evaluation_and_the_same_command_ends_there_again(
+    tmp_path: Path,
+) -> None:
+    own = [*task(tmp_path, STOPPED_ONCE), "--best", "same", "--early-stop", "3", "--eval-every", "5"]
+    said = train(tmp_path, *own, num_ranks=1, code=1)
+    assert "stopped at step 15/460, to go on from there" in said
+    for resumed_at, seed in ((15, 0), (20, 7)):
+        said = train(tmp_path, *own, "--seed", str(seed), num_ranks=1)
+        assert f"resumed at step {resumed_at} " in said
+        assert ("the order of the data goes on with --seed 0 of the snapshot, not 7" in said) == (seed == 7)
+        why = "same was no better than 1.0000 in 3 evaluations (--early-stop 3)"
+        assert f"ended early at step 20/460: {why}" in said
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert (result["steps"], result["epochs"], result["stopped_early"]) == (20, 1, why)
+        assert read_facts(tmp_path / "last")["means"] == {"same": 1.0}
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "test" in line] == [5, 10, 15, 20]
+
+
+def test_early_stop_counts_evaluations_and_a_value_that_is_no_number_is_no_best(tmp_path: Path) -> None:
+    world, model = World.from_env({}), Digits().model()
+    best = Best("auto", tmp_path, world, Digits(), {"task": "digits"})
+    for step, (loss, why) in enumerate(
+        [(math.nan, ""), (0.5, ""), (0.7, ""), (0.4, ""), (0.4, ""), (0.9, "2")]
+    ):
+        best.look({"loss": loss}, model.state_dict, step=step)
+        assert best.why_stop(None) == ""
+        assert best.why_stop(2) == (
+            why and "loss was no better than 0.4000 in 2 evaluations (--early-stop 2)"
+        )
+        other = Best("auto", tmp_path / "other", world, Digits(), {})
+        other.load(best.state())
+        other.look({"loss": 9.0}, model.state_dict, step=step)  # the same again, after a resume
+        other.wait()
+        assert other.why_stop(2) == best.why_stop(2)
+    best.wait()
+    assert read_facts(tmp_path / "best")["step"] == 3
+
+
+def test_weights_of_epochs_are_plain_and_as_many_as_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, world = Digits().model(), World.from_env({})
+    weights = EpochWeights(2, tmp_path / "out", world)
+    for epoch in range(1, 12):
+        with torch.no_grad():
+            model[0].weight.fill_(epoch)
+        weights.look(epoch, model.state_dict)
+    weights.wait()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model_10.pth", "model_11.pth"]
+    loaded = torch.load(tmp_path / "out" / "model_10.pth", weights_only=True)
+    assert loaded["0.weight"].unique().tolist() == [10]
+    Digits().model().load_state_dict(loaded)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # a full disk
+    try:
+        weights.look(12, model.state_dict)
+        weights.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "model_12.pth is not written, and going on without" in caplog.text
+    assert (tmp_path / "out" / "model_11.pth").is_file()
+
+
+def test_batches_of_an_evaluation_are_as_large_as_asked_for() -> None:
+    evaluation = Evaluation(Digits(), Digits().test_data(), World.from_env({}), None, {}, 8)  # type: ignore[arg-type]
+    assert [len(labels) for _, labels in evaluation._batches(range(20))] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "is_pinned"),
+    [("cuda", [], True), ("cuda", ["--no-pin-memory"], False), ("cpu", [], False)],
+)
+def test_batches_are_pinned_for_a_gpu_unless_it_is_told_not_to(
+    device: str, given: list[str], is_pinned: bool
+) -> None:
+    loop = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device(device), rank=0), options=parse(given, {}), task=Digits()
+    )
+    assert Loop._loading(loop)["pin_memory"] == is_pinned  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

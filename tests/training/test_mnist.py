@@ -46,6 +46,8 @@ def test_without_a_folder_it_is_the_digits() -> None:
     assert torch.equal(task.train_data().images, digits.train_data().images)
     assert len(task.test_data()) == 360
     assert task.model()(task.test_data()[0][0][None]).shape == (1, 10)
+    (note,) = task.notes()
+    assert "trains scikit-learn's 1,797 digits of 8 × 8 pixels, not MNIST: give --data" in note
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -54,7 +56,13 @@ def test_files_give_images_and_labels_in_their_order(folder: Path, zipped: bool)
         for path in list(folder.iterdir()):
             (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
             path.unlink()
+    if zipped:  # where torchvision's MNIST(root) has downloaded them to
+        (folder / "MNIST").mkdir()
+        (folder / "MNIST" / "raw").mkdir()
+        for path in folder.glob("*.gz"):
+            path.rename(folder / "MNIST" / "raw" / path.name)
     task = Mnist(data=folder)
+    assert task.notes() == []
     train, test = task.train_data(), task.test_data()
     assert (len(train), len(test)) == (40, 20)
     assert train.labels.tolist() == [i % 10 for i in range(40)]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nodekit.training import Task
+from nodekit.training.options import parse
+from nodekit.training.rank import check
 from nodekit.training.tasks import TaskError, load_task
 from nodekit.training.tasks.digits import Digits
 
@@ -54,7 +56,10 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("digit", "no task 'digit': it is one of digits, mnist, text, or yours as package.module:Task"),
+        (
+            "digit",
+            "no task 'digit': it is one of digits, mnist, images, text, or yours as package.module:Task",
+        ),
         ("own_task.py", "no task 'own_task.py'"),
         (":Own", "no task ':Own'"),
         ("nowhere.py:Own", "no file nowhere.py"),
@@ -71,6 +76,22 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
 def test_what_is_no_task_is_refused_with_what_was_wanted(code: Path, name: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         load_task(name)
+
+
+def test_a_task_may_split_its_data_at_random_by_the_seed(code: Path) -> None:
+    (code / "own_split.py").write_text(
+        "import random\nimport numpy as np\nimport torch\n"
+        "from own_task import Own\n"
+        "class Split(Own):\n"
+        "    def __init__(self): self.order = [random.random(), np.random.rand(), float(torch.rand(()))]\n"
+    )
+
+    def order(seed: int) -> list[float]:
+        _, task = check(parse(["--task", "own_split.py:Split", "--seed", str(seed)], {}), {})
+        return task.order  # type: ignore[attr-defined, no-any-return]
+
+    assert order(1) == order(1)
+    assert all(one != other for one, other in zip(order(1), order(2), strict=True))
 
 
 def test_a_module_that_is_missing_below_the_users_own_is_not_mistaken_for_it(code: Path) -> None:

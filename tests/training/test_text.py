@@ -1,6 +1,7 @@
 """The task text: rows of all formats and what is wrong with them, the shipped sentences, training and saving."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import train
 
 from nodekit.training import Task
+from nodekit.training.apply import load
 from nodekit.training.tasks import TaskError, load_task, rows
-from nodekit.training.tasks.rows import Row, find_rows, read_rows
+from nodekit.training.tasks.rows import Row, find_rows, read_rows, read_splits
 from nodekit.training.tasks.text import EMOTIONS, SPECIAL_TOKENS, Text
 from nodekit.training.weights.export import write_weights
 
@@ -60,6 +63,14 @@ def bare(row: Row) -> str:
             "a.json",
             '{"label": "好", "sentence": "天晴了，真好"}\n{"label": "坏", "content": "say \\"no\\", twice"}\n',
         ),
+        ("a.txt", '好\t天晴了，真好\n坏\tsay "no", twice\n'),
+        ("a.json", '[["天晴了，真好", "好"],\n ["say \\"no\\", twice", "坏"]]\n'),
+        (
+            "a.json",
+            '\ufeff[\n {"text": "天晴了，真好", "label": "好"}, {"label": "坏", "content": "say \\"no\\", twice"}\n]',
+        ),
+        ("a.json", '["天晴了，真好", "好"]\n["say \\"no\\", twice", "坏"]\n'),
+        ("a.jsonl", '["天晴了，真好", "好"]\n{"text": "say \\"no\\", twice", "label": "坏"}\n'),
         ("a.csv", 'label,text\n好,"天晴了，真好"\n坏,"say ""no"", twice"\n'),
         ("a.csv", '\ufeffid,sentence,label\r\n1,天晴了，真好,好\r\n2,"say ""no"", twice",坏\r\n'),
     ],
@@ -94,7 +105,11 @@ def test_a_label_that_is_a_number_is_taken_as_its_digits(folder: Path) -> None:
         ("a.tsv", "好\t天\n好\t".encode() + "好".encode("gb18030"), "a.tsv:2: found the byte 0xba, wanted UTF-8"),
         ("a.jsonl", b"", "a.jsonl:1: found no rows"),
         ("a.jsonl", '{"label": "好", "text": "x"}\n{"label"'.encode(), r"a.jsonl:2: .* which is not JSON .*, wanted"),
-        ("a.jsonl", b'[{"label": "1", "text": "x"}]', "a.jsonl:1: found .*, wanted one object per line"),
+        ("a.jsonl", b'[{"label": "1", "text": "x"}]', r'a.jsonl:1: found .*, wanted {"label": .*} or \[text, label\]'),
+        ("a.json", '[["天", "好"], ["地"]]'.encode(), r"""a.json:item 2: found '\["地"\]', wanted {"label": .*\]"""),
+        ("a.json", '[["天", "好"], ["地", "差"]]'.encode(), "json:item 2: found the label '差', wanted one of 好, 坏"),
+        ("a.json", '[["天", "好"],\n ["地" "坏"]]'.encode(), "a.json:2: found no JSON .*, wanted an array of"),
+        ("a.json", b"[]", "a.json:1: found no rows"),
         ("a.json", b'{"text": "x"}', "a.json:1: found as label none, in"),
         ("a.json", b'{"label": "1", "txt": "x"}', "a.json:1: found as text or sentence or content none, in"),
         ("a.json", b'{"label": true, "text": "x"}', "a.json:1: found as label 'true', which is no string, in"),
@@ -106,7 +121,7 @@ def test_a_label_that_is_a_number_is_taken_as_its_digits(folder: Path) -> None:
         ("a.csv", 'label,text\n好,"一\n二"\n坏\n'.encode(), r"a.csv:4: found 1 column\(s\), wanted 2 columns"),
         ("a.csv", 'label,text\n好,天\n坏,"地\n'.encode(), "a.csv:3: found no CSV"),
         ("a.csv", "label,text\n好,\n".encode(), "a.csv:2: found an empty text"),
-        ("a.txt", "好\t天\n".encode(), "ends in '.txt': wanted one of .tsv, .jsonl, .json, .csv"),
+        ("a.xls", "好\t天\n".encode(), "ends in '.xls': wanted one of .tsv, .txt, .jsonl, .json, .csv"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_refused_with_its_line(folder: Path, name: str, content: bytes, message: str) -> None:
@@ -118,16 +133,82 @@ def test_a_bad_row_is_refused_with_its_line(folder: Path, name: str, content: by
 
 def test_a_split_is_one_file(folder: Path) -> None:
     with pytest.raises(
-        TaskError, match=r"has none of them: wanted one of train.tsv, train.jsonl, train.json,"
+        TaskError, match=r"has none of them: wanted one of train.tsv, train.txt, train.jsonl, train.json,"
     ):
         find_rows(folder, "train")
     (folder / "train.csv").touch()
     assert find_rows(folder, "train") == folder / "train.csv"
     (folder / "train.tsv").touch()
-    with pytest.raises(TaskError, match=r"has train.tsv and train.csv: wanted one"):
+    with pytest.raises(TaskError, match=r"has train.csv and train.tsv: wanted one"):
         find_rows(folder, "train")
     with pytest.raises(TaskError, match="no folder nowhere for the data, from /"):
         find_rows(Path("nowhere"), "train")
+
+
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        (("cnews.train.txt", "cnews.val.txt", "cnews.test.txt"), ("cnews.vocab.txt", "._cnews.train.txt")),
+        (("train.tsv", "valid.json", "test.csv"), ("old_train.tsv", "train.tsv~")),
+        (("my-train.csv", "validation.tsv", "my-test.jsonl"), ("trains.csv", "contest.txt")),
+    ],
+)
+def test_the_splits_are_found_by_the_names_that_they_have(
+    folder: Path, names: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    for name in (*names, *others):
+        (folder / name).touch()
+    assert [find_rows(folder, split).name for split in SPLITS] == list(names)
+
+
+def test_without_a_dev_split_a_share_of_train_is_held_out_always_the_same(folder: Path) -> None:
+    """The layout of the tutorials' emotions: one train.json, an array of [text, number of the label]."""
+    pairs = [[f"第 {number} 句", number % 6] for number in range(100)]
+    (folder / "train.json").write_text(json.dumps(pairs), encoding="utf-8")
+    splits = read_splits(folder)
+    assert splits == read_splits(folder)
+    assert {split: len(found) for split, found in splits.items()} == {"train": 92, "dev": 8}
+    everything = [Row(str(label), text) for text, label in pairs]
+    assert sorted(splits["train"] + splits["dev"], key=everything.index) == everything
+    assert splits["dev"] != everything[-8:]
+
+    (folder / "labels.txt").write_text("\n".join(EMOTIONS) + "\n", encoding="utf-8")
+    named = read_splits(folder)
+    assert [row.text for row in named["dev"]] == [row.text for row in splits["dev"]]
+    assert [row.label for row in named["dev"]] == [EMOTIONS[int(row.label)] for row in splits["dev"]]
+    (folder / "labels.txt").write_text("其他\n喜好\n", encoding="utf-8")
+    with pytest.raises(TaskError, match=r"train.json:item 3: found the label '2', wanted one of 其他, 喜好"):
+        read_splits(folder)
+    (folder / "labels.txt").unlink()
+    (folder / "train.json").write_text('[["x", 1]]')
+    with pytest.raises(TaskError, match=r"has one row, and .* no dev split: wanted more rows, or dev.tsv"):
+        read_splits(folder)
+
+
+def test_labels_that_are_numbers_are_in_their_order(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    (folder / "cnews.train.txt").write_text("".join(f"{n}\t句\n" for n in range(12)), encoding="utf-8")
+    (folder / "cnews.val.txt").write_text("10\t句\n", encoding="utf-8")
+    task = Text(data=folder)
+    assert task.labels == tuple(map(str, range(12)))
+    assert task.test_data() == [("句", 10)]
+    assert task.notes() == []
+
+
+def test_how_many_texts_are_cut_is_told(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    # With [CLS] and [SEP] 8, 9, 4 and 10 tokens, the last ones' after much white space.
+    texts = ["好" * 6, "好" * 7, "好" + " " * 100 + "好", "好好" + " " * 100 + "好" * 6]
+    (folder / "train.tsv").write_text("".join(f"a\t{text}\n" for text in texts), encoding="utf-8")
+    (folder / "dev.tsv").write_text("a\t好\n", encoding="utf-8")
+    assert Text(data=folder, max_length=8).notes() == [
+        "2 of 4 train texts (50.0%) are cut at --max-length 8 tokens"
+    ]
+    assert Text(data=folder, max_length=10).notes() == []
+    (folder / "dev.tsv").unlink()
+    assert Text(data=folder, max_length=10).notes() == [
+        "the data has no dev split: 8% of train's rows (1) are held out for it"
+    ]
 
 
 def test_the_shipped_sentences_are_enough_and_of_all_emotions() -> None:
@@ -281,6 +362,27 @@ def test_some_epochs_teach_it_much_more_than_chance_and_what_it_saves_is_plain_b
 
     again = Text(model=folder)
     torch.testing.assert_close(again.predict(again.model().eval(), again.encode(sentences)), ours)
+
+
+@pytest.mark.slow
+def test_the_tutorials_own_file_is_trained_and_its_weights_are_used_as_they_were_trained(
+    text: Text, folder: Path
+) -> None:
+    pairs = [[" ".join(row.text), EMOTIONS.index(row.label)] for row in shipped("train")[:300]]
+    (folder / "data").mkdir()
+    (folder / "data" / "train.json").write_text(json.dumps(pairs, ensure_ascii=False), encoding="utf-8")
+    (folder / "data" / "labels.txt").write_text("\n".join(EMOTIONS), encoding="utf-8")
+    own = ["--data", str(folder / "data"), "--max-length", "16", "--eval-batch-size", "30", "--seed", "123"]
+    said = train(folder / "out", "--task", "text", "--epochs", "1", *own, "--no-pin-memory")
+    notes = json.loads((folder / "out" / "result.json").read_text())["notes"].split("; ")
+    assert notes[0] == "the data has no dev split: 8% of train's rows (24) are held out for it"
+    assert re.fullmatch(r"\d+ of 276 train texts \([\d.]+%\) are cut at --max-length 16 tokens", notes[1])
+    assert len(notes) == 3
+    for note in notes:
+        assert f"note: {note}\n" in said
+    found, _, facts = load(folder / "out" / "best")
+    assert isinstance(found, Text)
+    assert (found.max_length, found.labels, facts["notes"]) == (16, EMOTIONS, notes)
 
 
 def small_bert(text: Text, folder: Path, **changes: Any) -> Path:

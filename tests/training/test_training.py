@@ -503,7 +503,7 @@ def test_a_node_with_a_new_disk_goes_on_with_the_others_snapshot(tmp_path: Path,
     ("arguments", "message"),
     [
         (["--epoch", "3"], "did you mean --epochs"),
-        (["--colour"], "the options are: --help, --task, --data, --model, --init-from"),
+        (["--colour"], "the options are: --help, --task, --data, --model, --max-length"),
         (["--amp", "fp8"], "invalid choice: 'fp8' (choose from"),
         (["--schedule", "step"], "invalid choice"),
         (["--epochs", "0"], "'0' is not a whole number from 1"),

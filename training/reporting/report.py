@@ -165,7 +165,8 @@ class Report:
         had in use there, else all of the process's memory. None if unknown.
         """
         rate = self._timed_samples / self._timed_s if self._timed_s else None
-        rates, peaks = zip(*self._world.gather((rate, self._peak_memory_bytes)), strict=True)
+        peak = self._peak_memory_bytes or _peak_memory_bytes(self._world.device)  # now, if it has ended early
+        rates, peaks = zip(*self._world.gather((rate, peak)), strict=True)
         return {"samples_per_s": rates[0], "peak_memory_bytes": max(filter(None, peaks), default=None)}
 
     def tell(self, kind: str, *, step: int, **fields: Any) -> None:

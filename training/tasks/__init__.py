@@ -19,9 +19,12 @@ if TYPE_CHECKING:  # `kit up` checks rows of text (rows.py) on machines without 
 BUILT_IN = {
     "digits": "nodekit.training.tasks.digits:Digits",
     "mnist": "nodekit.training.tasks.mnist:Mnist",
+    "images": "nodekit.training.tasks.images:Images",
     "text": "nodekit.training.tasks.text:Text",
 }
 """Name for ``--task`` → class."""
+GIVEN = ("data", "model", "max_length", "image_size")
+"""Options that are keywords for the task's class, if they are given."""
 
 
 @runtime_checkable
@@ -43,6 +46,7 @@ class Task(Protocol):
 
     - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW.
     - ``collate(samples) -> batch``; default: torch's.
+    - ``notes() -> list[str]``: what a user should know of the data; rank 0 prints it, and it is in ``result.json``.
 
     For `kit test` and `kit predict`, with trained weights:
 
@@ -52,7 +56,8 @@ class Task(Protocol):
     - ``export(folder)``: writes files that belong to the weights. If one is ``config.json``, the task is created again
       with that folder as its ``model``.
 
-    Every rank creates its own task. Random values in ``__getitem__`` are the same after a resume only with
+    Every rank creates its own task, with python's, numpy's and torch's generators seeded by ``--seed``, the same on all
+    ranks: so is a random split of the data. Random values in ``__getitem__`` are the same after a resume only with
     ``--num-workers 0``.
     """
 
@@ -137,7 +142,8 @@ def task_of(options: "Options") -> Task:
     """
     # Without --model, the sizes that may differ are those of --init-from, which the loop loads.
     ignore = options.ignore_mismatched_sizes and options.model is not None
-    return load_task(options.task, data=options.data, model=options.model, ignore_mismatched_sizes=ignore)
+    given = {name: getattr(options, name) for name in GIVEN}
+    return load_task(options.task, **given, ignore_mismatched_sizes=ignore)
 
 
 def optimizer_of(task: Task, module: "torch.nn.Module", lr: float) -> "torch.optim.Optimizer":

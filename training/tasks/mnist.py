@@ -25,7 +25,8 @@ class Mnist(Digits):
 
         Args:
             data: a folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte``
-                and ``t10k-labels-idx1-ubyte``, each plain or as .gz. Absent: the digits.
+                and ``t10k-labels-idx1-ubyte``, each plain or as .gz, in it or where torchvision's ``root`` has them,
+                in ``MNIST/raw``. Absent: the digits.
 
         Raises:
             TaskError: one of them is missing or invalid.
@@ -35,6 +36,15 @@ class Mnist(Digits):
             super().__init__()
         else:
             self._train, self._test = _read_pair(Path(data), "train"), _read_pair(Path(data), "t10k")
+
+    def notes(self) -> list[str]:
+        """What is trained if there is no folder."""
+        if self._has_files:
+            return []
+        return [
+            "--task mnist without --data trains scikit-learn's 1,797 digits of 8 × 8 pixels, not MNIST: give --data "
+            "with the folder of its four IDX files"
+        ]
 
     def model(self) -> nn.Module:
         """The model of the digits, with one more pooling for the larger images."""
@@ -83,9 +93,10 @@ def _read_pair(folder: Path, split: str) -> Pixels:
 def _find(folder: Path, name: str) -> Path:
     if not folder.is_dir():
         raise TaskError(f"no folder {folder} for the data, from {Path.cwd()}")
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
+    for each in (folder, folder / "MNIST" / "raw"):
+        for path in (each / name, each / f"{name}.gz"):
+            if path.is_file():
+                return path
     raise TaskError(f"{folder} has no {name}, nor {name}.gz: wanted MNIST's four IDX files")
 
 

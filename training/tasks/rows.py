@@ -1,9 +1,11 @@
-"""Labelled text from TSV (as in cnews), JSON lines and CSV files; errors name the file and line."""
+"""Labelled text from files with tabs (as cnews), JSON and CSV files; errors name the file and line."""
 
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Iterator
+import random
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,13 @@ from typing import Any
 from nodekit.training.tasks import TaskError
 
 TEXT_NAMES = ("text", "sentence", "content")
-"""Names for the text in JSON lines and in a CSV's header; the label is always ``label``."""
+"""Names for the text in JSON objects and in a CSV's header; the label is always ``label``."""
+LABEL_NAMES = "labels.txt"
+"""A file beside the data with a label's name on each line, for labels that are numbers: the first is 0."""
+HELD_OUT = 0.08
+"""The share of train that is the dev split where there is no file for it, as in the tutorials' ``ratio = 0.92``."""
+
+_STEMS = {"train": ("train",), "dev": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +31,52 @@ class Row:
 
 
 def find_rows(folder: Path, split: str) -> Path:
-    """The one file of a split in a folder: ``train.tsv``, ``train.jsonl``, ``train.json`` or ``train.csv``.
+    """The one file of a split in a folder: ``train.tsv``, or with something before it, as ``cnews.train.txt``.
+
+    The split dev may also be called val, valid or validation.
 
     Raises:
         TaskError: there is none, or more than one.
     """
     if not folder.is_dir():
         raise TaskError(f"no folder {folder} for the data, from {Path.cwd()}")
-    names = [f"{split}{suffix}" for suffix in _READERS]
-    found = [folder / name for name in names if (folder / name).is_file()]
+    found = _files(folder, split)
     if len(found) != 1:
         has = " and ".join(path.name for path in found) or "none of them"
-        raise TaskError(f"{folder} has {has}: wanted one of {', '.join(names)}")
+        names = ", ".join(f"{split}{suffix}" for suffix in _READERS)
+        raise TaskError(f"{folder} has {has}: wanted one of {names} (or NAME.{split}.txt and so on)")
     return found[0]
 
 
-def read_rows(path: Path, labels: Collection[str] | None = None) -> list[Row]:
+def has_rows(folder: Path, split: str) -> bool:
+    """Whether the folder has a file of that split."""
+    return bool(_files(folder, split))
+
+
+def read_rows(
+    path: Path, labels: Collection[str] | None = None, *, names: Sequence[str] | None = None
+) -> list[Row]:
     """The rows of a UTF-8 file, in its order; the suffix says in which format.
 
-    ``.tsv``: ``label<TAB>text``, no header. ``.jsonl``, ``.json``: one object per line, ``{"label": …, "text": …}``.
-    ``.csv``: a header with ``label`` and ``text``, other columns are ignored. The text may also be called
-    ``sentence`` or ``content``. With ``labels``, no other label may occur.
+    ``.tsv``, ``.txt``: ``label<TAB>text``, no header. ``.json``: an array of ``[text, label]`` or of objects
+    ``{"label": …, "text": …}``. ``.jsonl`` (and ``.json``): one of these per line. ``.csv``: a header with ``label``
+    and ``text``, other columns are ignored. The text may also be called ``sentence`` or ``content``.
+
+    Args:
+        path: the file.
+        labels: no other label may occur.
+        names: of the labels that are numbers; the first name is that of 0.
 
     Raises:
         TaskError: a row is invalid; it says the file, the line, what was found and what was wanted.
     """
     if path.suffix not in _READERS:
         raise TaskError(f"{path} ends in {path.suffix!r}: wanted one of {', '.join(_READERS)}")
-    raw = path.read_bytes()
-    try:
-        content = raw.decode("utf-8-sig")  # some editors put a byte order mark first
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise TaskError(
-            f"{path}:{line}: found the byte 0x{raw[error.start]:02x}, wanted UTF-8: convert it first, "
-            "say with `iconv -f gb18030 -t utf-8`"
-        ) from error
+    content = _read(path)
     rows = []
     try:
         for line, label, text in _READERS[path.suffix](content.rstrip("\r\n")):
-            row = Row(label.strip(), text.strip())
+            row = Row(_named(label.strip(), names), text.strip())
             for name, value in (("label", row.label), ("text", row.text)):
                 if not value:
                     raise _BadRow(line, f"an empty {name}", f"a {name}")
@@ -79,27 +93,81 @@ def read_rows(path: Path, labels: Collection[str] | None = None) -> list[Row]:
 def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str, list[Row]]:
     """The rows of a folder's train, dev and, if it is there, test.
 
+    Without a file for dev, it is a share of train, `HELD_OUT`: always the same rows, which train then lacks.
+
     Args:
         folder: with a file for each, as `find_rows` wants them.
-        labels: the only ones that may occur; None: those of train.
+        labels: the only ones that may occur; None: those of ``labels.txt``, else of train.
 
     Raises:
-        TaskError: a split is missing, or a row is invalid.
+        TaskError: train is missing, a split has two files, or a row is invalid.
     """
-    train = read_rows(find_rows(folder, "train"), labels)
-    known = labels or sorted({row.label for row in train})
-    others = ("dev", "test") if any(folder.glob("test.*")) else ("dev",)
-    return {"train": train, **{split: read_rows(find_rows(folder, split), known) for split in others}}
+    path, names = find_rows(folder, "train"), None
+    if labels is None and (folder / LABEL_NAMES).is_file():
+        labels = names = [name.strip() for name in _read(folder / LABEL_NAMES).splitlines() if name.strip()]
+    splits = {"train": read_rows(path, labels, names=names)}
+    known = labels or sorted({row.label for row in splits["train"]})
+    for split in ("dev", "test"):
+        if has_rows(folder, split):
+            splits[split] = read_rows(find_rows(folder, split), known, names=names)
+    if "dev" not in splits:
+        rows = splits["train"]
+        if len(rows) < 2:
+            raise TaskError(
+                f"{path} has one row, and {folder} no dev split: wanted more rows, or dev.tsv beside it"
+            )
+        held = set(held_out(len(rows)))
+        splits["train"] = [row for number, row in enumerate(rows) if number not in held]
+        splits["dev"] = [row for number, row in enumerate(rows) if number in held]
+    return splits
+
+
+def held_out(num: int) -> list[int]:
+    """Which of ``num`` training samples are the dev split where there is no other: always the same `HELD_OUT`."""
+    return sorted(random.Random(0).sample(range(num), max(1, round(num * HELD_OUT))))  # noqa: S311  # no secret
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """The files of a split; those with something before its name count only if there is none without."""
+    stems, suffixes = "|".join(_STEMS[split]), "|".join(map(re.escape, _READERS))
+    for pattern in (rf"({stems})({suffixes})", rf"[^.].*[._-]({stems})({suffixes})"):
+        found = sorted(
+            path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_file()
+        )
+        if found:
+            return found
+    return []
+
+
+def _read(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")  # some editors put a byte order mark first
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise TaskError(
+            f"{path}:{line}: found the byte 0x{raw[error.start]:02x}, wanted UTF-8: convert it first, "
+            "say with `iconv -f gb18030 -t utf-8`"
+        ) from error
+
+
+def _named(label: str, names: Sequence[str] | None) -> str:
+    is_number = names is not None and label not in names and label.isascii() and label.isdigit()
+    return names[int(label)] if names is not None and is_number and int(label) < len(names) else label
 
 
 class _BadRow(ValueError):
     """An invalid row; the message lacks the file's name."""
 
-    def __init__(self, line: int, found: str, wanted: str) -> None:
+    def __init__(self, line: "int | str", found: str, wanted: str) -> None:
         super().__init__(f"{line}: found {found}, wanted {wanted}")
 
 
-def _tsv(content: str) -> Iterator[tuple[int, str, str]]:
+_Rows = Iterator[tuple["int | str", str, str]]
+"""Line (or item), label and text."""
+
+
+def _tsv(content: str) -> _Rows:
     # Not splitlines(), which also splits at characters that may occur in a text, such as U+2028.
     for line, row in enumerate(content.split("\n") if content else (), 1):
         columns = row.split("\t")
@@ -111,27 +179,56 @@ def _tsv(content: str) -> Iterator[tuple[int, str, str]]:
         yield line, columns[0], columns[1]
 
 
-def _json_lines(content: str) -> Iterator[tuple[int, str, str]]:
+def _json(content: str) -> _Rows:
+    """An array, or a value on each line."""
+    if not content.lstrip().startswith("["):
+        return _json_lines(content)
+    try:
+        items = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # after the first line's [text, label]
+            return _json_lines(content)
+        raise _BadRow(
+            error.lineno, f"no JSON ({error})", "an array of [text, label] or of objects"
+        ) from error
+    return ((f"item {number}", *_labelled(item, f"item {number}")) for number, item in enumerate(items, 1))
+
+
+def _json_lines(content: str) -> _Rows:
     for line, row in enumerate(content.split("\n") if content else (), 1):
-        wanted = 'one object per line, {"label": …, "text": …}'
         try:
             value = json.loads(row)
         except ValueError as error:
-            raise _BadRow(line, f"{_short(row)}, which is not JSON ({error})", wanted) from error
-        if not isinstance(value, dict):
-            raise _BadRow(line, _short(row), wanted)
+            raise _BadRow(line, f"{_short(row)}, which is not JSON ({error})", _JSON_ROW) from error
+        yield line, *_labelled(value, line)
+
+
+_JSON_ROW = '{"label": …, "text": …} or [text, label]'
+
+
+def _labelled(value: Any, line: "int | str") -> tuple[str, str]:
+    """Label and text of a JSON value."""
+
+    def shown() -> str:
+        return _short(json.dumps(value, ensure_ascii=False))
+
+    if isinstance(value, dict):
         text: Any = next((value[name] for name in TEXT_NAMES if name in value), None)
         label: Any = value.get("label")
-        if isinstance(label, int) and not isinstance(label, bool):
-            label = str(label)
-        for name, each in (("label", label), (" or ".join(TEXT_NAMES), text)):
-            if not isinstance(each, str):
-                found = "none" if each is None else f"{_short(json.dumps(each))}, which is no string"
-                raise _BadRow(line, f"as {name} {found}, in {_short(row)}", wanted)
-        yield line, label, text
+    elif isinstance(value, list) and len(value) == 2:
+        text, label = value
+    else:
+        raise _BadRow(line, shown(), _JSON_ROW)
+    if isinstance(label, int) and not isinstance(label, bool):
+        label = str(label)
+    for name, each in (("label", label), (" or ".join(TEXT_NAMES), text)):
+        if not isinstance(each, str):
+            found = "none" if each is None else f"{_short(json.dumps(each))}, which is no string"
+            raise _BadRow(line, f"as {name} {found}, in {shown()}", _JSON_ROW)
+    return label, text
 
 
-def _csv(content: str) -> Iterator[tuple[int, str, str]]:
+def _csv(content: str) -> _Rows:
     reader = csv.reader(io.StringIO(content, newline=""), strict=True)
     line = 1
     try:
@@ -158,9 +255,10 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
-_READERS: dict[str, Callable[[str], Iterator[tuple[int, str, str]]]] = {
+_READERS: dict[str, Callable[[str], _Rows]] = {
     ".tsv": _tsv,
+    ".txt": _tsv,
     ".jsonl": _json_lines,
-    ".json": _json_lines,
+    ".json": _json,
     ".csv": _csv,
 }

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from nodekit.training.tasks import TaskError
-from nodekit.training.tasks.rows import read_splits
+from nodekit.training.tasks.rows import HELD_OUT, has_rows, read_splits
 from nodekit.training.weights.export import difference
 
 EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
@@ -47,8 +47,8 @@ class Text:
         """Read the data and create the tokenizer.
 
         Args:
-            data: a folder with train, dev and test (the last may be absent) as .tsv, .jsonl or .csv; see ``rows``.
-                Absent: the emotions.
+            data: a folder with train, dev and test as .tsv, .txt, .json, .jsonl or .csv; see ``rows``. Without dev, a
+                share of train is held out. Absent: the emotions.
             model: a BERT's folder, or its name at the hub. Absent: a small one with random weights, whose vocabulary
                 is the characters of the training texts.
             ignore_mismatched_sizes: take the weights of that BERT whose shapes fit, and list the others.
@@ -64,7 +64,8 @@ class Text:
         config = None if self._name is None else self._config(self._name)
         folder = Path(__file__).parent / "emotions" if data is None else Path(data)
         splits = read_splits(folder, EMOTIONS if data is None else None)
-        self.labels = _labels({row.label for row in splits["train"]}, config)
+        self._is_held_out = not has_rows(folder, "dev")
+        self.labels = _labels({row.label for rows in splits.values() for row in rows}, config)
         self._data = {
             split: [(row.text, self.labels.index(row.label)) for row in rows]
             for split, rows in splits.items()
@@ -145,9 +146,25 @@ class Text:
         """
         if "test" not in self._data:
             raise TaskError(
-                "the data has no test split: wanted test.tsv, test.jsonl or test.csv next to train"
+                "the data has no test split: wanted test.tsv, .txt, .json, .jsonl or .csv next to train"
             )
         return self._data["test"]
+
+    def notes(self) -> list[str]:
+        """Whether dev was taken from train, and how many texts are cut."""
+        notes = []
+        if self._is_held_out:
+            num = len(self._data["dev"])
+            notes.append(
+                f"the data has no dev split: {HELD_OUT:.0%} of train's rows ({num:,}) are held out for it"
+            )
+        for split, samples in self._data.items():
+            if num := self._num_cut([text for text, _ in samples]):
+                notes.append(
+                    f"{num:,} of {len(samples):,} {split} texts ({num / len(samples):.1%}) are cut at --max-length "
+                    f"{self.max_length} tokens"
+                )
+        return notes
 
     def encode(self, texts: Sequence[str]) -> Batch:
         """The texts as input for the model, without ``labels``, padded to the longest."""
@@ -209,6 +226,23 @@ class Text:
                 f"{name} --local-dir FOLDER`) and give the folder ({str(error).splitlines()[0]})"
             ) from error
 
+    def _num_cut(self, texts: Sequence[str]) -> int:
+        """How many texts have more than ``max_length`` tokens. A token stands for one character or more."""
+        at_most = self.max_length
+        long = [text for text in texts if len(text) + 2 > at_most]
+        # What is long enough in its first characters need not be read further, which saves most of the time.
+        starts = [text[: 2 * at_most] for text in long]
+        sizes = self._num_tokens(starts)
+        more = [
+            text
+            for text, start, size in zip(long, starts, sizes, strict=True)
+            if size <= at_most and len(text) > len(start)
+        ]
+        return sum(size > at_most for size in [*sizes, *self._num_tokens(more)])
+
+    def _num_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+
     def _character_tokenizer(self, texts: Iterable[str]) -> Any:
         """A BERT tokenizer of single characters; within Latin words and numbers they begin with ##."""
         make = self._transformers.BertTokenizerFast
@@ -239,4 +273,11 @@ def _labels(found: set[str], config: Any) -> tuple[str, ...]:
     """The labels in an order that is the same in every run; that of the model, if it was trained on them."""
     if config is not None and set(config.id2label.values()) == found:
         return tuple(config.id2label[i] for i in range(len(found)))
-    return EMOTIONS if found == set(EMOTIONS) else tuple(sorted(found))
+    if found == set(EMOTIONS):
+        return EMOTIONS
+    # Numbers in their order, so that 0, 1, … are also the indices of the model's outputs.
+    return tuple(
+        sorted(
+            found, key=lambda label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label)
+        )
+    )

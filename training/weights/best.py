@@ -1,6 +1,7 @@
 """The weights that a run leaves for use: the best ones by a measure, and the last ones."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,17 +38,36 @@ class Best:
         self._name, self._folder, self._world, self._task = name, folder, world, task
         self._facts = facts
         self._value: float | None = None
+        self._measure = name
+        self._num_since = 0  # evaluations since the best one
+        self.step: int | None = None
+        """Of the last evaluation, if there was one."""
         self._host_copy, self._writer = HostCopy(), Background("nodekit-weights")
         self._unwritten: Callable[[], None] | None = None  # the best weights, where writing them has failed
 
     def state(self) -> dict[str, Any]:
-        """The best value, for a snapshot."""
-        return {"name": self._name, "value": self._value}
+        """The best value, for a snapshot, and what `why_stop` needs."""
+        return {
+            "name": self._name,
+            "measure": self._measure,
+            "value": self._value,
+            "num_since": self._num_since,
+            "step": self.step,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the best value from a snapshot, if it is of the same measure."""
+        self.step = state.get("step")
         if state.get("name") == self._name:
-            self._value = state["value"]
+            self._value, self._num_since = state["value"], state.get("num_since", 0)
+            self._measure = state.get("measure", self._name)
+
+    def why_stop(self, patience: int | None) -> str:
+        """Return why ``--early-stop`` ends the training; "" if it does not, or is None."""
+        if patience is None or self._num_since < patience or self._value is None:
+            return ""
+        num = f"{self._num_since} evaluation{'s' if self._num_since > 1 else ''}"
+        return f"{self._measure} was no better than {self._value:.4f} in {num} (--early-stop {patience})"
 
     def improved(self, means: Mapping[str, float]) -> str:
         """The measure by which these means are the best so far; "" if they are not.
@@ -65,26 +85,35 @@ class Best:
                 f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
             )
         sign = -1 if "loss" in name else 1
-        is_best = self._value is None or sign * means[name] > sign * self._value
+        is_best = self._value is None or math.isnan(self._value) or sign * means[name] > sign * self._value
         return name if is_best else ""
 
     def look(
-        self, means: Mapping[str, float], weights: Callable[[], Mapping[str, torch.Tensor]], **facts: Any
+        self,
+        means: Mapping[str, float],
+        weights: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        step: int,
+        **facts: Any,
     ) -> None:
         """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
 
         Raises:
             ValueError: there is no such measure.
         """
+        was_evaluated, self.step = self.step == step, step
         name = self.improved(means)
         self.wait()
         if name:
-            self._value = means[name]
+            self._value, self._num_since, self._measure = means[name], 0, name
             best = weights()
             if self._world.is_first_on_node:
-                write = self._writing("best", best, means=dict(means), **facts)
+                write = self._writing("best", best, means=dict(means), step=step, **facts)
                 self._writer.start(partial(self._try, write))
-        elif self._unwritten:
+            return
+        if not was_evaluated:  # it was, if the training was stopped right here
+            self._num_since += 1
+        if self._unwritten:
             self._writer.start(partial(self._try, self._unwritten))
 
     def write_last(self, weights: Mapping[str, torch.Tensor], **facts: Any) -> None:

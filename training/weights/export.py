@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -56,9 +56,8 @@ def write_weights(
         export = getattr(task, "export", None)
         if export is not None:
             export(draft)
-        plain = {name: _plain(tensor) for name, tensor in weights.items()}
         with (draft / WEIGHTS).open("wb") as file:
-            save_payload(plain, file)
+            save_weights(weights, file)
         text = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
         (draft / FACTS).write_text(text, encoding="utf-8")
         for path in filter(Path.is_file, draft.rglob("*")):
@@ -68,6 +67,11 @@ def write_weights(
         _place(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], file: BinaryIO) -> None:
+    """Write a plain state dict, which ``torch.load(weights_only=True)`` reads without a GPU or kit."""
+    save_payload({name: _plain(tensor) for name, tensor in weights.items()}, file)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

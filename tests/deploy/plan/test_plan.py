@@ -371,7 +371,7 @@ def refuse_options(found: plan.Plan, code: Path, modules: dict[str, tuple[str, .
         (("--batch-size", "3"), "--batch-size 3 is less than the 4 ranks, .* --batch-size 4 or more, or start"),
         (("--task", "text", "--data", "bad data"), r"bad data/dev\.tsv:2: found the label '差', wanted one of 坏, 好"),
         (("--task", "text", "--data", "empty"), r"empty/dev\.tsv:1: found no rows, wanted one or more"),
-        (("--task", "text", "--data", "half"), r"half has none of them: wanted one of dev\.tsv"),
+        (("--task", "text", "--data", "half"), r"half has none of them: wanted one of train\.tsv"),
     ],
 )  # fmt: skip
 def test_what_the_training_module_would_refuse_is_refused_before_anything_starts(
@@ -380,8 +380,8 @@ def test_what_the_training_module_would_refuse_is_refused_before_anything_starts
     rows = "好\t天\n坏\t地\n"
     for folder, dev in (("bad data", "好\t天\n差\t地\n"), ("empty", ""), ("half", None)):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "train.tsv").write_text(rows, encoding="utf-8")
         if dev is not None:
+            (tmp_path / folder / "train.tsv").write_text(rows, encoding="utf-8")
             (tmp_path / folder / "dev.tsv").write_text(dev, encoding="utf-8")
     found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=(*TRAIN, *arguments))
     with pytest.raises(KitError, match=message):
