@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 THEIRS = (
     "python single-gpu-cls.py",
     "python multi-gpu-dataparrel-cls.py",
-    "python -m torch.distributed.launch --nproc_per_node=2 --use_env multi-gpu-distributed-cls.py",
+    "python -m torch.distributed.launch --nproc_per_node=2 multi-gpu-distributed-cls.py --local_world_size=2",
     "torchrun --standalone --nproc_per_node=2 multi-gpu-distributed-cls.py",
     "python multi-gpu-distributed-mp-cls.py --local_world_size=2",
     "python multi-gpu-distributed-mp-amp-cls.py --local_world_size=2",
@@ -47,6 +47,7 @@ def train(command: str, folder: Path, *more: str) -> str:
     functions = (
         f'python() {{ {shlex.quote(warm_python.program())} "$@"; }}',
         'torchrun() { python -m torch.distributed.run "$@"; }',
+        'accelerate() { shift; python -m accelerate.commands.launch "$@"; }',
     )
     bash = "\n".join([*functions, f"{command} {shlex.join(more)}"])
     done = subprocess.run(
@@ -76,7 +77,7 @@ def test_each_command_of_the_tutorials_has_one_beside_it() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
-    _, block, _, gpus, again, _ = BLOCK.findall(PAGE)
+    _, block, _, launchers, gpus, again, _ = BLOCK.findall(PAGE)
     ways = [each for each in commands(block) if not each.endswith(IN_ENGINE_TESTS)]
     single, dp, launch, torchrun, spawn, spawn_with_amp = ways
     assert spawn_with_amp == f"{spawn} --amp fp16"
@@ -84,9 +85,13 @@ def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
     for command in (single, dp, launch):
         said = train(command, tmp_path, "--epochs", "1", "--output", command[-12:])
         assert "epoch 1 done at step 23/23" in said, said
-    first, resumed, tested = commands(again)
+    accelerate, _deepspeed = commands(launchers)  # DeepSpeed's is in test_launchers.py
+    assert "epoch 1 done at step 23/23" in train(
+        accelerate, tmp_path, "--epochs", "1", "--output", "accelerate"
+    )
+    first, resumed, tested, _predicted = commands(again)
     assert first == resumed == f"{torchrun} --output runs/first"
-    assert commands(gpus) == [f"CUDA_VISIBLE_DEVICES=0,1 {torchrun}"]  # without GPUs the same
+    assert commands(gpus)[0] == f"CUDA_VISIBLE_DEVICES=0,1 {torchrun}"  # without GPUs the same
     assert "epoch 1 done at step 23/23" in train(first, tmp_path, "--epochs", "1")
     assert "resumed at step 23 " in train(resumed, tmp_path, "--epochs", "2")
     assert "precision" in train(tested, tmp_path)
