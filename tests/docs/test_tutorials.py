@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kit_runs import Kit
 from places import ROOT
 
 from nodekit.inventory.load import load_inventory
+from nodekit.training.options import Options
 
 PAGE = (ROOT / "docs/one-machine.md").read_text()
 TWO = (ROOT / "docs/two-machines.md").read_text()
@@ -73,6 +75,14 @@ def test_each_command_of_the_tutorials_has_one_beside_it() -> None:
     torchrun = "torchrun --standalone --nproc_per_node=2 -m nodekit.training"
     for engine in IN_ENGINE_TESTS:
         assert f"{torchrun} --engine {engine}" in ours
+
+
+def test_what_the_page_calls_an_option_is_one() -> None:
+    rows = re.findall(r"^\|.*\|(.*)\|$", PAGE, re.MULTILINE)
+    named = {each for row in rows for each in re.findall(r"`(--[a-z-]+)", row)}
+    assert len(named) > 15
+    ours = {f"--{option.name.replace('_', '-')}" for option in fields(Options)}
+    assert not named - ours - {"--logdir"}
 
 
 @pytest.mark.slow
