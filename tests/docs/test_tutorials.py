@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kit_runs import Kit
 from places import ROOT
 
 from nodekit.inventory.load import load_inventory
+from nodekit.training.options import Options
 
 PAGE = (ROOT / "docs/one-machine.md").read_text()
 TWO = (ROOT / "docs/two-machines.md").read_text()
@@ -23,7 +25,7 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 THEIRS = (
     "python single-gpu-cls.py",
     "python multi-gpu-dataparrel-cls.py",
-    "python -m torch.distributed.launch --nproc_per_node=2 --use_env multi-gpu-distributed-cls.py",
+    "python -m torch.distributed.launch --nproc_per_node=2 multi-gpu-distributed-cls.py --local_world_size=2",
     "torchrun --standalone --nproc_per_node=2 multi-gpu-distributed-cls.py",
     "python multi-gpu-distributed-mp-cls.py --local_world_size=2",
     "python multi-gpu-distributed-mp-amp-cls.py --local_world_size=2",
@@ -47,6 +49,7 @@ def train(command: str, folder: Path, *more: str) -> str:
     functions = (
         f'python() {{ {shlex.quote(warm_python.program())} "$@"; }}',
         'torchrun() { python -m torch.distributed.run "$@"; }',
+        'accelerate() { shift; python -m accelerate.commands.launch "$@"; }',
     )
     bash = "\n".join([*functions, f"{command} {shlex.join(more)}"])
     done = subprocess.run(
@@ -74,9 +77,17 @@ def test_each_command_of_the_tutorials_has_one_beside_it() -> None:
         assert f"{torchrun} --engine {engine}" in ours
 
 
+def test_what_the_page_calls_an_option_is_one() -> None:
+    rows = re.findall(r"^\|.*\|(.*)\|$", PAGE, re.MULTILINE)
+    named = {each for row in rows for each in re.findall(r"`(--[a-z-]+)", row)}
+    assert len(named) > 15
+    ours = {f"--{option.name.replace('_', '-')}" for option in fields(Options)}
+    assert not named - ours - {"--logdir"}
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
-    _, block, _, gpus, again, _ = BLOCK.findall(PAGE)
+    _, block, _, launchers, gpus, again, _ = BLOCK.findall(PAGE)
     ways = [each for each in commands(block) if not each.endswith(IN_ENGINE_TESTS)]
     single, dp, launch, torchrun, spawn, spawn_with_amp = ways
     assert spawn_with_amp == f"{spawn} --amp fp16"
@@ -84,9 +95,13 @@ def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
     for command in (single, dp, launch):
         said = train(command, tmp_path, "--epochs", "1", "--output", command[-12:])
         assert "epoch 1 done at step 23/23" in said, said
-    first, resumed, tested = commands(again)
+    accelerate, _deepspeed = commands(launchers)  # DeepSpeed's is in test_launchers.py
+    assert "epoch 1 done at step 23/23" in train(
+        accelerate, tmp_path, "--epochs", "1", "--output", "accelerate"
+    )
+    first, resumed, tested, _predicted = commands(again)
     assert first == resumed == f"{torchrun} --output runs/first"
-    assert commands(gpus) == [f"CUDA_VISIBLE_DEVICES=0,1 {torchrun}"]  # without GPUs the same
+    assert commands(gpus)[0] == f"CUDA_VISIBLE_DEVICES=0,1 {torchrun}"  # without GPUs the same
     assert "epoch 1 done at step 23/23" in train(first, tmp_path, "--epochs", "1")
     assert "resumed at step 23 " in train(resumed, tmp_path, "--epochs", "2")
     assert "precision" in train(tested, tmp_path)
