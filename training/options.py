@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.training.engine_info import ALONE, ENGINES
-from nodekit.training.initmethod import InitMethod
+from nodekit.training.errors import TrainingError
+from nodekit.training.option_files import parse_with_files
+from nodekit.training.option_types import auto_or_positive, fraction, init_method_url, positive, whole
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
@@ -24,51 +26,6 @@ ONE_FOLDER = (
     "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
 )
 """What sharded snapshots need; whether it is so, only the ranks can find out."""
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _positive(text: str) -> float:
-    number = _float(text)
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _auto_or_positive(text: str) -> float | None:
-    try:
-        return None if text == "auto" else _positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
-
-
-def _fraction(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
-    return number
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-        return int(text)
-
-    return whole
-
-
-def _init_method(text: str) -> str:
-    try:
-        InitMethod.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _option(
@@ -102,11 +59,11 @@ def _option(
 
 
 # Settings that several options share.
-_COUNT: dict[str, Any] = {"type": _whole(1), "metavar": "N"}
-_FROM_0: dict[str, Any] = {"type": _whole(0), "metavar": "N"}
-_STEPS: dict[str, Any] = {"type": _whole(1), "metavar": "H"}
-_POSITIVE: dict[str, Any] = {"type": _positive, "metavar": "X"}
-_SECONDS: dict[str, Any] = {"type": _positive, "metavar": "S"}
+_COUNT: dict[str, Any] = {"type": whole(1), "metavar": "N"}
+_FROM_0: dict[str, Any] = {"type": whole(0), "metavar": "N"}
+_STEPS: dict[str, Any] = {"type": whole(1), "metavar": "H"}
+_POSITIVE: dict[str, Any] = {"type": positive, "metavar": "X"}
+_SECONDS: dict[str, Any] = {"type": positive, "metavar": "S"}
 _what = partial(_option, "task and engine")
 _start = partial(_option, "launch")
 _how = partial(_option, "training")
@@ -177,10 +134,17 @@ class Options:
     )
     deepspeed_config: Path | None = _what(
         None,
-        "for deepspeed: a JSON file of its own settings, for those without an option here",
+        "for deepspeed: its own JSON file; what it says of the options here is their default",
         type=Path,
         metavar="FILE",
         without=_all_but("deepspeed", "does not read it"),
+    )
+    training_args: Path | None = _what(
+        None,
+        "for trainer: a JSON file of TrainingArguments, those without an option here",
+        type=Path,
+        metavar="FILE",
+        without=_all_but("trainer", "has none"),
     )
     epochs: int = _what(20, "times through the training data", **_COUNT)
     seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
@@ -197,7 +161,7 @@ class Options:
     init_method: str = _start(
         "env://",
         "where the ranks meet: env://, tcp://HOST:PORT or file:///PATH",
-        type=_init_method,
+        type=init_method_url,
         metavar="URL",
     )
     backend: str = _start(
@@ -225,7 +189,7 @@ class Options:
         f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root",
         choices=list(_LR_EXPONENTS),
     )
-    schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "constant"])
+    schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "linear", "constant"])
     warmup_steps: int | None = _how(None, "steps of linear warm-up (default: 5%% of all)", **_FROM_0)
     clip: float | None = _how(None, "largest norm of the gradient (default: no limit)", **_POSITIVE)
     amp: str = _how("off", "mixed precision", choices=["off", "bf16", "fp16"])
@@ -264,7 +228,7 @@ class Options:
     outer_momentum: float = _how(
         0.5,
         "DiLoCo's momentum, from 0 and below 1; its authors use 0.9, for long runs",
-        type=_fraction,
+        type=fraction,
         metavar="X",
     )
 
@@ -299,11 +263,11 @@ class Options:
         "(default: $NODEKIT_SNAPSHOT_EVERY, else auto)",
         either="interval",
         env="NODEKIT_SNAPSHOT_EVERY",
-        type=_auto_or_positive,
+        type=auto_or_positive,
         metavar="T",
     )
     """None for auto."""
-    keep: int = _kept(2, "snapshots to keep, 2 or more", type=_whole(2), metavar="N")
+    keep: int = _kept(2, "snapshots to keep, 2 or more", type=whole(2), metavar="N")
     snapshot_format: str = _kept(
         "whole",
         "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
@@ -347,8 +311,8 @@ class Options:
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
-        done = (step - warmup) / max(1, total_steps - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
 class OptionsError(ValueError):
@@ -372,14 +336,19 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
     """As ``read``; ends the process with exit status 2 if the options are invalid."""
     try:
-        return read(arguments, environ)
+        return read(arguments, environ, folder=Path())
     except OptionsError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
-    """Read the command line (default: this process's).
+def read(
+    arguments: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Options:
+    """Read the command line (default: this process's), and the files that it names, if there is a ``folder`` for them.
 
     ``environ`` (default: this process's) may hold kit's defaults: ``NODEKIT_SNAPSHOT_EVERY`` for
     ``--snapshot-seconds`` and ``NODEKIT_COLLECTIVE_TIMEOUT_S`` for ``--timeout``.
@@ -390,7 +359,15 @@ def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | No
     """
     env = os.environ if environ is None else environ
     parser = _parser(env)
-    options = Options(**vars(parser.parse_args(arguments)))
+    try:
+        given = (
+            parser.parse_args(arguments)
+            if folder is None
+            else parse_with_files(parser, arguments, env, folder)
+        )
+    except TrainingError as error:
+        parser.error(str(error))
+    options = Options(**vars(given))
     for problem in _problems(options, env):
         parser.error(problem)
     return options
