@@ -54,7 +54,7 @@ DECIDED = {
     "kit, which reports each step": "logging_strategy logging_steps logging_first_step logging_nan_inf_filter "
     "include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics",
     "whoever starts the ranks": "local_rank use_cpu no_cuda use_mps_device ray_scope",
-    "kit predict, and you: nothing is sent to the hub": "push_to_hub push_to_hub_model_id push_to_hub_token "
+    "nobody, since kit sends nothing to the hub": "push_to_hub push_to_hub_model_id push_to_hub_token "
     "push_to_hub_organization hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
     "kit test and kit predict": "do_train do_predict",
 }
