@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from nodekit.training import rng
 from nodekit.training.engines import ShardedEngine, State
-from nodekit.training.engines.load import load_engine
+from nodekit.training.engines.load import load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
@@ -65,7 +65,7 @@ class Loop:
         self.module = task.model().to(world.device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        optimizer = optimizer_of(task, self.module, options.peak_lr)
+        optimizer = own_optimizer(options, self.module) or optimizer_of(task, self.module, options.peak_lr)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self._make_loader()
