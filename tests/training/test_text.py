@@ -195,7 +195,9 @@ def test_labels_that_are_numbers_are_in_their_order(folder: Path) -> None:
     assert task.notes() == []
 
 
-def test_of_many_texts_it_is_estimated_how_many_are_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_texts_it_is_estimated_how_many_are_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("nodekit.training.tasks.text._MOST_COUNTED", 3)
     words = ["abcdefgh"] * 4 + ["ab  cd"] * 4  # ten tokens; six, of six characters
