@@ -238,7 +238,7 @@ class Loop:
             self.report.say(f"note: {note}")
         if keep := self.options.save_every_epoch:
             num, each_mb = min(keep, self.options.epochs), size_bytes(self.module) / 1e6
-            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num} epochs"
+            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num}"
             self.report.say(
                 f"model_EPOCH.pth {which}: {each_mb:.1f} MB each, {num * each_mb:.1f} MB in the end, on each node"
             )
