@@ -169,7 +169,7 @@ class Loop:
                     f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
                 )
                 if self.step == self.total_steps:
-                    self.report.say(f"all {self.options.epochs} epochs are done already: only evaluating")
+                    self.report.say(f"--epochs {self.options.epochs} is reached already: only evaluating")
             started_s, started_step, means = time.monotonic(), self.step, dict[str, float]()
             while self.sampler.epoch < self.options.epochs:
                 if not self._epoch():
