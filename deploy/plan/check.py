@@ -66,6 +66,10 @@ class Facts:
     has_kit: bool
     rtt_s: float = 0.0
     """The shortest round trip of a call."""
+    gpu_indices: tuple[int, ...] = ()
+    """nvidia-smi's index of each GPU; () for 0 to `num_gpus` - 1."""
+    gpu_words: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES there calls each GPU; () if it is not set."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Absolute path, or program on the PATH, that the command runs → its `programs.kind`."""
 
@@ -132,8 +136,12 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
             Interface(each["name"], each["up"], tuple(each["addresses"])) for each in found["interfaces"]
         ),
     }
-    num_gpus = len(found["gpus"])
-    return Facts(**own, host=host, num_gpus=num_gpus, rtt_s=rtt_s, clock_offset_s=offset_s)
+    own |= {
+        "num_gpus": len(found["gpus"]),
+        "gpu_indices": tuple(each["index"] for each in found["gpus"]),
+        "gpu_words": tuple(each["word"] for each in found["gpus"] if "word" in each),
+    }
+    return Facts(**own, host=host, rtt_s=rtt_s, clock_offset_s=offset_s)
 
 
 def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
@@ -292,7 +300,8 @@ def make_room(found: Facts) -> str:
 
 def _gpu_problem(host: Host, found: Facts) -> _Problem | None:
     wanted = host.gpus
-    listed = f"nvidia-smi lists {found.num_gpus}"
+    lists = "CUDA_VISIBLE_DEVICES there shows" if found.gpu_words else "nvidia-smi lists"
+    listed = f"{lists} {found.num_gpus}"
     cure = "correct `gpus:`, or look for the lost one: sudo dmesg | grep -i nvrm"
     if isinstance(wanted, int) and wanted > found.num_gpus:
         return f"`gpus: {wanted}`, but {listed}", "", cure

@@ -332,7 +332,7 @@ def _environment(
         "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
     }
     if found.num_gpus and len(gpus) < found.num_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        env["CUDA_VISIBLE_DEVICES"] = visible(found, gpus)
     env |= {
         "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
         "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
@@ -342,6 +342,11 @@ def _environment(
         env["NODEKIT_SNAPSHOT_DIR"] = f"{inventory.snapshots.shared}/{run_id}"
         env["NODEKIT_SNAPSHOT_SHARED"] = "1"
     return env
+
+
+def visible(found: Facts, gpus: Sequence[int]) -> str:
+    """Return the CUDA_VISIBLE_DEVICES for some of a host's GPUs; where it is set there, in its own words."""
+    return ",".join(found.gpu_words[each] if found.gpu_words else str(each) for each in gpus)
 
 
 def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[str]) -> NodePlan:

@@ -38,7 +38,8 @@ def findings(
 ) -> list[Finding]:
     """Return problems of the GPUs that the job would use; missing ones are in `check.needed`."""
     found: list[Finding] = []
-    used = plan.share_gpus([host for host in inventory.hosts if host.name in facts], facts)
+    shares = plan.share_gpus([host for host in inventory.hosts if host.name in facts], facts)
+    used = {name: _indices(facts[name], own) for name, own in shares.items()}
     kinds: dict[str, str] = {}
     joined: dict[str, str] = {}
     for host in facts:
@@ -65,6 +66,12 @@ def findings(
                 *_host(host, smi, own, told, _own_pids(probes[host])),
             ] or [Finding("gpus", host, "ok", kinds[host])]
     return [*found, *_unequal(kinds, joined)]
+
+
+def _indices(found: Facts, gpus: Sequence[int]) -> tuple[int, ...]:
+    """Return nvidia-smi's index of each, which is another one where CUDA_VISIBLE_DEVICES hides some."""
+    known = dict(enumerate(found.gpu_indices))
+    return tuple(known.get(each, each) for each in gpus)
 
 
 def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:

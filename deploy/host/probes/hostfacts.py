@@ -153,19 +153,34 @@ def source_address(peer: str) -> Optional[str]:
 
 
 def gpus() -> List[Dict[str, Any]]:
-    """The GPUs nvidia-smi lists: ``[{"index", "name", "memory_mib"}]``; none where there is no nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    """The GPUs that a job may use: ``[{"index", "uuid", "name", "memory_mib"}]``; none where there is no nvidia-smi.
+
+    Where Slurm or the user has set CUDA_VISIBLE_DEVICES, those that it shows, each with its ``word`` there.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     text, _ = output(query, SMI_TIMEOUT_S)
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # where Slurm, or the user, has chosen some of them
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 3 and cells[0].isdigit():
-            if ours.replace(",", "").isdigit() and cells[0] not in ours.split(","):
-                continue
-            memory = int(cells[2]) if cells[2].isdigit() else 0
-            found.append({"index": int(cells[0]), "name": cells[1], "memory_mib": memory})
-    return found
+        if len(cells) == 4 and cells[0].isdigit():
+            memory = int(cells[3]) if cells[3].isdigit() else 0
+            found.append({"index": int(cells[0]), "uuid": cells[1], "name": cells[2], "memory_mib": memory})
+    return shown(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def shown(found: List[Dict[str, Any]], visible: Optional[str]) -> List[Dict[str, Any]]:
+    """Those GPUs that a CUDA_VISIBLE_DEVICES shows, in its order and with its words; all where it is not set."""
+    if visible is None or "MIG-" in visible:  # nvidia-smi lists no parts of GPUs here
+        return found
+    chosen = []
+    for word in (each.strip() for each in visible.split(",")):
+        named = [gpu for gpu in found if word in (str(gpu["index"]), gpu["uuid"])]
+        if not named and word.startswith("GPU-"):
+            named = [gpu for gpu in found if gpu["uuid"].startswith(word)]
+        if len(named) != 1:
+            break  # as for CUDA: what names no GPU hides those after it
+        chosen.append(dict(named[0], word=word))
+    return chosen
 
 
 def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:

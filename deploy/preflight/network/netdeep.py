@@ -206,7 +206,7 @@ def _environment(
         "PYTHONUNBUFFERED": "1",
     }
     if gpus[host.name]:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[host.name]))
+        env["CUDA_VISIBLE_DEVICES"] = plan.visible(facts[host.name], gpus[host.name])
     return {**env, **host.env, **inventory.job.env}
 
 

@@ -296,6 +296,25 @@ def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
     assert planned.nodes[0].nproc_per_node == max(1, len(shares[0]))
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "visible"),
+    [
+        (LOCAL, ("2", "3"), ["2", "3"]),
+        ("gpus: 1\n" + LOCAL, ("4", "2"), ["4", "4"]),
+        ("gpus: [1]\n" + LOCAL, ("GPU-aa", "GPU-bb"), ["GPU-bb", "GPU-bb"]),
+        ("hosts: {a: , b: }\n", ("2", "3"), [None, None]),  # all: as they are
+    ],
+)
+def test_gpus_that_the_user_has_chosen_there_are_chosen_among(
+    text: str, words: tuple[str, ...], visible: list[str | None], tmp_path: Path
+) -> None:
+    """`CUDA_VISIBLE_DEVICES=2,3 kit up`, or a Slurm that chooses so."""
+    routes = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.1"}
+    each = {"num_gpus": 2, "gpu_words": words, "routes": routes}
+    planned = build(inventory(tmp_path, text), {name: facts(name, **each) for name in ("a", "b")})
+    assert [node.env.get("CUDA_VISIBLE_DEVICES") for node in planned.nodes] == visible
+
+
 def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
     mixed = {**TWO_FACTS, "gpu1": facts("gpu1", Interface("ib0", True, ("10.0.0.1",)), num_gpus=8)}
     with pytest.raises(KitError, match="gpu2: no GPU, but gpu1 have some"):

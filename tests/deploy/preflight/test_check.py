@@ -178,6 +178,36 @@ def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None
     assert hostfacts.output(["no-such-program"], 5) == ("", "not installed")
 
 
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [(0, None), (1, None), (2, None)]),
+        ("2,0", [(2, "2"), (0, "0")]),
+        ("GPU-b1, GPU-c", [(1, "GPU-b1"), (2, "GPU-c")]),
+        ("1,7,0", [(1, "1")]),  # as CUDA does: the rest is hidden
+        ("GPU-b", []),  # two begin so
+        ("-1", []),
+        ("", []),
+        ("MIG-f00", [(0, None), (1, None), (2, None)]),
+    ],
+)
+def test_gpus_are_those_that_cuda_visible_devices_shows(
+    visible: str | None, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "0, GPU-a1, T4, 15360\\n1, GPU-b1, T4, 15360\\n2, GPU-c1, T4, [N/A]\\n"
+    if visible == "GPU-b":
+        rows = rows.replace("GPU-c1", "GPU-b2")
+    (tmp_path / "nvidia-smi").write_text(
+        f"#!/bin/sh\n[ $1 = --query-gpu=index,uuid,name,memory.total ] && printf '{rows}'\n"
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [(each["index"], each.get("word")) for each in hostfacts.gpus()] == expected
+
+
 ONE = "hosts: {gpu1: }\n"
 
 
