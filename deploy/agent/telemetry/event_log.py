@@ -70,10 +70,9 @@ class EventLog:
         self._present = current_status.Present(self._events)
         files.end_torn_line(self._events)
         self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
-        gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        usage = Usage(
-            spec.env.get("GLOO_SOCKET_IFNAME", ""), [int(each) for each in gpus if each.isdecimal()]
-        )
+        visible = spec.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        gpus = None if visible is None else [int(each) for each in visible.split(",") if each.isdecimal()]
+        usage = Usage(spec.env.get("GLOO_SOCKET_IFNAME", ""), gpus)
         self._notes = Notes(
             say=self._noted,
             told=self.told_dir,

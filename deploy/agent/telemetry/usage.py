@@ -15,11 +15,11 @@ from nodekit.deploy.host import schema
 class Usage:
     """Asked now and then; rates are those since the last time."""
 
-    def __init__(self, interface: str, gpus: Sequence[int] = ()) -> None:
-        """`gpus` by nvidia-smi's index; none where the driver's library does not say."""
+    def __init__(self, interface: str, gpus: Sequence[int] | None = ()) -> None:
+        """`gpus` by nvidia-smi's index, None for all; none where the driver's library does not say."""
         self._interface = interface
-        self._gpus = tuple(gpus)
-        self._nvml = _Nvml.load() if gpus else None
+        self._nvml = _Nvml.load() if gpus is None or gpus else None
+        self._gpus = tuple(gpus if gpus is not None else self._nvml.indices() if self._nvml else ())
         self._busy, self._all = _processor()
         self._traffic, self._asked = _traffic(interface), time.monotonic()
 
@@ -102,6 +102,12 @@ class _Nvml:
             return cls(library) if library.nvmlInit_v2() == 0 else None
         except (OSError, AttributeError):
             return None
+
+    def indices(self) -> range:
+        """Of all GPUs that the driver knows."""
+        count = ctypes.c_uint()
+        is_known = self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        return range(count.value if is_known else 0)
 
     def ask(self, gpus: Sequence[int]) -> list[schema.GpuUsage]:
         """Of each GPU; one that does not answer is left out."""

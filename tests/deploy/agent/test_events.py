@@ -1,6 +1,7 @@
 """Events: gathered from the nodes once each, whoever gathers; torn lines; what an agent notes by itself."""
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -429,6 +430,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) {
   *device = (void *)(0x7f0000000000ull + index);
   return 0;
 }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
 int nvmlDeviceGetUtilizationRates(void *device, Use *use) {
   if (device != (void *)0x7f0000000000ull) return 3;
   use->gpu = 87; use->memory = 12;
@@ -442,13 +444,38 @@ int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
 """
 
 
-def test_gpus_are_asked_by_the_drivers_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the driver's library says of this machine's GPUs."""
     (tmp_path / "nvml.c").write_text(NVML)
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
     monkeypatch.setenv("NODEKIT_NVML", str(library))
     memory = {"memory": 40 << 30, "memory_total": 150754820096}
-    assert Usage("lo", [0, 1, 2]).now()["gpus"] == [
-        {"index": 0, "use": 0.87, **memory},
-        {"index": 1, "use": None, **memory},
-    ]
+    return [{"index": 0, "use": 0.87, **memory}, {"index": 1, "use": None, **memory}]
+
+
+def test_gpus_are_asked_by_the_drivers_library(two_gpus: list[dict[str, Any]]):
+    assert Usage("lo", [0, 1, 2]).now()["gpus"] == two_gpus
+    assert Usage("lo", None).now()["gpus"] == two_gpus
+    assert Usage("lo", []).now()["gpus"] == []
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, 0), ("1", 1), ("", 2)])
+def test_the_gpus_that_a_node_uses_are_measured_all_where_none_is_hidden(
+    visible: str | None,
+    first: int,
+    agents: Agents,
+    two_gpus: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    spec = agents.spec("n0")
+    env = {**spec.env} if visible is None else {**spec.env, "CUDA_VISIBLE_DEVICES": visible}
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = EventLog(dataclasses.replace(spec, env=env))
+    record.update(state="running")
+    record.end("stopped")
+    (sample,) = (event for event in events.read(folder) if event.kind == "sample")
+    assert sample.get("gpus") == two_gpus[first:]
