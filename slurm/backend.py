@@ -47,8 +47,9 @@ class SlurmBackend:
                 )
             if options.detach:
                 raise KitError(
-                    f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this machine; "
-                    "leave out -d (kit up attaches to the job later, too)"
+                    f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this "
+                    "machine",
+                    cure="leave out -d (kit up attaches to the job later, too)",
                 )
             metrics_port.check(options.metrics)
         if is_sweep:
@@ -131,8 +132,11 @@ class SlurmBackend:
             KitError: always.
         """
         raise KitError(
-            f"{run.run_id} is Slurm's: scontrol update nodename={node} state=drain takes the node away after "
-            "the job; slurm.nodes says how many the job takes"
+            f"{run.run_id} is Slurm's",
+            cure=(
+                f"scontrol update nodename={node} state=drain takes the node away after the job; "
+                "slurm.nodes says how many the job takes"
+            ),
         )
 
     def down(

@@ -35,12 +35,13 @@ def export(options: Options, output: Path | None) -> int:
     inventory = load_inventory(options.inventory)
     if inventory.slurm is None:
         raise KitError(
-            f"{inventory.path}: found hosts, wanted slurm for sbatch; "
-            "for hosts there is --to shell, hostfile, ansible, accelerate, deepspeed or compose"
+            f"{inventory.path}: found hosts",
+            wanted="slurm for sbatch",
+            cure="for hosts there is --to shell, hostfile, ansible, accelerate, deepspeed or compose",
         )
     if inventory.slurm.array:
         raise KitError(
-            "slurm.array: a script is for one run; take it out, or use kit up, which submits arrays"
+            "slurm.array: a script is for one run", cure="take it out, or use kit up, which submits arrays"
         )
     options = dataclasses.replace(options, quiet=output is None)
     run_id = runs.new_id(inventory.name)

@@ -66,8 +66,8 @@ class Slurm:
         except RemoteError as error:
             if error.type == "FileNotFoundError":
                 raise KitError(
-                    f"{self._link.host}: no {argv[0]} there: is it a login node of a Slurm cluster? "
-                    "From elsewhere, name one as slurm.login"
+                    f"{self._link.host}: no {argv[0]} there",
+                    cure="is it a login node of a Slurm cluster? From elsewhere, name one as slurm.login",
                 ) from error
             raise
         return done["status"], done["out"], done["err"]
@@ -177,7 +177,7 @@ def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict
     absent: Sequence[str] = [each for each in names if each not in there]
     if absent or not names:
         raise KitError(
-            f"slurm.partition: found {', '.join(absent)!r}, wanted one of {', '.join(there)} (see sinfo)"
+            f"slurm.partition: found {', '.join(absent)!r}", wanted=f"one of {', '.join(there)} (see sinfo)"
         )
     return there[names[0]]
 

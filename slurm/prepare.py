@@ -245,19 +245,26 @@ def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> N
     gone = [name for name, kind in found["files"].items() if not kind]
     if gone and not (inventory.slurm and (inventory.slurm.setup or inventory.slurm.srun_args)):
         raise KitError(
-            f"{link.host}: no {gone[0]}, which the command runs; install it or lay it where the login node and the "
-            "nodes have it, or into the folder that is synced (job.code)"
+            f"{link.host}: no {gone[0]}, which the command runs",
+            cure=(
+                "install it or lay it where the login node and the nodes have it, or into the folder that "
+                "is synced (job.code)"
+            ),
         )
     absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
     if absent and inventory.environment is not None:
         raise KitError(
-            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on Slurm's nodes; "
-            "add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names"
+            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on "
+            "Slurm's nodes",
+            cure="add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names",
         )
     if absent:
         raise KitError(
-            f"{link.host}: {python} lacks {', '.join(absent)}; {python} -m pip install 'nodekit[slurm,train]', "
-            "or set `python:` to an interpreter that the login node and the nodes share"
+            f"{link.host}: {python} lacks {', '.join(absent)}",
+            cure=(
+                f"{python} -m pip install 'nodekit[slurm,train]', or set `python:` to an interpreter that "
+                "the login node and the nodes share"
+            ),
         )
 
 
@@ -283,7 +290,8 @@ def _not_shared(link: Link, shared_dir: str, settings: SlurmSettings) -> str:
     if "No such file" in err or (status == 0 and out.strip() != word):
         raise KitError(
             f"slurm.shared_dir: {shared_dir} on the nodes is not the folder that the login node has "
-            f"({err.strip().splitlines()[0] if err.strip() else 'its file is another'}); name one that they share"
+            f"({err.strip().splitlines()[0] if err.strip() else 'its file is another'})",
+            cure="name one that they share",
         )
     return "no idle node to try whether slurm.shared_dir is shared"
 
@@ -314,8 +322,11 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
     if ready.settings.setup or ready.settings.srun_args:
         return f"{told}: fine if slurm.setup or slurm.srun_args bring it on the nodes"
     raise KitError(
-        f"{told}: install what is missing into that python, add it to the code that is synced (job.code), "
-        "or set `python:` to an interpreter that has it"
+        told,
+        cure=(
+            "install what is missing into that python, add it to the code that is synced (job.code), "
+            "or set `python:` to an interpreter that has it"
+        ),
     )
 
 

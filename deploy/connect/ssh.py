@@ -67,12 +67,15 @@ def connect(
     try:
         config = fabric.Config(ssh_config=sshconfig.read(Path.home()), lazy=True)
         connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
-    except (sshconfig.ConfigError, ValueError) as error:
+    except sshconfig.ConfigError as error:
+        raise HostError(target.name, *error.problem) from error
+    except ValueError as error:
         raise HostError(target.name, str(error)) from error
     except RecursionError:
         raise HostError(
             target.name,
-            f"~/.ssh/config sends the jump host of {target.address} through itself; give it `ProxyJump none`",
+            f"~/.ssh/config sends the jump host of {target.address} through itself",
+            cure="give it `ProxyJump none`",
         ) from None
     hops = _equip(connection, settings)
     try:
@@ -81,8 +84,9 @@ def connect(
         _close_all(hops)
         raise HostError(
             target.name,
-            f"{hops[-2].where} was reached, but it could not connect to {connection.host}:{connection.port} "
-            f"({error.text}); is the host up, and does the jump host's sshd allow forwarding?",
+            f"{hops[-2].where} was reached, but it could not connect to "
+            f"{connection.host}:{connection.port} ({error.text})",
+            cure="is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         _close_all(hops)
@@ -235,7 +239,8 @@ class SshConnection:
                 raise ConnectionRefusedError(error.text) from error
             raise HostError(
                 self.target.name,
-                f"{self._hops[-1].where} does not forward ({error.text}): its sshd needs AllowTcpForwarding yes",
+                f"{self._hops[-1].where} does not forward ({error.text})",
+                cure="its sshd needs AllowTcpForwarding yes",
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise HostError(

@@ -8,6 +8,8 @@ VERSION = 1
 """Of statuses and of files of events; those without one are of version 1, too. More fields or kinds are no new one."""
 
 Finished = Literal["succeeded", "failed", "stopped"]
+EndCause = Literal["", "ended-elsewhere", "too-few-nodes"]
+"""Why an agent ended, where that is known; with its words for people in ``message``."""
 EventKind = Literal[
     # Of a node.
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",
@@ -124,6 +126,8 @@ class NodeStatus(HostStatus, total=False):
     guess: Optional[Guess]
     usage: Optional[Usage]
     message: str
+    cause: EndCause
+    cure: str
     no_progress: bool
     notice: str
     blocked: str

@@ -70,7 +70,7 @@ class Lab:
             accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
         """
         if accounting and not slurm:
-            raise KitError("accounting is Slurm's: ask for Slurm, too")
+            raise KitError("accounting is Slurm's", cure="ask for Slurm, too")
         lab_needs.require_root()
         lab_needs.require_programs(slurm=slurm, accounting=accounting)
         folder = lab_folder(folder)
@@ -78,11 +78,11 @@ class Lab:
             lab = cls.load(folder)
             hint = "`kit lab down` it first, or choose another --folder"
             if len(lab.hosts) != n:
-                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}: {hint}")
+                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}", cure=hint)
             if (lab.has_slurm, lab.has_accounting) != (slurm, accounting):
                 found = _kind(slurm=lab.has_slurm, accounting=lab.has_accounting)
                 asked = _kind(slurm=slurm, accounting=accounting)
-                raise KitError(f"the lab in {folder} is one {found}, not {asked}: {hint}")
+                raise KitError(f"the lab in {folder} is one {found}, not {asked}", cure=hint)
             return lab
         if not 1 <= n <= MAX_HOSTS:
             raise KitError(f"a lab has 1 to {MAX_HOSTS} hosts, not {n}")
@@ -102,12 +102,13 @@ class Lab:
         try:
             record = lab_record.read(folder)
         except FileNotFoundError:
-            raise KitError(f"no lab in {folder}: `kit lab up 3` makes one") from None
+            raise KitError(f"no lab in {folder}", cure="`kit lab up 3` makes one") from None
         del record["made"]
         if not record or not os.path.ismount(folder / "switch"):
             raise KitError(
                 f"the lab in {folder} is not whole (its `up` is still at work or was cut short, or the "
-                "machine was restarted): `kit lab down` removes what is left of it"
+                "machine was restarted)",
+                cure="`kit lab down` removes what is left of it",
             )
         hosts = {host["name"]: LabHost(**host) for host in record.pop("hosts")}
         return cls(folder=folder, hosts=hosts, **record)
@@ -182,7 +183,9 @@ class Lab:
     def slurm(self) -> LabSlurm:
         """Its Slurm cluster; KitError if it was made without."""
         if not self.has_slurm:
-            raise KitError(f"the lab in {self.folder} has no Slurm: `kit lab up --slurm` makes one that has")
+            raise KitError(
+                f"the lab in {self.folder} has no Slurm", cure="`kit lab up --slurm` makes one that has"
+            )
         return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
 
     def down(self) -> None:
@@ -198,7 +201,7 @@ class Lab:
         """Return the command on this machine that runs argv inside a host, in its folder ``/``."""
         init = self._init(host)
         if init is None or not init.is_alive:
-            raise HostError(host, f"has crashed: `kit lab revive {host}` starts it again")
+            raise HostError(host, "has crashed", cure=f"`kit lab revive {host}` starts it again")
         return ["nsenter", f"--target={init.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--", *argv]
 
     @property
@@ -343,7 +346,9 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
     own = {"switch", "hosts", *(f"hosts/{path.name}/net" for path in hosts)}
     if others := sorted(set(lab_record.mounts_below(place)) - own):
         shown = ", ".join(str(folder / path) for path in others)
-        raise KitError(f"{shown}: mounted in the lab, by somebody else; umount it, and kit lab down again")
+        raise KitError(
+            f"{shown}: mounted in the lab, by somebody else", cure="umount it, and kit lab down again"
+        )
     records = [ProcessRecord.read(path / name) for path in hosts for name in ("init.json", "wire.json")]
     lab_process.kill(*(record for record in records if record))
     lab_network.unmount(place)

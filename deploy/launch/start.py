@@ -31,7 +31,7 @@ from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, SYNC_TIMEOUT_S,
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
-from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.errors import HostError, KitError, KitErrors, NotWritten
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Inventory
 
@@ -80,7 +80,7 @@ def gather_facts(
     # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
     problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
     if problems:
-        raise KitError("\n".join(f"{each.host}: {each.text}" for each in problems))
+        raise KitErrors(HostError(each.host, *each.problem) for each in problems)
     return facts, peers, [each for each in findings if each.level != "ok"]
 
 
@@ -88,7 +88,7 @@ def grouped(findings: Sequence[Finding]) -> list[str]:
     """A line for each; what is the same on several hosts is told once."""
     groups: dict[str, list[str]] = {}
     for each in findings:
-        groups.setdefault(each.text, []).append(each.host)
+        groups.setdefault(str(each.problem), []).append(each.host)
     return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
 
 
@@ -261,11 +261,11 @@ def start(
                 said.append(count(len(links) - len(active), "spare"))
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.settle if options.detach else sync.keep)(targets, timeout_s=SYNC_TIMEOUT_S)
-    except BaseException:
+    except BaseException as error:
         # Agents that got their go are stopped; those that did not end with their link.
         hands.stop_all(grace_s=5.0)
         with contextlib.suppress(NotWritten):  # what is raised says more
-            run.finish("failed", "it did not start")
+            run.finish("failed", "it did not start", _cause(error))
         raise
     finally:
         for name, seconds, done in phases.done:
@@ -346,7 +346,8 @@ def _record(
         run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
         run.skew_s = max(offsets) - min(offsets)
         run.inventory, run.is_placed = dump(inventory), is_placed
-        run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
+        run.state, run.started, run.ended = "starting", time.time(), None
+        run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
         if saved:
             newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
@@ -384,6 +385,16 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
+def _cause(error: BaseException) -> dict[str, str]:
+    """Why a run did not start, as `Run.cause`: for `kit why`, when what was printed is gone."""
+    if not isinstance(error, KitError):
+        return {}
+    first = error.errors[0]
+    what = str(first.problem._replace(cure=""))
+    what = f"{first.host}: {what}" if isinstance(first, HostError) else what
+    return {"name": "did-not-start", "what": what, "cure": first.problem.cure}
+
+
 def _wait_started(hands: NodeClient, names: Sequence[str]) -> None:
     """Until workers run on every node (or a node has more to say than that).
 
@@ -404,8 +415,9 @@ def _wait_started(hands: NodeClient, names: Sequence[str]) -> None:
             if time.monotonic() > deadline:
                 raise HostError(
                     name,
-                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: "
-                    "the nodes do not reach each other; is there a firewall between them?",
+                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: the nodes do "
+                    "not reach each other",
+                    cure="is there a firewall between them?",
                 )
             time.sleep(0.05)
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -106,7 +107,8 @@ def watch(
                 if verdict.outcome == "stopped":
                     run.finish_stopped()
                 else:
-                    run.finish(verdict.outcome, verdict.summary)
+                    known = asdict(verdict.cause) if verdict.cause else None
+                    run.finish(verdict.outcome, verdict.summary, known)
             _fetch_logs(hands, lock, view)
             supervisor.close()
             with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand

@@ -55,7 +55,8 @@ def check(place: Place) -> None:
         family = socket.AF_INET6 if ipaddress.ip_address(place.address).version == 6 else socket.AF_INET
     except ValueError:
         raise KitError(
-            f"--metrics-address {place.address}: give an address of this machine, as {LOOPBACK} or 0.0.0.0"
+            f"--metrics-address {place.address} is no address",
+            cure=f"give an address of this machine, as {LOOPBACK} or 0.0.0.0",
         ) from None
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
@@ -63,8 +64,8 @@ def check(place: Place) -> None:
             probe.bind((place.address, place.port))
         except OSError as error:
             raise KitError(
-                f"--metrics-port {place.port}: cannot serve at {place.address} ({error.strerror}); "
-                "is another run's there? Give each run a port of its own"
+                f"--metrics-port {place.port}: cannot serve at {place.address} ({error.strerror})",
+                cure="is another run's there? Give each run a port of its own",
             ) from error
 
 

@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training import options
@@ -165,8 +165,8 @@ def _refuse_launcher(target: tuple[str, ...]) -> None:
     script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
     instead = shlex.join(target[script:]) if script is not None else "train.py …"
     raise KitError(
-        f"the command begins with {name}; kit starts the ranks on all hosts in its place. "
-        f"Give the script alone: kit up … -- {instead}"
+        f"the command begins with {name}; kit starts the ranks on all hosts in its place",
+        cure=f"give the script alone: kit up … -- {instead}",
     )
 
 
@@ -271,7 +271,7 @@ def build(
     argv = argv_of(inventory, command, kinds)
     gpus = share_gpus(hosts, facts)
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
-    _refuse([str(error) for error in unclear.values()], gpus)
+    _refuse(unclear.values(), gpus)
     num_workers = {name: inventory.job.nproc_per_node or len(own) or 1 for name, own in gpus.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
@@ -307,17 +307,21 @@ def build(
     return Plan(run_id, tuple(nodes))
 
 
-def _refuse(problems: list[str], gpus: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise KitError with these problems, and with another one if only some hosts have GPUs."""
+def _refuse(unclear: Iterable[HostError], gpus: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise these errors, and another one if only some hosts have GPUs."""
+    errors: list[KitError] = [*unclear]
     with_gpus = [name for name, own in gpus.items() if own]
     if with_gpus and len(with_gpus) < len(gpus):
         without = [name for name, own in gpus.items() if not own]
-        problems.append(
-            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
-            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
+        errors.append(
+            KitError(
+                f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
+                "or nowhere",
+                cure="leave these hosts out, or set `gpus: 0` for all",
+            )
         )
-    if problems:
-        raise KitError("\n".join(problems))
+    if errors:
+        raise KitErrors(errors)
 
 
 def _environment(

@@ -49,6 +49,10 @@ def _cuda_memory(groups: Mapping[str, str]) -> str:
     return f"the memory of GPU {number} is full: of {total}, {free} was free{used_text}; {groups['want']} more wanted"
 
 
+def _said_by_slurm(cause: Cause, pattern: str) -> _Known:
+    return _known(cause.name, pattern, cause.what, cause.cure, flags=re.IGNORECASE)
+
+
 _IN_ENV = "under job.env in the inventory"
 _FEWER_CURE = (
     "With nodes: FEWEST:MOST in the inventory the job goes on without it, and takes it back when it returns; meanwhile "
@@ -70,6 +74,34 @@ _SHM_CURE = (
     "Give /dev/shm more room (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir of medium Memory), "
     "remove stale files in it, or use fewer DataLoader workers"
 )
+_TIME_LIMIT = Cause(
+    "time-limit",
+    "Slurm's time limit was reached",
+    "kit up goes on from the newest snapshot; ask for more time with slurm.time",
+)
+_PREEMPTED = Cause(
+    "preempted",
+    "Slurm gave the nodes to another job",
+    "kit up goes on from the newest snapshot; another slurm.qos or partition is not preempted",
+)
+_NODE_FAILURE = Cause(
+    "slurm-node-fail",
+    "Slurm lost a node of the job",
+    "kit up goes on from the newest snapshot; slurm.exclude leaves a node out",
+)
+BY_SLURM_STATE: Mapping[str, Cause] = {
+    "TIMEOUT": _TIME_LIMIT,
+    "DEADLINE": _TIME_LIMIT,
+    "PREEMPTED": _PREEMPTED,
+    "NODE_FAIL": _NODE_FAILURE,
+    "BOOT_FAIL": _NODE_FAILURE,
+    "OUT_OF_MEMORY": Cause(
+        "slurm-out-of-memory",
+        "the job used more memory than it asked of Slurm",
+        "Ask for more with slurm.mem_gb, or use less: fewer DataLoader workers",
+    ),
+}
+"""By the state of a job that Slurm has ended."""
 
 # The order is that of precedence.
 _BY_WORDS = (
@@ -453,12 +485,6 @@ _BY_WORDS = (
         "training module waits; in your script it is init_process_group(timeout=...)",
     ),
     _known(
-        "too-few-nodes",
-        r"\bwaited \d+ s for (?:enough|\d+) nodes",
-        "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",
-        f"See to the node that is missing; kit up goes on when it is back. {_FEWER_CURE}",
-    ),
-    _known(
         "peer-lost",
         r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Socket closed|connection was likely closed",
         "a connection to another rank was lost, and no rank failed by itself before that",
@@ -487,34 +513,9 @@ _BY_WORDS = (
         "Look at the lines above: the data or an option is not what the model wants",
     ),
     # --- schedulers ---
-    _known(
-        "time-limit",
-        r"DUE TO TIME LIMIT|Slurm ended the job: (?:timeout|deadline)",
-        "Slurm's time limit was reached",
-        "kit up goes on from the newest snapshot; ask for more time with slurm.time",
-        flags=re.IGNORECASE,
-    ),
-    _known(
-        "preempted",
-        r"DUE TO PREEMPTION|DUE TO JOB REQUEUE|Slurm ended the job: preempted",
-        "Slurm gave the nodes to another job",
-        "kit up goes on from the newest snapshot; another slurm.qos or partition is not preempted",
-        flags=re.IGNORECASE,
-    ),
-    _known(
-        "slurm-node-fail",
-        r"DUE TO NODE FAILURE|Slurm ended the job: (?:node_fail|boot_fail)",
-        "Slurm lost a node of the job",
-        "kit up goes on from the newest snapshot; slurm.exclude leaves a node out",
-        flags=re.IGNORECASE,
-    ),
-    _known(
-        "slurm-out-of-memory",
-        r"Slurm ended the job: out_of_memory",
-        "the job used more memory than it asked of Slurm",
-        "Ask for more with slurm.mem_gb, or use less: fewer DataLoader workers",
-        flags=re.IGNORECASE,
-    ),
+    _said_by_slurm(_TIME_LIMIT, r"DUE TO TIME LIMIT"),
+    _said_by_slurm(_PREEMPTED, r"DUE TO PREEMPTION|DUE TO JOB REQUEUE"),
+    _said_by_slurm(_NODE_FAILURE, r"DUE TO NODE FAILURE"),
     _known(
         "slurm-cancelled",
         r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED",
@@ -621,6 +622,11 @@ NODE_LOST = Cause(
     "the node, its network, or kit's agent there went away: power, a cable, a reboot, or somebody ended it",
     "See to it (its console, ping, last -x reboot, agent.log in the run's folder there); kit up goes on when it is "
     f"back. {_FEWER_CURE}",
+)
+TOO_FEW_NODES = Cause(
+    "too-few-nodes",
+    "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",
+    f"See to the node that is missing; kit up goes on when it is back. {_FEWER_CURE}",
 )
 _BY_STATUS = {
     126: Cause(

@@ -27,6 +27,7 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.records.runs import ENDED, Outcome
+from nodekit.deploy.story.causes import TOO_FEW_NODES, Cause
 
 LAST_WORDS_S = 3.0  # after a node failed, how long the others may still tell of their own failure
 ASK_AGAIN_S = 5.0
@@ -259,6 +260,7 @@ class Finish:
 
     outcome: Outcome
     text: str = ""
+    cause: Cause | None = field(default=None, repr=False)
 
 
 NodeAction = Start | Join | Fence | SetVoters | Stop | Drain
@@ -729,7 +731,8 @@ def _wait(turn: _Turn) -> None:
     since = turn.now if state.short_since is None else state.short_since
     turn.change(short_since=since)
     if turn.now - since > rules.wait_s:
-        turn.actions.append(Finish("failed", f"waited {rules.wait_s:.0f} s for enough nodes"))
+        text = f"waited {rules.wait_s:.0f} s for enough nodes"
+        turn.actions.append(Finish("failed", text, TOO_FEW_NODES))
     elif turn.now - since > LAST_WORDS_S:
         absent = [name for name in rules.nodes if name not in turn.here and name not in rules.drained]
         out = [name for name in rules.nodes if name in rules.drained]

@@ -234,10 +234,9 @@ class Supervisor:
                 case policy.Drain(name):
                     self._hands.stop(name, for_good=False)
         except KitError as error:
-            problem = error.problem if isinstance(error, HostError) else str(error)
             kind = "problem" if isinstance(action, policy.Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
-            self._queue.put((action.node, kind, problem))
+            self._queue.put((action.node, kind, error))
 
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
@@ -276,7 +275,10 @@ class Supervisor:
         out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
         took_part = {name: told for name, told in self._told.items() if told.state and name not in out}
         found = verdict(
-            took_part or self._told, max_restarts=self._hands.inventory.job.max_restarts, also=finish.text
+            took_part or self._told,
+            max_restarts=self._hands.inventory.job.max_restarts,
+            also=finish.text,
+            because=finish.cause,
         )
         return dataclasses.replace(found, without=(*found.without, *out))
 
@@ -326,10 +328,10 @@ class Supervisor:
                     )
                     self._queue.put((name, "ended", final))
             except RemoteError as error:
-                self._queue.put((name, "lost", str(error)))
+                self._queue.put((name, "lost", error))
                 pause_s = RETRY_S
             except HostError as error:
-                self._queue.put((name, "lost", error.problem))
+                self._queue.put((name, "lost", error))
                 if (lost := self._links.pop(name, None)) is not None:
                     threading.Thread(target=lost.close, daemon=True).start()
                     pause_s = 0.0
@@ -343,19 +345,21 @@ class Supervisor:
         if kind == "plan":
             self._write_plan(name, *value)
             return
-        if kind in ("busy", "problem", "refused"):
-            self._busy[name] = value if kind == "busy" else ""
+        if kind == "busy":
+            self._busy[name] = value
+            return
+        if kind in ("problem", "refused"):
+            why = self._note_error(kind, name, value)
+            self._busy[name] = ""
             if kind == "problem":
-                self._view.say(f"{name}: not started: {value}", is_event=self._acts)
-                self._seen[name] = dataclasses.replace(seen, problem=value)
-            if kind != "busy":
-                self._note(kind, about=name, why=value)
+                self._view.say(f"{name}: not started: {why}", is_event=self._acts)
+                self._seen[name] = dataclasses.replace(seen, problem=why)
             return
         if kind == "lost":
             if seen.reachable or name not in self._heard:
-                text = f"{name}: cannot be reached from here ({value}); trying again"
+                why = self._note_error("unreachable", name, value)
+                text = f"{name}: cannot be reached from here ({why}); trying again"
                 self._view.say(text, is_event=self._acts)
-                self._note("unreachable", about=name, why=value)
                 self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
             self._heard.add(name)
             self._statuses.pop(name, None)
@@ -395,6 +399,13 @@ class Supervisor:
         if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
             self._cannot_write(NO_ROOM.format(self._run.folder))
 
+    def _note_error(self, kind: str, name: str, error: KitError) -> str:
+        """Add an event about a node's error to the run's; returns the error in a line, without the node's name."""
+        problems = [each.problem for each in error.errors]
+        why = "; ".join(map(str, problems))
+        self._note(kind, about=name, why=why, problems=[each._asdict() for each in problems])
+        return why
+
     def _gather(self, name: str, found: Sequence[Any]) -> None:
         """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
         if self._acts:
@@ -429,13 +440,16 @@ class Supervisor:
             self._view.say(notice)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
-        if not status["alive"] and state not in runs.ENDED:
+        cure = str(status.get("cure") or "")
+        if not status["alive"] and state not in runs.ENDED and not cure:
             message = str(status.get("agent_log", "")).strip()[-2000:]
         self._told[name] = Told(
             state=state,
             # A restarted agent begins a new list; what it said before its restart still counts.
             failures=(*(each for each in told.failures if each not in failures), *failures),
             message=message,
+            cause=str(status.get("cause") or ""),
+            cure=cure,
             no_progress=bool(status.get("no_progress")),
             notice=notice,
             attempt=str(status.get("attempt") or told.attempt),

@@ -245,7 +245,7 @@ def lead(run_dir: Path, place: Path) -> int:
                 ending.lacked_nodes(lost)
                 status = STOPPED
             else:
-                _tell_of_failed_start(run_dir, str(error))
+                _tell_of_failed_start(run_dir, error)
         except KeyboardInterrupt:
             status = STOPPED
         finally:
@@ -263,7 +263,7 @@ def lead(run_dir: Path, place: Path) -> int:
     return status
 
 
-def _tell_of_failed_start(run_dir: Path, why: str) -> None:
+def _tell_of_failed_start(run_dir: Path, error: KitError) -> None:
     """Tell those whom the inventory names: nobody looks at the end of a queue."""
     from nodekit.deploy.notify import notify
 
@@ -280,7 +280,7 @@ def _tell_of_failed_start(run_dir: Path, why: str) -> None:
     )
     with contextlib.suppress(OSError, KitError):
         notify.tell_of_end(
-            dataclasses.replace(run, state="failed", verdict=why.partition("\n")[0], ended=time.time())
+            dataclasses.replace(run, state="failed", verdict=str(error.errors[0]), ended=time.time())
         )
 
 
@@ -332,7 +332,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             os.environ.update(json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise KitError(
-                f"the job's secrets ({file}) were removed when it had ended; kit up brings them again"
+                f"the job's secrets ({file}) were removed when it had ended", cure="kit up brings them again"
             ) from None
     if inventory.snapshots.shared is None:  # else it is the user's, and may be a mount point
         snapshots_of(job).mkdir(mode=0o700, exist_ok=True)

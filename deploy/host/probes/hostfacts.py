@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform
@@ -53,6 +54,7 @@ def facts(
         "gpus": gpus(),
         "workdir": workdir,
         "workdir_problem": None,
+        "workdir_errno": "",
         "rsync": shutil.which("rsync") is not None,
         "boot_id": boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
@@ -66,6 +68,7 @@ def facts(
         found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
     except OSError as error:
         found["workdir_problem"] = "%s: %s" % (error.filename or workdir, error.strerror)
+        found["workdir_errno"] = errno.errorcode.get(error.errno or 0, "")
     return found
 
 

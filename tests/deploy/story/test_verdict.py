@@ -24,7 +24,7 @@ from nodekit.deploy.agent.ranks.failures import (
 )
 from nodekit.deploy.records.events import Event, parse_all
 from nodekit.deploy.screen.verdict_screen import screen, trace
-from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.story.causes import BY_SLURM_STATE, recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 CASES = sorted((RECORDED / "failures").glob("*.json"))
@@ -59,7 +59,13 @@ def recorded(case: dict[str, Any], *, ahead_s: Sequence[float] = (0.0, 0.0)) -> 
             for each in node["failures"]
         ]
         ranks = tuple(int(re.findall(r"\d+", log)[0]) for log in node["logs"])
-        told[name] = Told(state=node["state"], failures=tuple(failures), message=node["message"], ranks=ranks)
+        told[name] = Told(
+            state=node["state"],
+            failures=tuple(failures),
+            message=node["message"],
+            cause=node.get("cause", ""),
+            ranks=ranks,
+        )
     return told
 
 
@@ -399,7 +405,7 @@ def test_events_alone_tell_the_same_as_the_nodes() -> None:
         failed("gpu0", 0, 5.3, LOST),
         failed("gpu1", 1, 5.0, BOOM),
         event("agent-ended", "gpu1", 6.0, state="failed", message="crashed twice", no_progress=True),
-        event("agent-ended", "gpu0", 6.0, state="failed", message="another node ended the job"),
+        event("agent-ended", "gpu0", 6.0, state="failed", cause="ended-elsewhere"),
     ]
     found = verdict_of(events, max_restarts=0, state="failed", reason="x")
     assert found is not None
@@ -419,7 +425,10 @@ def test_a_node_that_never_came_back_into_sight_is_told_from_events() -> None:
 
 
 def test_what_slurm_decided_is_a_verdict_with_its_cure() -> None:
-    found = verdict_of(STARTED, max_restarts=0, state="failed", reason="Slurm ended the job: timeout")
+    known = dataclasses.asdict(BY_SLURM_STATE["TIMEOUT"])
+    found = verdict_of(
+        STARTED, max_restarts=0, state="failed", reason="Slurm ended the job: timeout", known=known
+    )
     assert found is not None
     assert (found.text, found.cause and found.cause.name) == ("Slurm ended the job: timeout", "time-limit")
 

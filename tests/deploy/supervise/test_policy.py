@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.story.causes import TOO_FEW_NODES
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.policy import (
     Action,
@@ -264,7 +265,7 @@ def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
     assert any("1 of at least 3 nodes are there" in text for text in said)
     assert any("with nodes: 1:4 in the inventory it goes on without" in text for text in said), said
     (finish,) = {each for each in story.sees(1300) if isinstance(each, Finish)}
-    assert finish == Finish("failed", "waited 600 s for enough nodes")
+    assert finish == Finish("failed", "waited 600 s for enough nodes", TOO_FEW_NODES)
 
 
 def test_it_never_gives_up_while_those_out_of_sight_may_be_training() -> None:
