@@ -28,7 +28,7 @@ from nodekit.deploy.lab import lab_disk, lab_needs, lab_network, lab_process, la
 from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.lab.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 
 T = TypeVar("T")
 
@@ -401,11 +401,13 @@ def _each(hosts: dict[str, LabHost], function: Callable[[LabHost], T]) -> dict[s
     """Call a function for all hosts in parallel; raises one error with every failed host's reason."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), 16)) as pool:
         futures = {name: pool.submit(function, host) for name, host in hosts.items()}
-    errors = {name: error for name, future in futures.items() if (error := future.exception())}
-    for error in errors.values():
-        if not isinstance(error, KitError):
+    errors: list[HostError] = []
+    for name, future in futures.items():
+        error = future.exception()
+        if isinstance(error, KitError):
+            errors.append(error if isinstance(error, HostError) else HostError(name, *error.problem))
+        elif error is not None:
             raise error
     if errors:
-        reasons = (str(e) if isinstance(e, HostError) else f"{name}: {e}" for name, e in errors.items())
-        raise KitError("\n".join(reasons)) from next(iter(errors.values()))
+        raise KitErrors(errors) from errors[0]
     return {name: future.result() for name, future in futures.items()}

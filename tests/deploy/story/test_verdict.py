@@ -24,7 +24,7 @@ from nodekit.deploy.agent.ranks.failures import (
 )
 from nodekit.deploy.records.events import Event, parse_all
 from nodekit.deploy.screen.verdict_screen import screen, trace
-from nodekit.deploy.story.causes import BY_SLURM_STATE, recognise
+from nodekit.deploy.story.causes import BY_SLURM_STATE, TOO_FEW_NODES, Cause, recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 CASES = sorted((RECORDED / "failures").glob("*.json"))
@@ -297,6 +297,22 @@ def test_a_crash_that_was_recovered_from_is_not_blamed_for_a_node_that_is_lost_l
     found = verdict(nodes, max_restarts=3)
     assert found.first is None
     assert found.text == "gpu1 was lost: its agent is gone without a word"
+
+
+def test_what_an_agent_says_of_its_own_end_is_the_cause_not_its_words() -> None:
+    events = [
+        *STARTED,
+        failed("gpu0", 0, 5.3, LOST),
+        event("agent-ended", "gpu0", 6.0, state="failed", cause="ended-elsewhere"),
+        event("agent-ended", "gpu1", 5.0, state="ended", message="no rank is started here", cure="make room"),
+    ]
+    found = verdict(told_in(events), max_restarts=1)
+    assert found.cause == Cause("node-unfit", "no rank is started here", "make room")
+    assert found.text == "gpu1 was lost: its agent could not go on"
+    alone = verdict({"gpu0": Told(state="failed", message="waited", cause="too-few-nodes")}, max_restarts=1)
+    assert alone.cause == TOO_FEW_NODES
+    older = verdict({"gpu0": Told(state="failed", message="waited 60 s for 2 nodes")}, max_restarts=1)
+    assert (older.text, older.cause) == ("gpu0: waited 60 s for 2 nodes", None)
 
 
 def test_of_a_lost_connection_it_is_told_to_which_node() -> None:
