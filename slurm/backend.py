@@ -19,7 +19,7 @@ from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
 from nodekit.deploy.screen.view import fits_screen
 from nodekit.deploy.story.status import Status, status_line
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory

@@ -321,13 +321,10 @@ class Agent:
             if descriptors.are_used_up(error):
                 raise
             text = f"what the ranks saved cannot be read ({error})"
-        if (
-            text
-        ):  # ranks without a file that others have would begin at another step, and save over what there is
-            raise Unfit(
-                f"{text}: no rank is started here until it can",
-                cure=f"mend or make room on the disk of {folder}",
-            )
+        # Ranks without a file that others have would begin at another step, and save over what there is.
+        if text:
+            cure = f"mend or make room on the disk of {folder}"
+            raise Unfit(f"{text}: no rank is started here until it can", cure=cure)
 
     # --- workers ---
 

@@ -36,7 +36,7 @@ from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.supervise import drain
 from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient
 from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory

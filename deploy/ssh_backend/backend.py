@@ -27,7 +27,7 @@ from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore

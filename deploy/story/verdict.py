@@ -21,7 +21,8 @@ from nodekit.deploy.agent.ranks.failures import (
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Outcome
 from nodekit.deploy.story.attempts import text_of
-from nodekit.deploy.story.causes import NODE_LOST, TOO_FEW_NODES, Cause, recognise
+from nodekit.deploy.story.cause import Cause
+from nodekit.deploy.story.causes import NODE_LOST, TOO_FEW_NODES, recognise
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
 _SUMMARY_WIDTH = 100

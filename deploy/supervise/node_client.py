@@ -18,7 +18,7 @@ from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer, of_node
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
-from nodekit.deploy.supervise.policy import State
+from nodekit.deploy.supervise.state import State
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.schema import Inventory

@@ -28,7 +28,21 @@ from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Observer, View
-from nodekit.deploy.supervise.policy import Action, Finish, NodeAction, Observation, Rules, State
+from nodekit.deploy.supervise.state import (
+    Action,
+    Drain,
+    Fence,
+    Finish,
+    Join,
+    NodeAction,
+    Notice,
+    Observation,
+    Rules,
+    SetVoters,
+    Start,
+    State,
+    Stop,
+)
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
@@ -209,10 +223,10 @@ class Supervisor:
 
     def _do(self, action: Action, state: State) -> None:
         _LOG.debug("generation %d: %s", state.generation, action)
-        if isinstance(action, policy.Notice):
+        if isinstance(action, Notice):
             self._view.say(action.text, is_event=True)
             self._note("said", text=action.text)
-        elif isinstance(action, policy.Start | policy.Join) and self._run.stopped_by:
+        elif isinstance(action, Start | Join) and self._run.stopped_by:
             pass
         elif not isinstance(action, Finish):
             self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
@@ -221,20 +235,20 @@ class Supervisor:
     def _attempt(self, action: NodeAction, state: State) -> None:
         try:
             match action:
-                case policy.Start(name, is_new):
+                case Start(name, is_new):
                     self._start(name, state, is_new)
-                case policy.Join(name):
+                case Join(name):
                     self._hands.call_in(name, state)
-                case policy.Fence(name, generation):
+                case Fence(name, generation):
                     self._hands.fence(name, generation)
-                case policy.SetVoters(name, electorate):
+                case SetVoters(name, electorate):
                     self._hands.grant(name, electorate)
-                case policy.Stop(name):
+                case Stop(name):
                     self._hands.stop(name)
-                case policy.Drain(name):
+                case Drain(name):
                     self._hands.stop(name, for_good=False)
         except KitError as error:
-            kind = "problem" if isinstance(action, policy.Start) else "refused"
+            kind = "problem" if isinstance(action, Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
             self._queue.put((action.node, kind, error))
 

@@ -24,7 +24,8 @@ from nodekit.deploy.agent.ranks.failures import (
 )
 from nodekit.deploy.records.events import Event, parse_all
 from nodekit.deploy.screen.verdict_screen import screen, trace
-from nodekit.deploy.story.causes import BY_SLURM_STATE, TOO_FEW_NODES, Cause, recognise
+from nodekit.deploy.story.cause import Cause
+from nodekit.deploy.story.causes import BY_SLURM_STATE, TOO_FEW_NODES, recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 CASES = sorted((RECORDED / "failures").glob("*.json"))

@@ -9,8 +9,9 @@ import pytest
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.story.causes import TOO_FEW_NODES
-from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.policy import (
+from nodekit.deploy.supervise.policy import begin, decide
+from nodekit.deploy.supervise.state import (
+    PAUSE_S,
     Action,
     Drain,
     Fence,
@@ -24,8 +25,6 @@ from nodekit.deploy.supervise.policy import (
     Start,
     State,
     Stop,
-    begin,
-    decide,
 )
 
 NODES = ("a", "b", "c", "d", "e")
@@ -438,7 +437,7 @@ def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
     for name in ("generation", "host", "port", "electorate", "granted", "next_generation", "called_off"):
         assert getattr(again, name) == getattr(story.state, name)
     assert (again.voters, again.forgot) == (frozenset(FOUR), frozenset("c"))
-    assert again.known["d"].paused_until - again.elapsed_s == policy.PAUSE_S
+    assert again.known["d"].paused_until - again.elapsed_s == PAUSE_S
     before = Story().all_run()
     fields = before.state.to_dict()
     before.all(600)
