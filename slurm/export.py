@@ -87,10 +87,8 @@ def script(
     asked = [line for line in lines if not _is_of(line, (*NODES, *GOES_ON, *OUTPUT))]
     names = inventory.job.secrets
     made = f"kit {metadata.version('nodekit')} on {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    secrets = f"""\
-#   secrets    none is in here, nor in the run's folder: before sbatch, which passes on the environment,
-#              export {" ".join(names)}
-"""
+    said = "none is in here, nor in the run's folder: before sbatch, which passes on the environment,"
+    secrets = f"#   secrets    {said}\n#              export {' '.join(names)}\n"
     srun = [
         "srun", "--unbuffered", "--output", f"{run_dir}/slurm/%j_%t_log.out",
         *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.allocation.sbatch_entry", run_dir,

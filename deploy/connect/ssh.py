@@ -52,7 +52,6 @@ def connect(
         HostError: with the address, the cause and the cure.
     """
     import fabric  # 0.15 s, and most commands never connect
-    import paramiko
 
     log = logging.getLogger("paramiko")
     if not log.handlers:  # or else it writes tracebacks to stderr; all it says is in our errors
@@ -78,6 +77,14 @@ def connect(
             cure="give it `ProxyJump none`",
         ) from None
     hops = _equip(connection, settings)
+    _open(connection, hops, target)
+    return SshConnection(target, connection, hops)
+
+
+def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
+    """Open a connection through its hops; HostError where that cannot be, and then all are closed."""
+    import paramiko
+
     try:
         connection.open()
     except paramiko.ChannelException as error:
@@ -96,7 +103,6 @@ def connect(
     except BaseException:
         _close_all(hops)
         raise
-    return SshConnection(target, connection, hops)
 
 
 def _equip(connection: Any, settings: Settings) -> list[Client]:

@@ -170,25 +170,11 @@ def explain(
         return Verdict("failed", text, no_progress, cause=cause, notes=(*notes[1:], *hints))
     attempts = {each.attempt for each in failures}
     which = f", in the last of {len(attempts)} attempts" if len(attempts) > 1 else ""
-    how = how_it_ended(first.exitcode)
     cause = recognise(first.error, first.exitcode, first.kernel)
     absent = [
         (rank, next((name for name, told in nodes.items() if rank in told.ranks), ""))
         for rank in (awaited(attempt) if is_bystander(first) else ())
     ]
-    if absent:
-        names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
-        them = "it" if len(absent) == 1 else "them"
-        text = f"{names} did not come, and the others gave up waiting for {them}{which}"
-    elif not is_bystander(first) or was_told(first):
-        word = "failed first" if first.world_size > 1 else "failed"
-        text = f"rank {first.rank} on {first.node} {word} ({how}){which}"
-    elif _WAITED.search(first.error):
-        text = f"the ranks waited for each other in vain; rank {first.rank} on {first.node} gave up first"
-        text += which
-    else:
-        text = f"the ranks lost each other; rank {first.rank} on {first.node} was the first to notice ({how})"
-        text += which
     num_well = sum(len(told.ended) for told in nodes.values() if told.attempt == first.attempt)
     if is_bystander(first):
         notes = [*_spoken_of(first, nodes), *hints, *notes]
@@ -196,7 +182,7 @@ def explain(
         notes = [*notes, "job.max_restarts is 0: a failed rank ends the job"]
     return Verdict(
         "failed",
-        text,
+        _who(first, absent) + which,
         no_progress,
         first=first,
         cause=cause,
@@ -204,6 +190,21 @@ def explain(
         awaited=tuple(absent),
         notes=(*_failed_too(first, attempt), *(each for each in notes if each)),
     )
+
+
+def _who(first: Failure, absent: Sequence[tuple[int, str]]) -> str:
+    """Who began it; `absent`: the ranks, each with its node, that did not come while all others waited."""
+    who, how = f"rank {first.rank} on {first.node}", how_it_ended(first.exitcode)
+    if absent:
+        names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
+        return (
+            f"{names} did not come, and the others gave up waiting for {'it' if len(absent) == 1 else 'them'}"
+        )
+    if not is_bystander(first) or was_told(first):
+        return f"{who} {'failed first' if first.world_size > 1 else 'failed'} ({how})"
+    if _WAITED.search(first.error):
+        return f"the ranks waited for each other in vain; {who} gave up first"
+    return f"the ranks lost each other; {who} was the first to notice ({how})"
 
 
 def _lost(name: str, told: Told) -> str:
