@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run, RunFolder
     from nodekit.deploy.story.status import Status
-    from nodekit.deploy.supervise.policy import Rules
+    from nodekit.deploy.supervise.state import Rules
     from nodekit.inventory.schema import Host, Inventory
 
 

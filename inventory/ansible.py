@@ -65,7 +65,7 @@ class _Tree:
             self.hosts.setdefault(name, {}).update(variables)
             self.where.setdefault(name, where)
             if len(self.hosts) > MAX_HOSTS:
-                raise InventoryError(f"{where}: found more than {MAX_HOSTS:,} hosts, wanted fewer")
+                raise InventoryError(f"{where}: found more than {MAX_HOSTS:,} hosts", wanted="fewer")
 
 
 def read(text: str, file: str, group: str | None = None) -> Imported:
@@ -76,7 +76,9 @@ def read(text: str, file: str, group: str | None = None) -> Imported:
     """
     if text.startswith("#!"):
         raise InventoryError(
-            f"{file}: found a script, wanted an inventory; run it yourself: {file} --list > hosts.json, and give that"
+            f"{file}: found a script",
+            wanted="an inventory",
+            cure=f"run it yourself: {file} --list > hosts.json, and give that",
         )
     tree = _yaml(text, file) if _is_yaml(text) else _ini(text, file)
     names = _members(tree, group, file)
@@ -88,7 +90,7 @@ def read(text: str, file: str, group: str | None = None) -> Imported:
             found.append(host)
     if not found:
         what = f"in the group {group}" if group else "in it"
-        raise InventoryError(f"{file}: found no host {what} that is reached over SSH, wanted one at least")
+        raise InventoryError(f"{file}: found no host {what} that is reached over SSH", wanted="one at least")
     return Imported(tuple(found), tuple(notes))
 
 
@@ -98,7 +100,7 @@ def _members(tree: _Tree, group: str | None, file: str) -> list[str]:
     assert group is not None
     if group not in tree.groups:
         there = ", ".join(sorted(name for name in tree.groups if name != "all")[:20]) or "none"
-        raise InventoryError(f"{file}: found no group {group[:80]!r}, wanted one of {there}")
+        raise InventoryError(f"{file}: found no group {group[:80]!r}", wanted=f"one of {there}")
     wanted: dict[str, None] = {}
     for name in _below(tree, group):
         wanted.update(tree.groups[name].hosts)
@@ -188,7 +190,7 @@ def expand(pattern: str, where: str) -> list[str]:
         found = [before + text + choice for before in found for choice in choices]
     left = re.sub(r"\[[^\[\]]+\]", "", pattern)
     if "[" in left or "]" in left:
-        raise InventoryError(f"{where}: found {pattern[:80]!r}, wanted brackets as in gpu[01:04]")
+        raise InventoryError(f"{where}: found {pattern[:80]!r}", wanted="brackets as in gpu[01:04]")
     return found
 
 
@@ -211,7 +213,7 @@ def _range(bracket: str, pattern: str, where: str) -> list[str]:
         if chosen:
             return list(chosen)
     raise InventoryError(
-        f"{where}: found [{bracket[:80]}] in {pattern[:80]!r}, wanted a range as in gpu[01:04]"
+        f"{where}: found [{bracket[:80]}] in {pattern[:80]!r}", wanted="a range as in gpu[01:04]"
     )
 
 
@@ -238,12 +240,12 @@ def _ini(text: str, file: str) -> _Tree:
         if header:
             section, kind = header.group(1), header.group(2) or "hosts"
             if kind not in ("hosts", "children", "vars"):
-                raise InventoryError(f"{where}: found [{section}:{kind}], wanted :children or :vars")
+                raise InventoryError(f"{where}: found [{section}:{kind}]", wanted=":children or :vars")
             tree.group(section)
         elif kind == "vars":
             name, equals, value = line.partition("=")
             if not equals:
-                raise InventoryError(f"{where}: found {line[:80]!r}, wanted a variable as name=value")
+                raise InventoryError(f"{where}: found {line[:80]!r}", wanted="a variable as name=value")
             if name.strip() in _WANTED:
                 words = _words(value.strip(), where)
                 tree.group(section).variables[name.strip()] = (" ".join(words), where)
@@ -259,7 +261,7 @@ def _ini(text: str, file: str) -> _Tree:
             for word in words[1:]:
                 name, equals, value = word.partition("=")
                 if not equals:
-                    raise InventoryError(f"{where}: found {word[:80]!r}, wanted variables as name=value")
+                    raise InventoryError(f"{where}: found {word[:80]!r}", wanted="variables as name=value")
                 if name in _WANTED:
                     variables[name] = (value.strip("'\""), where)
             tree.add(section, words[0], variables, where)
@@ -271,7 +273,9 @@ def _words(line: str, where: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise InventoryError(f"{where}: found {line[:80]!r}, wanted its quotes closed ({error})") from error
+        raise InventoryError(
+            f"{where}: found {line[:80]!r}", wanted=f"its quotes closed ({error})"
+        ) from error
 
 
 # --- YAML, and the JSON of ansible-inventory ----------------------------------------------------------------
@@ -296,7 +300,7 @@ def _yaml(text: str, file: str) -> _Tree:
     except NotYamlError as error:
         raise InventoryError(f"{file}:{error.line}: {error}") from error
     if not isinstance(document.data, dict):
-        raise InventoryError(f"{file}:1: found no groups, wanted them as in `all: {{hosts: {{gpu1: }}}}`")
+        raise InventoryError(f"{file}:1: found no groups", wanted="them as in `all: {hosts: {gpu1: }}`")
     tree = _Tree()
     for problem in document.problems:  # not those of values that we do not read, as a password's !vault
         if problem.at_key or (problem.path[-1:] and problem.path[-1] in _WANTED):
@@ -327,8 +331,10 @@ def _yaml_group(tree: _Tree, path: tuple[str, ...], body: object, where: object,
     if isinstance(body, list):
         body = {"hosts": body}
     if not isinstance(body, dict) or depth > _MAX_DEPTH:
-        raise InventoryError(f"{where(*path)}: found a group {name[:80]!r} without hosts:, children: or vars:, "
-                             "wanted at least one of them")  # fmt: skip
+        raise InventoryError(
+            f"{where(*path)}: found a group {name[:80]!r} without hosts:, children: or vars:",
+            wanted="at least one of them",
+        )
     group.variables.update(_variables(body.get("vars"), where(*path, "vars")))
     for host, values in _entries(body.get("hosts"), where(*path, "hosts")):
         at = where(*path, "hosts", host)
@@ -350,7 +356,7 @@ def _entries(found: object, where: str) -> Iterator[tuple[str, object]]:
     elif isinstance(found, str):
         yield found, None
     elif found is not None:
-        raise InventoryError(f"{where}: found {str(found)[:80]!r}, wanted names with a ':' after each")
+        raise InventoryError(f"{where}: found {str(found)[:80]!r}", wanted="names with a ':' after each")
 
 
 def _variables(found: object, where: str) -> Variables:

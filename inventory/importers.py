@@ -54,21 +54,21 @@ def checked_host(name: str, where: str) -> str:
         InventoryError: it is invalid, such as ``-oProxyCommand=…``.
     """
     if not hostlists.is_name(name):
-        raise InventoryError(f"{where}: found {name[:80]!r}, wanted a host's name or address")
+        raise InventoryError(f"{where}: found {name[:80]!r}", wanted="a host's name or address")
     return name
 
 
 def checked_user(user: str, where: str) -> str:
     """Return a user's name if it is valid."""
     if not _USER.fullmatch(user) or not user.isprintable():
-        raise InventoryError(f"{where}: found the user {user[:80]!r}, wanted a name without spaces")
+        raise InventoryError(f"{where}: found the user {user[:80]!r}", wanted="a name without spaces")
     return user
 
 
 def checked_port(port: str, where: str) -> int:
     """Return a port if it is valid."""
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise InventoryError(f"{where}: found the port {port[:80]!r}, wanted 1 to 65535")
+        raise InventoryError(f"{where}: found the port {port[:80]!r}", wanted="1 to 65535")
     return int(port)
 
 
@@ -89,7 +89,7 @@ def from_arguments(arguments: Sequence[str]) -> Imported:
             if at:
                 checked_user(user, f"{argument[:80]!r}")
             if name in found and found[name] != host:
-                raise InventoryError(f"{argument[:80]!r}: {name} is there twice, wanted it once")
+                raise InventoryError(f"{argument[:80]!r}: {name} is there twice", wanted="it once")
             found[name] = host
     return Imported(tuple(found.values()))
 
@@ -137,7 +137,7 @@ def hostfile(text: str, file: str) -> Imported:
                 host = replace(again, slots=(again.slots or 1) + (host.slots or 1))
             found[host.name] = host
     if not found:
-        raise InventoryError(f"{file}: found no host, wanted lines as `gpu1 slots=8` or `gpu1:8`")
+        raise InventoryError(f"{file}: found no host", wanted="lines as `gpu1 slots=8` or `gpu1:8`")
     return Imported(tuple(found.values()))
 
 
@@ -151,10 +151,10 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
     words = re.sub(r"\s*=\s*", "=", entry).split()
     place, *settings = words
     if "=" in place:
-        raise InventoryError(f"{where}: found {entry[:80]!r}, wanted a host first, as `gpu1 slots=8`")
+        raise InventoryError(f"{where}: found {entry[:80]!r}", wanted="a host first, as `gpu1 slots=8`")
     if place[0] in "^+":
         raise InventoryError(
-            f"{where}: found {place[:80]!r}, wanted a host's name: it names others than itself"
+            f"{where}: found {place[:80]!r}", wanted="a host's name: it names others than itself"
         )
     user, at, place = place.rpartition("@")
     name, slots = _split_count(place)
@@ -165,11 +165,11 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
         if not equals and key.isdigit():  # LSF's and some DeepSpeed users' `gpu1 8`
             key, value = "slots", key
         elif not equals or not key.isidentifier():  # the second is a rankfile's: rank 0=gpu1 slot=1
-            raise InventoryError(f"{where}: found {setting[:80]!r}, wanted settings as slots=8")
+            raise InventoryError(f"{where}: found {setting[:80]!r}", wanted="settings as slots=8")
         values[key] = value
     written = values.get("slots", values.get("cpu", values.get("count", slots)))
     if written is not None and not re.fullmatch(r"[0-9]{1,6}", written):
-        raise InventoryError(f"{where}: found slots={written[:80]!r}, wanted a number")
+        raise InventoryError(f"{where}: found slots={written[:80]!r}", wanted="a number")
     user = values.get("user", values.get("username", user))
     port = values.get("port")
     most = values.get("max_slots", "")
@@ -227,7 +227,7 @@ def ssh_config(text: str, file: str) -> Imported:
         else:
             hosts.append(FoundHost(name=alias, where=file, note=_hostname_note(alias, settings)))
     if not hosts:
-        raise InventoryError(f"{file}: found no host, wanted lines as `Host gpu1` (patterns name none)")
+        raise InventoryError(f"{file}: found no host", wanted="lines as `Host gpu1` (patterns name none)")
     return Imported(tuple(hosts), tuple(notes))
 
 

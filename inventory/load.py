@@ -60,7 +60,7 @@ def example_names() -> tuple[str, ...]:
 def example_path(name: str) -> Path:
     """Return the file of an inventory that comes with kit: `local`, `lab` or `slurm`."""
     if name not in example_names():
-        raise InventoryError(f"{name}: no such example, wanted one of {', '.join(example_names())}")
+        raise InventoryError(f"{name}: no such example", wanted=f"one of {', '.join(example_names())}")
     return _FOLDER / f"{name}.yaml"
 
 
@@ -85,14 +85,16 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
-        raise InventoryError(f"{path}: no such file; {_what_there_is(path.parent)}") from None
+        raise InventoryError(f"{path}: no such file", cure=_what_there_is(path.parent)) from None
     except IsADirectoryError:
-        raise InventoryError(f"{path}: found a folder, wanted a file; {_what_there_is(path)}") from None
+        raise InventoryError(f"{path}: found a folder", wanted="a file", cure=_what_there_is(path)) from None
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             line = error.object.count(b"\n", 0, error.start) + 1
             byte = error.object[error.start]
-            raise InventoryError(f"{path}:{line}: found the byte 0x{byte:02x}, wanted UTF-8 text") from error
+            raise InventoryError(
+                f"{path}:{line}: found the byte 0x{byte:02x}", wanted="UTF-8 text"
+            ) from error
         raise InventoryError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error

@@ -48,7 +48,7 @@ def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[Node
                 found.setdefault(partition, {}).setdefault(kind, []).append(is_usable)
     if not found:
         raise KitError(
-            "scontrol show nodes: found no node in a partition, wanted lines as `NodeName=gpu01 …`"
+            "scontrol show nodes: found no node in a partition", wanted="lines as `NodeName=gpu01 …`"
         )
     return {
         name: tuple(

@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import KitError, Problem
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.jobs import ENDED, Slurm
 
@@ -87,8 +87,8 @@ def parse_usage(text: str) -> Usage | None:
     )
 
 
-def account_problem(slurm: Slurm, settings: SlurmSettings) -> str:
-    """What is wrong with the account or quality of service asked for; "" if nothing, or no accounts are kept."""
+def account_problem(slurm: Slurm, settings: SlurmSettings) -> Problem | None:
+    """What is wrong with the account or quality of service asked for; None if nothing, or no accounts are kept."""
     for kind, asked, column in (("account", settings.account, "account"), ("qos", settings.qos, "name")):
         if asked is None:
             continue
@@ -96,10 +96,10 @@ def account_problem(slurm: Slurm, settings: SlurmSettings) -> str:
         there = [name for name in (told or "").split("\n") if name]
         # Slurm keeps them in small letters, and sbatch takes either.
         if there and asked.lower() not in (name.lower() for name in there):
-            return (
-                f"slurm.{kind}: found '{asked}', wanted one of {', '.join(there)} (see sacctmgr show {kind})"
+            return Problem(
+                f"slurm.{kind}: found '{asked}'", f"one of {', '.join(there)} (see sacctmgr show {kind})"
             )
-    return ""
+    return None
 
 
 def _ask(slurm: Slurm, *argv: str) -> str | None:

@@ -19,7 +19,7 @@ from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
 from nodekit.deploy.screen.view import fits_screen
 from nodekit.deploy.story.status import Status, status_line
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
@@ -47,8 +47,9 @@ class SlurmBackend:
                 )
             if options.detach:
                 raise KitError(
-                    f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this machine; "
-                    "leave out -d (kit up attaches to the job later, too)"
+                    f"{inventory.path}: --metrics-port with -d: under Slurm nothing of kit stays on this "
+                    "machine",
+                    cure="leave out -d (kit up attaches to the job later, too)",
                 )
             metrics_port.check(options.metrics)
         if is_sweep:
@@ -131,8 +132,11 @@ class SlurmBackend:
             KitError: always.
         """
         raise KitError(
-            f"{run.run_id} is Slurm's: scontrol update nodename={node} state=drain takes the node away after "
-            "the job; slurm.nodes says how many the job takes"
+            f"{run.run_id} is Slurm's",
+            cure=(
+                f"scontrol update nodename={node} state=drain takes the node away after the job; "
+                "slurm.nodes says how many the job takes"
+            ),
         )
 
     def down(

@@ -35,12 +35,13 @@ def export(options: Options, output: Path | None) -> int:
     inventory = load_inventory(options.inventory)
     if inventory.slurm is None:
         raise KitError(
-            f"{inventory.path}: found hosts, wanted slurm for sbatch; "
-            "for hosts there is --to shell, hostfile, ansible, accelerate, deepspeed or compose"
+            f"{inventory.path}: found hosts",
+            wanted="slurm for sbatch",
+            cure="for hosts there is --to shell, hostfile, ansible, accelerate, deepspeed or compose",
         )
     if inventory.slurm.array:
         raise KitError(
-            "slurm.array: a script is for one run; take it out, or use kit up, which submits arrays"
+            "slurm.array: a script is for one run", cure="take it out, or use kit up, which submits arrays"
         )
     options = dataclasses.replace(options, quiet=output is None)
     run_id = runs.new_id(inventory.name)
@@ -86,10 +87,8 @@ def script(
     asked = [line for line in lines if not _is_of(line, (*NODES, *GOES_ON, *OUTPUT))]
     names = inventory.job.secrets
     made = f"kit {metadata.version('nodekit')} on {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    secrets = f"""\
-#   secrets    none is in here, nor in the run's folder: before sbatch, which passes on the environment,
-#              export {" ".join(names)}
-"""
+    said = "none is in here, nor in the run's folder: before sbatch, which passes on the environment,"
+    secrets = f"#   secrets    {said}\n#              export {' '.join(names)}\n"
     srun = [
         "srun", "--unbuffered", "--output", f"{run_dir}/slurm/%j_%t_log.out",
         *parameters["srun_args"], python, "-u", "-m", "nodekit.slurm.allocation.sbatch_entry", run_dir,

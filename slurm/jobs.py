@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.connect.link import Link, RemoteError
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import KitError, Problem
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.login import execute
 
@@ -66,8 +66,8 @@ class Slurm:
         except RemoteError as error:
             if error.type == "FileNotFoundError":
                 raise KitError(
-                    f"{self._link.host}: no {argv[0]} there: is it a login node of a Slurm cluster? "
-                    "From elsewhere, name one as slurm.login"
+                    f"{self._link.host}: no {argv[0]} there",
+                    cure="is it a login node of a Slurm cluster? From elsewhere, name one as slurm.login",
                 ) from error
             raise
         return done["status"], done["out"], done["err"]
@@ -177,25 +177,26 @@ def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict
     absent: Sequence[str] = [each for each in names if each not in there]
     if absent or not names:
         raise KitError(
-            f"slurm.partition: found {', '.join(absent)!r}, wanted one of {', '.join(there)} (see sinfo)"
+            f"slurm.partition: found {', '.join(absent)!r}", wanted=f"one of {', '.join(there)} (see sinfo)"
         )
     return there[names[0]]
 
 
-def beyond_limits(settings: SlurmSettings, time_min: int, partition: dict[str, str]) -> str:
-    """What is asked for that the partition never gives; "" if nothing.
+def beyond_limits(settings: SlurmSettings, time_min: int, partition: dict[str, str]) -> Problem | None:
+    """What is asked for that the partition never gives; None if nothing.
 
     Slurm would take such a job and let it wait for ever, where EnforcePartLimits is not set (the default). A quality
     of service may allow more, and of several partitions another one: then nothing is said here.
     """
     if settings.qos or "," in (settings.partition or ""):
-        return ""
+        return None
     name, nodes = partition.get("PartitionName", ""), settings.nodes.max
     longest = minutes(partition.get("MaxTime", ""))
     if longest is not None and time_min > longest:
-        return (
+        return Problem(
             f"slurm.time: found {time_min} minutes, and partition {name} allows at most {longest} "
-            f"({partition['MaxTime']}); ask for less, or name another slurm.partition"
+            f"({partition['MaxTime']})",
+            cure="ask for less, or name another slurm.partition",
         )
     for key, is_wrong, word in (
         ("MaxNodes", nodes.__gt__, "at most"),
@@ -205,8 +206,8 @@ def beyond_limits(settings: SlurmSettings, time_min: int, partition: dict[str, s
         limit = partition.get(key, "")
         if limit.isdecimal() and is_wrong(int(limit)):
             says = f"has {limit}" if word == "has" else f"gives {word} {limit} to a job"
-            return (
-                f"slurm.nodes: found {nodes}, and partition {name} {says}; "
-                "ask for as many, or name another slurm.partition"
+            return Problem(
+                f"slurm.nodes: found {nodes}, and partition {name} {says}",
+                cure="ask for as many, or name another slurm.partition",
             )
-    return ""
+    return None

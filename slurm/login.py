@@ -82,7 +82,8 @@ def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) ->
     done = execute(link, "rm", "-f", "--", *files)
     if done["status"]:
         raise KitError(
-            f"{link.host}: secrets of a job that is over are still there: {done['err'].strip()}; remove them by hand"
+            f"{link.host}: secrets of a job that is over are still there: {done['err'].strip()}",
+            cure="remove them by hand",
         )
 
 

@@ -28,7 +28,7 @@ from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
-from nodekit.inventory.schema import Inventory, SlurmSettings
+from nodekit.inventory.schema import Environment, Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
 from nodekit.slurm.login import (
@@ -86,76 +86,89 @@ def prepare(
         link = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
     if inventory.environment is not None:
-        from nodekit.deploy.environment import environment  # most inventories have none
-
-        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
-            # Once, in the folder that the nodes share.
-            limit_s, login_node = inventory.timings.environment, host_of(inventory)
-            entered = environment.enter(
-                {LOGIN: link}, [login_node], inventory.environment, timeout_s=limit_s, progress=progress
-            )
-            said.append(entered.line())
-    package, token = sync.package(), token_hex(4)
+        _enter_environment(link, inventory, inventory.environment, options, phases)
+    private = {RANKS: secrets, NOTIFY: notify_secrets or {}}
     with phases.phase("check") as said:
-        found = link.call(
-            "hostfacts.facts",
-            timeout_s=LOGIN_TIMEOUT_S,
-            workdir=settings.shared_dir,
-            kit_digest=package.digest,
-            modules=NEEDED_MODULES,
-            files=script.hosts_own(argv),
-        )
-        _check_host(link, found, inventory)
-        argv = plan.argv_of(inventory, options.command, found["files"])
-        shared_dir = str(found["workdir"])
-        run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
-        partition = choose_partition(settings.partition, Slurm(link).partitions())
-        minutes = time_limit(settings.time_min, partition)
-        problem = beyond_limits(settings, minutes, partition) or account_problem(Slurm(link), settings)
-        if problem:
-            raise KitError(problem)
-        sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
-        ready = Ready(
-            link=link,
-            python=found["executable"],
-            shared_dir=shared_dir,
-            kit_dir=kit_dir,
-            run_dir=run_dir,
-            parameters=parameters(
-                inventory,
-                name=run_id,
-                run_dir=run_dir,
-                python=found["executable"],
-                kit_dir=kit_dir,
-                minutes=minutes,
-            ),
-            settings=settings,
-            private={
-                f"{kind}-{token}.json": values
-                for kind, values in ((RANKS, secrets), (NOTIFY, notify_secrets))
-                if values
-            },
-            code_digest=tree.digest,
-        )
-        ready.ask()
-        said.append(
-            f"torch {found['torch']}; {count(settings.nodes.max, 'node')} of {partition['PartitionName']}"
-        )
+        ready, argv = _checked(link, inventory, argv, run_id, private, options, said)
     with phases.phase("shared") as said:
-        problem = _not_shared(link, shared_dir, settings)
+        problem = _not_shared(link, ready.shared_dir, settings)
         said.append("not tried" if problem else "a node sees the same folder")
     if problem:
         warn(f"warning: {problem}")
     with phases.phase("sync") as said:
-        target = sync.code_target(link, tree, workdir=shared_dir, dest=f"{run_dir}/code")
+        target = sync.code_target(link, tree, workdir=ready.shared_dir, dest=f"{ready.run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.finish_caching({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         left_out = leftout.find(tree, argv)
         said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
-    ready = dataclasses.replace(ready, left_out=left_out.to_dict())
+    ready = dataclasses.replace(ready, code_digest=tree.digest, left_out=left_out.to_dict())
     if problem := _script_problem(ready, inventory, argv):
         warn(f"warning: {problem}")
     return ready
+
+
+def _enter_environment(
+    link: Link, inventory: Inventory, asked: Environment, options: Options, phases: Phases
+) -> None:
+    """Have the link answer by the inventory's environment; it is made once, in the folder that the nodes share."""
+    from nodekit.deploy.environment import environment  # most inventories have none
+
+    limit_s, login_node = inventory.timings.environment, host_of(inventory)
+    with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+        entered = environment.enter({LOGIN: link}, [login_node], asked, timeout_s=limit_s, progress=progress)
+        said.append(entered.line())
+
+
+def _checked(
+    link: Link,
+    inventory: Inventory,
+    argv: Sequence[str],
+    run_id: str,
+    private: Mapping[str, Mapping[str, str]],
+    options: Options,
+    said: list[str],
+) -> tuple[Ready, tuple[str, ...]]:
+    """Look at the login node and ask Slurm; what is ready without the code, and the command as the nodes run it.
+
+    Raises:
+        KitError: what is wrong.
+    """
+    settings = settings_of(inventory)
+    package, token = sync.package(), token_hex(4)
+    found = link.call(
+        "hostfacts.facts",
+        timeout_s=LOGIN_TIMEOUT_S,
+        workdir=settings.shared_dir,
+        kit_digest=package.digest,
+        modules=NEEDED_MODULES,
+        files=script.hosts_own(argv),
+    )
+    _check_host(link, found, inventory)
+    argv = plan.argv_of(inventory, options.command, found["files"])
+    shared_dir, python = str(found["workdir"]), str(found["executable"])
+    run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
+    partition = choose_partition(settings.partition, Slurm(link).partitions())
+    minutes = time_limit(settings.time_min, partition)
+    if problem := beyond_limits(settings, minutes, partition) or account_problem(Slurm(link), settings):
+        raise KitError(*problem)
+    sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
+    ready = Ready(
+        link=link,
+        python=python,
+        shared_dir=shared_dir,
+        kit_dir=kit_dir,
+        run_dir=run_dir,
+        parameters=parameters(
+            inventory, name=run_id, run_dir=run_dir, python=python, kit_dir=kit_dir, minutes=minutes
+        ),
+        settings=settings,
+        private={f"{kind}-{token}.json": values for kind, values in private.items() if values},
+    )
+    ready.ask()
+    said.append(
+        f"torch {found['torch']}; {count(settings.nodes.max, 'node')} of {partition['PartitionName']}"
+    )
+    return ready, argv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +186,7 @@ class Ready:
     private: Mapping[str, Mapping[str, str]] = field(repr=False)
     """File in a run's folder slurm/ → secrets. Each submission has names of its own: who removes those of a job that is
     over cannot hit those of the next one."""
-    code_digest: str
+    code_digest: str = ""
     left_out: Mapping[str, list[str]] = field(default_factory=dict)
     """What of the code's folder was not sent."""
 
@@ -245,19 +258,26 @@ def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> N
     gone = [name for name, kind in found["files"].items() if not kind]
     if gone and not (inventory.slurm and (inventory.slurm.setup or inventory.slurm.srun_args)):
         raise KitError(
-            f"{link.host}: no {gone[0]}, which the command runs; install it or lay it where the login node and the "
-            "nodes have it, or into the folder that is synced (job.code)"
+            f"{link.host}: no {gone[0]}, which the command runs",
+            cure=(
+                "install it or lay it where the login node and the nodes have it, or into the folder that "
+                "is synced (job.code)"
+            ),
         )
     absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
     if absent and inventory.environment is not None:
         raise KitError(
-            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on Slurm's nodes; "
-            "add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names"
+            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on "
+            "Slurm's nodes",
+            cure="add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names",
         )
     if absent:
         raise KitError(
-            f"{link.host}: {python} lacks {', '.join(absent)}; {python} -m pip install 'nodekit[slurm,train]', "
-            "or set `python:` to an interpreter that the login node and the nodes share"
+            f"{link.host}: {python} lacks {', '.join(absent)}",
+            cure=(
+                f"{python} -m pip install 'nodekit[slurm,train]', or set `python:` to an interpreter that "
+                "the login node and the nodes share"
+            ),
         )
 
 
@@ -283,7 +303,8 @@ def _not_shared(link: Link, shared_dir: str, settings: SlurmSettings) -> str:
     if "No such file" in err or (status == 0 and out.strip() != word):
         raise KitError(
             f"slurm.shared_dir: {shared_dir} on the nodes is not the folder that the login node has "
-            f"({err.strip().splitlines()[0] if err.strip() else 'its file is another'}); name one that they share"
+            f"({err.strip().splitlines()[0] if err.strip() else 'its file is another'})",
+            cure="name one that they share",
         )
     return "no idle node to try whether slurm.shared_dir is shared"
 
@@ -314,8 +335,11 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
     if ready.settings.setup or ready.settings.srun_args:
         return f"{told}: fine if slurm.setup or slurm.srun_args bring it on the nodes"
     raise KitError(
-        f"{told}: install what is missing into that python, add it to the code that is synced (job.code), "
-        "or set `python:` to an interpreter that has it"
+        told,
+        cure=(
+            "install what is missing into that python, add it to the code that is synced (job.code), "
+            "or set `python:` to an interpreter that has it"
+        ),
     )
 
 

@@ -19,7 +19,6 @@ from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.output.terminal import shown_path
 from nodekit.deploy.records import fetchlogs, runs, secret_files
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.story.causes import recognise
 from nodekit.deploy.supervise.node_client import secrets_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, restore
@@ -83,7 +82,8 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
         run.slurm = {**slurm, "private": " ".join(ready.private)}
         run.left_out = dict(ready.left_out)
-        run.state, run.started, run.ended, run.verdict = "running", time.time(), None, ""
+        run.state, run.started, run.ended = "running", time.time(), None
+        run.verdict, run.cause = "", {}
     run.say_stop("")
 
 
@@ -197,8 +197,12 @@ def conclude(run: Run, link: Link, job: Job) -> int:
         print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
     elif not is_told:
         folder = f"{run.slurm['run_dir']}/slurm"
-        known = recognise(run.verdict, 0)
-        why = f"  cause                 {known.what}\n  cure                  {known.cure}\n" if known else ""
+        known = run.cause
+        why = (
+            f"  cause                 {known['what']}\n  cure                  {known['cure']}\n"
+            if known
+            else ""
+        )
         print(
             f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
             f"  what its tasks said   {link.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
@@ -233,7 +237,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         run.say_stop(by)
         if not _cancel(slurm, job_id):
             raise KitError(
-                f"job {job_id} is still there {STOP_S:.0f} s after scancel; see squeue --job {job_id}"
+                f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
             )
         forget_secrets(run, link)
         run.finish_stopped()

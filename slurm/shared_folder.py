@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nodekit.deploy.connect.link import Link
@@ -16,6 +17,7 @@ from nodekit.deploy.records import events, fetchlogs, runs
 from nodekit.deploy.records.events import of_node
 from nodekit.deploy.records.fetchlogs import Fetched
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.causes import BY_SLURM_STATE
 from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.slurm.accounts import usage
@@ -67,7 +69,7 @@ def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     if record is not None and result and is_last and record.state in runs.ENDED:
         by = run.stopped_by or "scancel"
         is_cancelled = job.state == "CANCELLED" and record.state == "stopped"
-        run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict)
+        run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict, record.cause)
         return int(result["exit"]), True
     used = usage(Slurm(link), run.slurm["job_id"])
     state = job.state or (used.state if used else "")
@@ -75,7 +77,9 @@ def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
         return runs.STOPPED_EXIT, True
     why = f" ({job.reason})" if job.reason else ""
-    run.finish("failed", f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}")
+    known = BY_SLURM_STATE.get(state)
+    text = f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}"
+    run.finish("failed", text, asdict(known) if known else None)
     return JobFailed.exit_code, False
 
 

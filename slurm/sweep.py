@@ -56,7 +56,9 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
     """
     if sweep and array:
         raise KitError(
-            "found --sweep and slurm.array, wanted one of them: take slurm.array out of the inventory"
+            "found --sweep and slurm.array",
+            wanted="one of them",
+            cure="take slurm.array out of the inventory",
         )
     if array:
         name = "SLURM_ARRAY_TASK_ID"
@@ -69,7 +71,7 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
         listed = values.split(",")
         if not key or "" in listed or options[key] or len(set(listed)) < len(listed):
             raise KitError(
-                f"--sweep: found '{each}', wanted an option and its values, once each, as lr=1e-3,3e-4"
+                f"--sweep: found '{each}'", wanted="an option and its values, once each, as lr=1e-3,3e-4"
             )
         options[key] = listed
     found = []
@@ -99,7 +101,7 @@ def up(inventory: Inventory, options: Options) -> int:
             _look(live, options.ssh)
             live = _live(live)
         if live and (options.new or not same):
-            raise KitError(f"{sweep_id} of this inventory is not over; kit down {sweep_id} stops it")
+            raise KitError(f"{sweep_id} of this inventory is not over", cure=f"kit down {sweep_id} stops it")
         if not live:
             if options.new or not same or all(run.state == "succeeded" for run in members):
                 sweep_id, members = runs.new_id(inventory.name), []
@@ -246,7 +248,8 @@ def _stop(link: Link, members: list[Run], by: str) -> None:
         if time.monotonic() > deadline:
             jobs = ",".join(_arrays(live))
             raise KitError(
-                f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel; see squeue --job {jobs}"
+                f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel",
+                cure=f"see squeue --job {jobs}",
             )
         time.sleep(runner.POLL_S)
     _record_ends(link, live, _jobs(slurm, live))

@@ -443,6 +443,7 @@ def record(name: str, folder: Path, small: Path, cgroup: Path) -> None:
         nodes[node] = {
             "state": status["state"],
             "message": as_kept(status.get("message") or ""),
+            "cause": status.get("cause") or "",
             "failures": [
                 {**each, "log": as_kept(each["log"]), "error": as_kept(each["error"])}
                 for each in status["failures"]

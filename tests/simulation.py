@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.agent.quorum import Voters, newest
-from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.policy import (
+from nodekit.deploy.supervise.policy import begin, decide
+from nodekit.deploy.supervise.state import (
+    Action,
     Drain,
     Fence,
     Finish,
@@ -35,8 +36,6 @@ from nodekit.deploy.supervise.policy import (
     Start,
     State,
     Stop,
-    begin,
-    decide,
 )
 
 TICK_S = 0.2
@@ -619,7 +618,7 @@ class Simulation:
             self.supervisor = Supervisor(state, self.names, self.now, self.random.uniform(-1e6, 1e6))
             self.at(self.now, self.decide)
 
-    def act(self, state: State, action: policy.Action) -> None:
+    def act(self, state: State, action: Action) -> None:
         self.log(f"    {action}")
         self.counts[type(action).__name__] += 1
         if isinstance(action, Start | Join):
@@ -648,7 +647,7 @@ class Simulation:
             if electorate.generation != state.generation or len(electorate.nodes) > self.rules.max_nodes:
                 self.broken(f"{electorate} in generation {state.generation}")
 
-    def check_action(self, supervisor: Supervisor, action: policy.Action) -> None:
+    def check_action(self, supervisor: Supervisor, action: Action) -> None:
         state = supervisor.state
         if isinstance(action, Finish):
             is_right = action.outcome in self.ended_states or "waited" in action.text
@@ -691,7 +690,7 @@ class Simulation:
             return True
         return not reachable and self.now - group.progress_since > STEADY_S
 
-    def check_rates(self, action: policy.Action) -> None:
+    def check_rates(self, action: Action) -> None:
         """Budgets: starts per node, sayings and actions per minute."""
         self.recent.append((self.now, isinstance(action, Notice)))
         self.recent_says += isinstance(action, Notice)

@@ -41,7 +41,9 @@ from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.host import ports
-from nodekit.deploy.host.schema import Finished
+from nodekit.deploy.host.errors import cure_of
+from nodekit.deploy.host.schema import EndCause, Finished
+from nodekit.inventory.errors import KitError
 
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
@@ -55,13 +57,13 @@ _LOOK_S = 0.5
 _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 
 
-class Unfit(Exception):
+class Unfit(KitError):
     """This node cannot take part now; others may go on without it, and it is tried again."""
 
 
 def _unfit(text: str, error: OSError) -> Exception:
     """What is raised of an error of this node's: itself, where it will pass."""
-    return error if descriptors.are_used_up(error) else Unfit(text)
+    return error if descriptors.are_used_up(error) else Unfit(text, cure=cure_of(error))
 
 
 Why = Literal["done", "failed", "again"]
@@ -125,7 +127,7 @@ class Agent:
                 following = functools.partial(self._wait_orphaned, error)
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL:
-                    raise Unfit(str(error)) from error
+                    raise Unfit(str(error), cure=cure_of(error)) from error
                 if not descriptors.are_used_up(error):
                     raise
                 lacking = error  # and then once more
@@ -165,9 +167,10 @@ class Agent:
         except (RendezvousClosedError, RendezvousGracefulExitError):
             if rendezvous.outcome == "succeeded":
                 return self._end("succeeded", "the others had trained to the end")
-            return self._end("failed", "another node ended the job")
+            return self._end("failed", "another node ended the job", "ended-elsewhere")
         except RendezvousTimeoutError:
-            return self._end("failed", f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes")
+            text = f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes"
+            return self._end("failed", text, "too-few-nodes")
         finally:
             self._is_meeting = False
         names = formed.names
@@ -239,8 +242,9 @@ class Agent:
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
-        self._record.event("store-lost", why=why)
-        if isinstance(lost.__cause__, Forged):
+        is_forged = isinstance(lost.__cause__, Forged)
+        self._record.event("store-lost", why=why, **({"forged": True} if is_forged else {}))
+        if is_forged:
             self._record.update(notice=f"{self._spec.name}: {why}")
         self._is_orphan = True
         if self._spec.is_host:
@@ -317,12 +321,10 @@ class Agent:
             if descriptors.are_used_up(error):
                 raise
             text = f"what the ranks saved cannot be read ({error})"
-        if (
-            text
-        ):  # ranks without a file that others have would begin at another step, and save over what there is
-            raise Unfit(
-                f"{text}: no rank is started here until it can; mend or make room on the disk of {folder}"
-            )
+        # Ranks without a file that others have would begin at another step, and save over what there is.
+        if text:
+            cure = f"mend or make room on the disk of {folder}"
+            raise Unfit(f"{text}: no rank is started here until it can", cure=cure)
 
     # --- workers ---
 
@@ -401,9 +403,11 @@ class Agent:
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
-        if own and (reason := self._budget.crashed(min(own, key=lambda each: each["when"]))):
-            self._failed_as = reason
-            return "failed"
+        if own:
+            reason = self._budget.crashed(min(own, key=lambda each: each["when"]))
+            if reason is not None:
+                self._failed_as = reason
+                return "failed"
         return self._again_or_give_up()
 
     def _again_or_give_up(self) -> Why:
@@ -450,12 +454,13 @@ class Agent:
                 time.sleep(_POLL_S)
         return "done"
 
-    def _end(self, state: Finished, message: str) -> int:
+    def _end(self, state: Finished, message: str, cause: EndCause = "") -> int:
         self._attempts.end(0, message or state)
         fruitless = self._budget.was_restarted or self._budget.is_fruitless
         self._record.end(
             state,
-            message="" if message == "crashed" else message,
+            message=message,
+            cause=cause,
             no_progress=state == "failed" and fruitless,
         )
         if self._rendezvous is not None:

@@ -19,6 +19,7 @@ from nodekit.deploy.agent.agent import Agent, Unfit
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
+from nodekit.deploy.host.errors import cure_of
 
 PRELOAD = (
     "torch._dynamo",
@@ -77,7 +78,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return _end_unfit(record, spec, error)
+        return _end_unfit(record, spec, Unfit(str(error), cure=cure_of(error)))
     try:
         return agent.run()
     except SignalException:
@@ -94,10 +95,10 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         raise  # its traceback belongs in agent.log
 
 
-def _end_unfit(record: EventLog, spec: AgentSpec, error: Exception) -> int:
+def _end_unfit(record: EventLog, spec: AgentSpec, error: Unfit) -> int:
     record.update(notice=f"{spec.name}: {error}")
     print(error, file=sys.stderr)
-    record.end("ended", message=str(error))
+    record.end("ended", message=error.problem.found, cure=error.problem.cure)
     return EXIT_UNFIT
 
 

@@ -101,17 +101,17 @@ def _refuse(options: Options) -> None:
             "kit bench --plan 110e6 --step-time 0.4 --link 1Gb forecasts"
         )
     if options.link is not None and options.model is None:
-        raise KitError("--link is in place of measuring, for a forecast: give --plan MODEL, too")
+        raise KitError("--link is in place of measuring, for a forecast", cure="give --plan MODEL, too")
     if options.link is not None and (options.png or options.csv):
         raise KitError("--png and --csv show what is measured, and with --link nothing is")
     if options.model is None and options.step_s is not None:
-        raise KitError("--step-time is for a forecast: give --plan MODEL, too")
+        raise KitError("--step-time is for a forecast", cure="give --plan MODEL, too")
     if options.model == JOB and options.inventory is None:
         raise KitError("--plan job: whose? give the INVENTORY, too")
     if options.model not in (None, JOB) and options.step_s is None:
         raise KitError(
-            f"--plan {options.model} needs --step-time S, what a step takes on one node in seconds; "
-            "--plan job measures it, for the job of the inventory"
+            f"--plan {options.model} needs --step-time S, what a step takes on one node in seconds",
+            cure="--plan job measures it, for the job of the inventory",
         )
     if not options.pair_s > 0 or not options.time_limit_s >= 0:
         raise KitError("--seconds is above 0, and --time-limit at least 0 (0: no all-reduce)")

@@ -30,7 +30,7 @@ def num_parameters(model: str) -> int:
     if (found := _NUMBER.fullmatch(model.strip())) is not None:
         number = float(found[1].replace("_", "")) * _UNITS[found[2].upper()]
         if not 1 <= number < math.inf:
-            raise KitError(f"--plan {model}: found no parameters, wanted a number such as 110e6 or 7B")
+            raise KitError(f"--plan {model}: found no parameters", wanted="a number such as 110e6 or 7B")
         return round(number)
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -38,13 +38,18 @@ def num_parameters(model: str) -> int:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KitError(
-            f"--plan {model}: {error.strerror or error}; wanted a number of parameters such as 110e6 or 7B, a "
-            "transformers config.json or its folder, or `job` for the inventory's own model"
+            f"--plan {model}: {error.strerror or error}",
+            wanted=(
+                "a number of parameters such as 110e6 or 7B, a transformers config.json or its folder, or "
+                "`job` for the inventory's own model"
+            ),
         ) from error
     except ValueError as error:
-        raise KitError(f"{path}: found no JSON ({error}), wanted a transformers config.json") from error
+        raise KitError(f"{path}: found no JSON ({error})", wanted="a transformers config.json") from error
     if not isinstance(config, dict):
-        raise KitError(f"{path}: found {type(config).__name__}, wanted an object, as transformers writes it")
+        raise KitError(
+            f"{path}: found {type(config).__name__}", wanted="an object, as transformers writes it"
+        )
     try:
         number = of_config(config)
         if number < 1:
@@ -53,7 +58,7 @@ def num_parameters(model: str) -> int:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise KitError(
-            f"{path}: {what}; give the number of parameters in its place, as --plan 110e6"
+            f"{path}: {what}", cure="give the number of parameters in its place, as --plan 110e6"
         ) from error
 
 

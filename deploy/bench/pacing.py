@@ -106,8 +106,8 @@ def _asked(inventory: Inventory, num_ranks: int, per_node: int) -> _Asked:
     options = plan.training_options(argv, {"WORLD_SIZE": str(num_ranks)})
     if options is None:
         raise KitError(
-            f"--plan job: the job runs {' '.join(argv)}, and only that knows its model; give the number of "
-            "parameters and --step-time, as --plan 110e6 --step-time 0.4"
+            f"--plan job: the job runs {' '.join(argv)}, and only that knows its model",
+            cure="give the number of parameters and --step-time, as --plan 110e6 --step-time 0.4",
         )
     return _Asked(
         arguments=argv[4:],
@@ -138,7 +138,7 @@ def _paced(
     )
     if done["status"] is None:
         raise HostError(
-            link.host, f"too few steps of the job were done within {LIMIT_S:g} s; give --step-time"
+            link.host, f"too few steps of the job were done within {LIMIT_S:g} s", cure="give --step-time"
         )
     if done["status"] != 0:
         said = [line for line in done["err"].splitlines() if line.strip()]

@@ -90,7 +90,8 @@ def free_port(asked: int | None) -> int:
                 if asked is None:
                     continue
                 raise KitError(
-                    f"kit board --port {asked}: {error.strerror}; leave the option out to have a free one"
+                    f"kit board --port {asked}: {error.strerror}",
+                    cure="leave the option out to have a free one",
                 ) from error
             return int(probe.getsockname()[1])
     raise KitError("no port of 127.0.0.1 is free")
@@ -112,7 +113,7 @@ def _here(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], port: int) -> 
     for said in lines.values():
         print(said, flush=True)
     if all(mirror.is_over and mirror.node is None for mirror in mirrors):
-        raise KitError("no curves: " + _none(mirrors))
+        raise _none(mirrors, "no curves")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodekit-board-")))
     for mirror in mirrors:
         mirror.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,11 +150,13 @@ def line(mirror: Mirror) -> str:
     return f"{run.run_id}  from {mirror.node} ({state}){why}"
 
 
-def _none(mirrors: Sequence[Mirror]) -> str:
+def _none(mirrors: Sequence[Mirror], what: str, *cures: str) -> KitError:
     looked = [f"{name}:{place}" for mirror in mirrors for name, place in mirror.places.items()]
-    return (
-        f"no event files in {', '.join(looked) or 'any folder'}; write them into $NODEKIT_OUTPUT_DIR from rank 0, "
-        "as SummaryWriter does"
+    return KitError(
+        f"{what}: no event files in {', '.join(looked) or 'any folder'}",
+        cure="; ".join(
+            ["write them into $NODEKIT_OUTPUT_DIR from rank 0, as SummaryWriter does", *filter(None, cures)]
+        ),
     )
 
 
@@ -166,7 +169,7 @@ def _say_address(port: int, mirrors: Sequence[Mirror]) -> None:
 
 
 def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | None, port: int) -> None:
-    cure = "" if on else "tensorboard is not installed here (pip install tensorboard), and "
+    cure = "" if on else "or install tensorboard here: pip install tensorboard"
     results = on_all({mirror.run.run_id: mirror for mirror in mirrors}, Mirror.look)
     for result in results.values():
         if isinstance(result, Exception):
@@ -178,7 +181,7 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
         problems = [problem for mirror in mirrors for problem in mirror.problems.values()]
         if on and on not in known and not (problems and not known):
             raise KitError(f"kit board --on {on}: the nodes are {', '.join(known) or 'not known yet'}")
-        raise KitError("\n".join([cure + "no node with curves can be reached", *problems]))
+        raise KitError("\n".join(["no node with curves can be reached", *problems]), cure=cure)
     folders = {}
     for mirror in mirrors:
         if node in mirror.found:
@@ -187,7 +190,7 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
         else:
             print(f"{mirror.run.run_id}  not shown: its curves are on {mirror.node or 'no node'}", flush=True)
     if not folders:
-        raise KitError(f"{cure}{node} has no curves: " + _none(mirrors))
+        raise _none(mirrors, f"{node} has no curves", cure)
     link = host.links[node]
     python = str(host.plans[node]["python"])
     there = link.call("ports.free_port", timeout_s=CALL_TIMEOUT_S)
@@ -212,7 +215,9 @@ def logdir(folders: Mapping[str, str]) -> list[str]:
     """
     odd = [folder for folder in folders.values() if set(",:") & set(folder)]
     if odd and len(folders) > 1:
-        raise KitError(f"{odd[0]}: TensorBoard takes no folder with a comma or colon; name one run at a time")
+        raise KitError(
+            f"{odd[0]}: TensorBoard takes no folder with a comma or colon", cure="name one run at a time"
+        )
     if odd:
         return ["--logdir", *folders.values()]
     return ["--logdir_spec", ",".join(f"{run_id}:{folder}" for run_id, folder in folders.items())]
@@ -234,9 +239,11 @@ class _Server:
                 "attend", lambda _: None, argv=self._argv, cwd="~", kit_dir="", env={}, limit_s=_LIMIT_S
             )
             said = (done["err"].strip() or done["out"].strip()).splitlines()[-3:]
-            self._why = HostError(
-                self._link.host, "TensorBoard ended: " + "\n  ".join(said or ["without a word"])
-            )
+            if any("No module named" in line for line in said):
+                found, cure = f"{self._argv[0]} has no tensorboard", "pip install tensorboard there, or here"
+            else:
+                found, cure = "TensorBoard ended: " + "\n  ".join(said or ["without a word"]), ""
+            self._why = HostError(self._link.host, found, cure=cure)
         except (LinkLost, RemoteError) as error:
             self._why = error
         self.ended.set()
@@ -244,10 +251,6 @@ class _Server:
     def problem(self) -> Exception:
         """Why it ended."""
         assert self._why is not None
-        if "No module named" in str(self._why):
-            return HostError(
-                self._link.host, f"{self._argv[0]} has no tensorboard: pip install tensorboard there, or here"
-            )
         return self._why
 
     def wait(self, port: int, tunnel: Tunnel | None = None) -> None:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
         return sbatch.export(options, args.output)
     if not 0 < args.port < 65536:
-        raise KitError(f"--port: found {args.port}, wanted a port from 1 to 65535")
+        raise KitError(f"--port: found {args.port}", wanted="a port from 1 to 65535")
     files = export.build(options, args.to, master_port=args.port)
     if args.output is None:
         sys.stdout.write(export.to_text(files))

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     wanted = _wanted(args)
     if args.output and not args.fetch:
-        raise KitError("-o: found without --fetch, wanted both")
+        raise KitError("-o: found without --fetch", wanted="both")
     options = showlogs.Options(
         wanted=wanted,
         follow=args.follow,
@@ -103,12 +103,14 @@ def _wanted(args: argparse.Namespace) -> Wanted:
             re.compile(args.grep)
         except re.error as error:
             raise KitError(
-                f"--grep: found '{args.grep}', wanted a regular expression as Python has them: {error}"
+                f"--grep: found '{args.grep}'", wanted=f"a regular expression as Python has them: {error}"
             ) from error
     try:
         nodes = tuple(hostlists.expand(args.node)) if args.node else ()
     except ValueError as error:
-        raise KitError(f"--node: found '{args.node}', wanted nodes, as gpu1 or gpu[1-3]: {error}") from error
+        raise KitError(
+            f"--node: found '{args.node}'", wanted=f"nodes, as gpu1 or gpu[1-3]: {error}"
+        ) from error
     return Wanted(
         nodes=nodes,
         ranks=parse_ranks(args.rank) if args.rank else (),

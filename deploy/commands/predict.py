@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.texts) == (args.file is not None):
         raise KitError("kit predict: wanted either TEXT… or --file F, and not both")
     if not all(text.strip() for text in args.texts):
-        raise KitError("kit predict: found an empty text, wanted some words")
+        raise KitError("kit predict: found an empty text", wanted="some words")
     source = apply.find(args.source, args.weights)
     return apply.predict(source, args.texts or apply.read_texts(args.file), test.options(args))

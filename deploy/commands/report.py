@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from nodekit.deploy.report import report
 
     if args.json and args.output is not None:
-        raise KitError("kit report: found --json and --output, wanted one of them; --json writes to stdout")
+        raise KitError("kit report: found --json and --output", wanted="one of them; --json writes to stdout")
     options = arguments.ssh_options(args)
     run = runs.find(args.run_id)
     if args.json:

@@ -60,10 +60,12 @@ def run(args: argparse.Namespace) -> int:
     for note in notes:
         print(note)
     if args.records_only and args.keep_snapshots:
-        raise KitError("kit rm: found --records-only and --keep-snapshots, wanted one: nothing else would go")
+        raise KitError(
+            "kit rm: found --records-only and --keep-snapshots", wanted="one: nothing else would go"
+        )
     if found and not (args.yes or args.dry_run or sys.stdin.isatty()):
         raise KitError(
-            "kit rm: no terminal to ask in; kit rm --yes removes without asking, --dry-run shows what"
+            "kit rm: no terminal to ask in", cure="kit rm --yes removes without asking, --dry-run shows what"
         )
     failed = 0
     for run in found:
@@ -82,8 +84,8 @@ def _remove_record(run: Run, args: argparse.Namespace) -> None:
 
     if run.state in runs.LIVE and not args.lost:
         raise KitError(
-            f"{run.run_id} is {run.state}, as far as is known here: kit down {run.run_id} first; with --lost "
-            "its record goes all the same"
+            f"{run.run_id} is {run.state}, as far as is known here",
+            cure=f"kit down {run.run_id} first; with --lost its record goes all the same",
         )
     if _is_wanted([f"{run.run_id}  {run.state}", f"  the record in {run.folder}"], args):
         rm.remove_record(run)
@@ -99,8 +101,8 @@ def _remove(run: Run, args: argparse.Namespace) -> None:
         if removal.lost and not args.lost:
             reasons = "\n".join(told)
             raise KitError(
-                f"{reasons}\nnothing of {run.run_id} is removed: some of it is there; kit rm --lost "
-                f"{run.run_id} does without, where you know that it is off for good"
+                f"{reasons}\nnothing of {run.run_id} is removed: some of it is there",
+                cure=f"kit rm --lost {run.run_id} does without, where you know that it is off for good",
             )
         if removal.problems:
             raise KitError("\n".join([*removal.problems, f"nothing of {run.run_id} is removed"]))

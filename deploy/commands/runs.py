@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     if args.html:
         raise KitError(
-            "kit runs --html: wanted with --compare RUN RUN…; kit report RUN writes one run's page"
+            "kit runs --html: wanted with --compare RUN RUN…", cure="kit report RUN writes one run's page"
         )
     if args.last is not None and args.last < 1:
         raise KitError(f"kit runs --last {args.last}: wanted a number above 0")

@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
     inventory = load_inventory(arguments.inventory(args))
     if args.hosts and args.picked:
         raise KitError(
-            f"kit shell: found HOSTS and --hosts ({args.hosts}, {args.picked}), wanted one of them"
+            f"kit shell: found HOSTS and --hosts ({args.hosts}, {args.picked})", wanted="one of them"
         )
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
-        raise KitError(f"--timeout: found {args.timeout:g}, wanted seconds, a number above 0")
+        raise KitError(f"--timeout: found {args.timeout:g}", wanted="seconds, a number above 0")
     hosts = shell.pick(inventory, args.hosts or args.picked)
     if not args.command:
         _log_in(hosts, args)
@@ -78,8 +78,11 @@ def _log_in(hosts: Sequence[Host], args: argparse.Namespace) -> NoReturn:
     if len(hosts) > 1:
         names = shell.fold([host.name for host in hosts])
         raise KitError(
-            f"a shell to type in is one host's, and this is {names}; name one: kit shell {args.inventory} "
-            f"{hosts[0].name}; or a command for all: kit shell {args.inventory} -- uptime"
+            f"a shell to type in is one host's, and this is {names}",
+            cure=(
+                f"name one: kit shell {args.inventory} {hosts[0].name}; or a command for all: kit shell "
+                f"{args.inventory} -- uptime"
+            ),
         )
     argv = cluster.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
     try:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     run = runs.find(args.run_id)
     record, events = backend_of(run).history(run, arguments.ssh_options(args))
     limit = restore(run.inventory).job.max_restarts
-    found = verdict_of(events, max_restarts=limit, state=run.state, reason=run.verdict)
+    found = verdict_of(events, max_restarts=limit, state=run.state, reason=run.verdict, known=run.cause)
     if found is not None:
         record.left_out = record.left_out or run.left_out
         found = verdict_screen.with_left_out(record, found)
@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         ago = time.time() - found.first.when
         print(f"{run.run_id} is {run.state}; what it last recovered from, {ago / 60:.0f} min ago:\n")
         width, height = verdict_screen.terminal()
-        lines = verdict_screen.screen(found, run_id=run.run_id, width=width, height=height - 2)
-        print("\n".join(lines).replace(" failed: ", ": ", 1))
+        lines = verdict_screen.screen(
+            found, title=run.run_id, run_id=run.run_id, width=width, height=height - 2
+        )
+        print("\n".join(lines))
     return 0

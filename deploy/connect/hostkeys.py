@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nodekit.inventory.errors import Problem
+
 if TYPE_CHECKING:
     import paramiko
 
@@ -106,28 +108,28 @@ def accept(file: Path, name: str, key: paramiko.PKey) -> None:
 
 def unknown_problem(
     *, where: str, name: str, host: str, port: int, key: paramiko.PKey, scannable: bool, files: Sequence[Path]
-) -> str:
+) -> Problem:
     """What to say of a host that no known_hosts file has, `name` there; `where` is its address for people."""
     port_option = "" if port == 22 else f"-p {port} "
     command = f"ssh {port_option}{host}"  # behind a jump host, or under another name
     if scannable:
         command = f"ssh-keyscan {port_option}{host} >> ~/.ssh/known_hosts"
-    return (
+    return Problem(
         f"the host key of {where} is unknown ('{name}' is not in {', '.join(map(str, files))}). It showed "
-        f"{key.get_name()} {fingerprint(key.asbytes())}; if that is the host's (ask `ssh-keygen -lf "
-        f"/etc/ssh/ssh_host_*_key.pub` there), accept it with `{command}`, or run kit again with "
-        "--accept-new-host-keys"
+        f"{key.get_name()} {fingerprint(key.asbytes())}",
+        cure="if that is the host's (ask `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` there), accept it with "
+        f"`{command}`, or run kit again with --accept-new-host-keys",
     )
 
 
-def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequence[KnownKey]) -> str:
+def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequence[KnownKey]) -> Problem:
     """What to say of a host that shows another key than the known ones."""
     old = next((entry for entry in known if entry.key_type == key.get_name()), known[0])
     file = old.where.rpartition(":")[0]
-    return (
+    return Problem(
         f"THE HOST KEY OF {where} HAS CHANGED: someone may be in between, or it was installed anew. "
         f"It showed {key.get_name()} {fingerprint(key.asbytes())}; known is {old.key_type} "
-        f"{fingerprint(old.blob)} "
-        f"({old.where}). Nothing was sent. If its administrator confirms the new key, remove the old one by "
-        f"`ssh-keygen -R '{name}' -f '{file}'` and accept the new one"
+        f"{fingerprint(old.blob)} ({old.where}). Nothing was sent",
+        cure="if its administrator confirms the new key, remove the old one by "
+        f"`ssh-keygen -R '{name}' -f '{file}'` and accept the new one",
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nodekit.inventory.errors import KitError
+
 if TYPE_CHECKING:
     import paramiko
 
@@ -17,7 +19,7 @@ DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")  # in ~/.ssh, in OpenSSH's 
 _ATTEMPTS = 3
 
 
-class IdentityError(Exception):
+class IdentityError(KitError):
     """An identity file cannot be used; the message says which, why, and what to do."""
 
 
@@ -63,8 +65,8 @@ class KeyFiles:
         encrypted, _ = peek(file)
         if encrypted and ask is None:
             raise IdentityError(
-                f"identity file {file} is encrypted and there is nobody to ask for its passphrase; "
-                f"give it to your agent first: `ssh-add {file}`"
+                f"identity file {file} is encrypted and there is nobody to ask for its passphrase",
+                cure=f"give it to your agent first: `ssh-add {file}`",
             )
         for _ in range(_ATTEMPTS):
             passphrase = ask(str(file)) if encrypted and ask is not None else None
@@ -109,18 +111,21 @@ def check_file(file: Path) -> None:
         found = file.stat()
     except OSError as error:
         raise IdentityError(
-            f"identity file {file}: {error.strerror}; correct `identity_file`, or make one with "
-            f"`ssh-keygen -t ed25519 -f {file}`"
+            f"identity file {file}: {error.strerror}",
+            cure=f"correct `identity_file`, or make one with `ssh-keygen -t ed25519 -f {file}`",
         ) from error
     if not stat.S_ISREG(found.st_mode):
         raise IdentityError(f"identity file {file} is not a file")
     if found.st_uid == os.getuid() and found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise IdentityError(
-            f"identity file {file} is open to others (mode {mode:04o}), so ssh refuses it; `chmod 600 {file}`"
+            f"identity file {file} is open to others (mode {mode:04o}), so ssh refuses it",
+            cure=f"`chmod 600 {file}`",
         )
     if not os.access(file, os.R_OK):
-        raise IdentityError(f"identity file {file} is not readable for you; `chmod 600 {file}` as its owner")
+        raise IdentityError(
+            f"identity file {file} is not readable for you", cure=f"`chmod 600 {file}` as its owner"
+        )
 
 
 def candidates(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors, Problem
 
 if TYPE_CHECKING:
     from nodekit.deploy.connect.ssh import SshConnection
@@ -34,7 +34,8 @@ LOST_AFTER_S = (
 )
 
 OFFERED = (
-    "accept", "current_status", "files", "hostshell", "ports", "processes", "programs", "schema", "tree", "treefiles",
+    "accept", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema", "tree",
+    "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
     "node.agents", "node.fence", "node.made", "node.removal", "node.status",
     "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
@@ -60,10 +61,10 @@ class RemoteError(HostError):
     """
 
     def __init__(self, host: str, error: Mapping[str, str]) -> None:
+        super().__init__(host, error["message"] or error["type"], cure=error.get("cure", ""))
         self.type = error["type"]
         self.message = error["message"]
         self.errno = error.get("errno", "")
-        super().__init__(host, error["message"] or error["type"])
         self.__notes__ = [f"on {host}: {error['traceback']}"]
 
 
@@ -164,7 +165,7 @@ class Link:
             answer = {"lost": f"no answer within {START_TIMEOUT_S:.0f} s"}
         if "lost" in answer:
             process.close()
-            raise HostError(self.host, _no_python(answer["lost"]))
+            raise HostError(self.host, *_no_python(answer["lost"]))
 
     def _read(self, process: Process, ready: queue.Queue[dict[str, Any]]) -> None:
         try:
@@ -243,10 +244,10 @@ class Link:
             self.connection.close()
 
 
-def _no_python(last_words: str) -> str:
-    return (
-        f"its python does not run ({last_words.splitlines()[-1]}); "
-        "set `python:` to an interpreter there that has torch"
+def _no_python(last_words: str) -> Problem:
+    return Problem(
+        f"its python does not run ({last_words.splitlines()[-1]})",
+        cure="set `python:` to an interpreter there that has torch",
     )
 
 
@@ -256,7 +257,7 @@ def open_local(host: str, python: str) -> Link:
     try:
         return Link(host, LocalProcess(argv))
     except OSError as error:
-        raise HostError(host, _no_python(str(error))) from error
+        raise HostError(host, *_no_python(str(error))) from error
 
 
 def open_ssh(connection: SshConnection, host: str, python: str) -> Link:
@@ -287,16 +288,17 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
     """The results, when no host failed; else one error with a line per host that did."""
-    failures = {host: result for host, result in results.items() if isinstance(result, Exception)}
-    if not failures:
-        return dict(results)
-    for failure in failures.values():
-        if not isinstance(failure, KitError):
-            raise failure  # our own bug: its traceback is worth more than a summary
-    first = next(iter(failures.values()))
-    if len(failures) == 1:
-        raise first
-    raise KitError("\n".join(str(failure) for failure in failures.values())) from first
+    failures: list[KitError] = []
+    for result in results.values():
+        if isinstance(result, KitError):
+            failures.append(result)
+        elif isinstance(result, Exception):
+            raise result  # our own bug: its traceback is worth more than a summary
+    if len(failures) > 1:
+        raise KitErrors(failures) from failures[0]
+    if failures:
+        raise failures[0]
+    return dict(results)
 
 
 @functools.cache

@@ -52,7 +52,6 @@ def connect(
         HostError: with the address, the cause and the cure.
     """
     import fabric  # 0.15 s, and most commands never connect
-    import paramiko
 
     log = logging.getLogger("paramiko")
     if not log.handlers:  # or else it writes tracebacks to stderr; all it says is in our errors
@@ -67,22 +66,34 @@ def connect(
     try:
         config = fabric.Config(ssh_config=sshconfig.read(Path.home()), lazy=True)
         connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
-    except (sshconfig.ConfigError, ValueError) as error:
+    except sshconfig.ConfigError as error:
+        raise HostError(target.name, *error.problem) from error
+    except ValueError as error:
         raise HostError(target.name, str(error)) from error
     except RecursionError:
         raise HostError(
             target.name,
-            f"~/.ssh/config sends the jump host of {target.address} through itself; give it `ProxyJump none`",
+            f"~/.ssh/config sends the jump host of {target.address} through itself",
+            cure="give it `ProxyJump none`",
         ) from None
     hops = _equip(connection, settings)
+    _open(connection, hops, target)
+    return SshConnection(target, connection, hops)
+
+
+def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
+    """Open a connection through its hops; HostError where that cannot be, and then all are closed."""
+    import paramiko
+
     try:
         connection.open()
     except paramiko.ChannelException as error:
         _close_all(hops)
         raise HostError(
             target.name,
-            f"{hops[-2].where} was reached, but it could not connect to {connection.host}:{connection.port} "
-            f"({error.text}); is the host up, and does the jump host's sshd allow forwarding?",
+            f"{hops[-2].where} was reached, but it could not connect to "
+            f"{connection.host}:{connection.port} ({error.text})",
+            cure="is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         _close_all(hops)
@@ -92,7 +103,6 @@ def connect(
     except BaseException:
         _close_all(hops)
         raise
-    return SshConnection(target, connection, hops)
 
 
 def _equip(connection: Any, settings: Settings) -> list[Client]:
@@ -235,7 +245,8 @@ class SshConnection:
                 raise ConnectionRefusedError(error.text) from error
             raise HostError(
                 self.target.name,
-                f"{self._hops[-1].where} does not forward ({error.text}): its sshd needs AllowTcpForwarding yes",
+                f"{self._hops[-1].where} does not forward ({error.text})",
+                cure="its sshd needs AllowTcpForwarding yes",
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise HostError(

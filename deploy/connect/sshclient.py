@@ -112,9 +112,9 @@ class Client:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'the jump host ' if self._jump else ''}{host}:{self.port}"
 
-    def problem(self, text: str) -> HostError:
+    def problem(self, found: str, wanted: str = "", cure: str = "") -> HostError:
         """An error of ours that names the inventory's host."""
-        return HostError(self._settings.target.name, text)
+        return HostError(self._settings.target.name, found, wanted, cure)
 
     def get_transport(self) -> paramiko.Transport | None:
         """The open transport."""
@@ -139,11 +139,11 @@ class Client:
             transport.set_keepalive(KEEPALIVE_S)
         except TimeIsUpError:
             raise self.problem(
-                f"{self.where} did not {phase} within {clock.timeout_s:g} s; is it overloaded, or a firewall "
-                "in between?"
+                f"{self.where} did not {phase} within {clock.timeout_s:g} s",
+                cure="is it overloaded, or a firewall in between?",
             ) from None
         except sshconfig.ConfigError as error:
-            raise self.problem(str(error)) from error
+            raise self.problem(*error.problem) from error
         finally:
             if self.used is None:  # not logged in
                 self.close()
@@ -156,8 +156,8 @@ class Client:
             addresses = _resolve(self.host, self.port, clock.left_s())
         except socket.gaierror as error:
             raise self.problem(
-                f"the name '{self.host}' does not resolve ({error.strerror}); set `address` to the host's IP "
-                "address or to an alias of ~/.ssh/config"
+                f"the name '{self.host}' does not resolve ({error.strerror})",
+                cure="set `address` to the host's IP address or to an alias of ~/.ssh/config",
             ) from error
         failed: OSError | None = None
         for family, kind, protocol, _, address in addresses:
@@ -181,7 +181,7 @@ class Client:
             cure = "is sshd running there, and on that port?"
         else:
             cure = "is the host up, and its address right?"
-        raise self.problem(f"{self.where} cannot be reached ({failed.strerror}); {cure}") from failed
+        raise self.problem(f"{self.where} cannot be reached ({failed.strerror})", cure=cure) from failed
 
     def _handshake(self, transport: paramiko.Transport) -> None:
         import paramiko
@@ -206,8 +206,8 @@ class Client:
             clock.left_s()
             if not transport.remote_version:
                 raise self.problem(
-                    f"{self.where} took the connection but did not greet as an SSH server; is the port "
-                    "right, or does it refuse you (MaxStartups, a firewall)?"
+                    f"{self.where} took the connection but did not greet as an SSH server",
+                    cure="is the port right, or does it refuse you (MaxStartups, a firewall)?",
                 ) from error
             raise self.problem(f"{self.where} and kit could not agree on keys ({error})") from error
         if not transport.initial_kex_done:
@@ -221,12 +221,12 @@ class Client:
             return
         known = [entry for entry in known if not entry.revoked]
         if known:
-            raise self.problem(hostkeys.changed_problem(where=self.where, name=name, key=key, known=known))
+            raise self.problem(*hostkeys.changed_problem(where=self.where, name=name, key=key, known=known))
         if not self._settings.accept_new_host_keys:
             proxied = self._config.get("proxyjump") or self._config.get("proxycommand")
             scannable = alias is None and not proxied
             host = self.host if scannable else self.original
-            text = hostkeys.unknown_problem(
+            unknown = hostkeys.unknown_problem(
                 where=self.where,
                 name=name,
                 host=host,
@@ -235,7 +235,7 @@ class Client:
                 scannable=scannable,
                 files=files,
             )
-            raise self.problem(text)
+            raise self.problem(*unknown)
         accepted = home / ".ssh/known_hosts"
         hostkeys.accept(accepted, name, key)
         self._settings.notice(
@@ -258,16 +258,15 @@ class Client:
                     more = transport.auth_publickey(self.user, key)
                 except paramiko.BadAuthenticationType as error:
                     raise self.problem(
-                        f"{self.where} takes no keys, only {', '.join(error.allowed_types)}; allow "
-                        "PubkeyAuthentication in its sshd_config"
+                        f"{self.where} takes no keys, only {', '.join(error.allowed_types)}",
+                        cure="allow PubkeyAuthentication in its sshd_config",
                     ) from error
                 except (paramiko.SSHException, EOFError, OSError) as error:
                     clock.left_s()
                     if not transport.is_active():
                         raise self.problem(
-                            f"{self.where} closed the connection while user '{self.user}' tried "
-                            f"{', '.join(tried)}; where the agent holds many keys, name the right one with "
-                            "`identity_file`"
+                            f"{self.where} closed the connection while user '{self.user}' tried {', '.join(tried)}",
+                            cure="where the agent holds many keys, name the right one with `identity_file`",
                         ) from error
                     continue
                 if more:
@@ -278,16 +277,17 @@ class Client:
                 self.used = (candidate, key)
                 return
         except identity.IdentityError as error:
-            raise self.problem(f"{error} (for user '{self.user}' at {self.where})") from error
+            found = f"{error.problem.found} (for user '{self.user}' at {self.where})"
+            raise self.problem(found, cure=error.problem.cure) from error
         if not tried:
             raise self.problem(
-                f"no key to log in with as user '{self.user}' at {self.where}; set `identity_file`, or make "
-                "one with `ssh-keygen -t ed25519`"
+                f"no key to log in with as user '{self.user}' at {self.where}",
+                cure="set `identity_file`, or make one with `ssh-keygen -t ed25519`",
             )
         port = "" if self.port == 22 else f"-p {self.port} "
         raise self.problem(
-            f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)}); is "
-            f"`user` right? `ssh-copy-id {port}{self.user}@{self.host}` adds a key there"
+            f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)})",
+            cure=f"is `user` right? `ssh-copy-id {port}{self.user}@{self.host}` adds a key there",
         )
 
     def _candidates(self) -> Iterator[identity.Candidate]:

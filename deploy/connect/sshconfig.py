@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nodekit.inventory.errors import KitError
+
 if TYPE_CHECKING:
     import paramiko
 
@@ -17,7 +19,7 @@ _SYSTEM = Path("/etc/ssh")
 _MAX_DEPTH = 16  # ssh's own
 
 
-class ConfigError(Exception):
+class ConfigError(KitError):
     """A configuration file of ssh is not right; the message names it."""
 
 

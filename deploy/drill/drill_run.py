@@ -94,7 +94,9 @@ class Drill:
             try:
                 self._until(lambda: False, job, watch)
             except GaveUp as error:
-                raise KitError(f"the job does not even train unbroken: {error}; see {job.output}") from None
+                raise KitError(
+                    f"the job does not even train unbroken: {error}", cure=f"see {job.output}"
+                ) from None
             if job.exit_code != 0:
                 raise KitError(f"the job fails even unbroken; {job.output} ends with\n{job.last_words()}")
             watch.close()
@@ -183,7 +185,9 @@ class Drill:
             if job.exit_code is not None:
                 raise KitError(f"kit up did not start the job; {job.output} ends with\n{job.last_words()}")
             if time.monotonic() > deadline:
-                raise KitError(f"the job was not started after {START_TIMEOUT_S:.0f} s; see {job.output}")
+                raise KitError(
+                    f"the job was not started after {START_TIMEOUT_S:.0f} s", cure=f"see {job.output}"
+                )
             time.sleep(_POLL_S)
 
     def _until(self, condition: Callable[[], bool], job: Job, watch: Watch) -> None:
@@ -254,7 +258,9 @@ class Drill:
             if run.state not in runs.ENDED:
                 run.say_stop("kit drill")
                 run.finish_stopped()
-            unsure = [name for name in run.nodes if isinstance(results.get(name, KitError()), Exception)]
+            unsure = [
+                name for name in run.nodes if name not in results or isinstance(results[name], Exception)
+            ]
             if unsure:
                 where = ", ".join(unsure)
                 self._say("warning", f"it may still run on {where}: kit down {run.run_id} when they are back")

@@ -20,7 +20,7 @@ from nodekit.deploy.environment.wheels import Platform
 from nodekit.deploy.host import venvs
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import nothing
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors, Problem
 from nodekit.inventory.schema import Environment, Host
 
 LOOK_TIMEOUT_S = 30.0
@@ -148,8 +148,8 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         raise HostError(
             host.name,
-            f"{host.python} is Python {version}, {wanted} or newer is wanted to make the environment with; "
-            "set `python:` to a newer interpreter there",
+            f"{host.python} is Python {version}, {wanted} or newer is wanted to make the environment with",
+            cure="set `python:` to a newer interpreter there",
         )
     return Seat(
         host=host,
@@ -189,7 +189,7 @@ def _build_all(job: _Job, seats: Mapping[str, Seat]) -> tuple[tuple[str, ...], b
             )
         except KitError as error:
             why = f"\n    {hosts[0]} cannot reach the index itself ({offline[hosts[0]]})" if hosts else ""
-            raise KitError(f"{error}{why}") from error
+            raise KitError(f"{error.problem.found}{why}", cure=error.problem.cure) from error
         folders[platform] = sync.list_code(folder)
 
     def one(seat: Seat) -> bool:
@@ -208,13 +208,16 @@ def _raise_failures(results: Mapping[str, Any]) -> None:
         all_or_raise(results)
     if not failed:
         return
-    hosts: dict[str, list[str]] = {}
+    hosts: dict[Problem, list[str]] = {}
     for name, error in failed.items():
         hosts.setdefault(error.problem, []).append(name)
-    lines = [f"{', '.join(names)}: {problem}" for problem, names in hosts.items()]
+    errors = [
+        KitError(f"{', '.join(names)}: {found}", wanted, cure)
+        for (found, wanted, cure), names in hosts.items()
+    ]
     if good:
-        lines.append(f"{_listed(good)} made it, and will not have to again")
-    raise KitError("\n".join(lines)) from next(iter(failed.values()))
+        errors.append(KitError(f"{_listed(good)} made it, and will not have to again"))
+    raise KitErrors(errors) from next(iter(failed.values()))
 
 
 def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
@@ -230,8 +233,11 @@ def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
     else:
         names = ", ".join(seats)
         raise KitError(
-            f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}; install it here "
-            "(pip install uv), or give what it makes of the file: uv export > requirements.txt"
+            f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}",
+            cure=(
+                "install it here (pip install uv), or give what it makes of the file: uv export > "
+                "requirements.txt"
+            ),
         )
     if answer["problem"]:
         raise KitError(f"environment.lock: uv export failed:\n{_indented(answer['problem'])}")
@@ -272,8 +278,9 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
         target = sync.Target(seat.link, dest=args["wheels"], cache=f"{folder}/wheels")
         for step in (sync.send, _settle):
             results = step(tree, {name: target}, timeout_s=job.left_s())
-            if isinstance(problem := results[name], HostError):
-                raise HostError(name, f"its wheels were not sent: {problem.problem}") from problem
+            if isinstance(error := results[name], HostError):
+                found, *more = error.problem
+                raise HostError(name, f"its wheels were not sent: {found}", *more) from error
             all_or_raise(results)
     limit_s = job.left_s()
     try:

@@ -67,7 +67,7 @@ def read(environment: Environment) -> Asked:
     if environment.lock is not None:
         path = Path(environment.lock)
         if path.name != "uv.lock":
-            raise KitError(f"environment.lock: found {path.name}, wanted a uv.lock")
+            raise KitError(f"environment.lock: found {path.name}", wanted="a uv.lock")
         files = {name: _text(path.with_name(name)) for name in ("uv.lock", "pyproject.toml")}
         return asked(path, files, lock=files, export=uv_export(environment.extras))
     if environment.pyproject is not None:
@@ -107,16 +107,19 @@ def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterat
         option, value = _option(line)
         if option in ("-r", "--requirement", "-c", "--constraint"):
             if "://" in value:
-                raise KitError(f"{where}: found the URL of another file, wanted a file here")
+                raise KitError(f"{where}: found the URL of another file", wanted="a file here")
             inner = "-c" if "-c" in (kind, option[:2]) or option == "--constraint" else "-r"
             yield from flatten(path.parent / value, inner, (*seen, path))
         elif option in ("-e", "--editable") or _is_path(line):
             raise KitError(
-                f"{where}: found {line}, which is on this machine and not on the nodes; leave it out, and send it "
-                "with the code (job.code), or make a wheel of it in a folder that environment.find_links names"
+                f"{where}: found {line}, which is on this machine and not on the nodes",
+                cure=(
+                    "leave it out, and send it with the code (job.code), or make a wheel of it in a folder "
+                    "that environment.find_links names"
+                ),
             )
         elif option in ("-f", "--find-links") and "://" not in value:
-            raise KitError(f"{where}: found a folder of wheels, wanted it as environment.find_links")
+            raise KitError(f"{where}: found a folder of wheels", wanted="it as environment.find_links")
         else:
             yield kind, line
 
@@ -146,8 +149,8 @@ def _is_path(line: str) -> bool:
 
 def _only_here(file: Path | str, line: str) -> KitError:
     return KitError(
-        f"environment: {file}: found {line}, which is on this machine and not on the nodes; leave it out, "
-        "and send it with the code (job.code)"
+        f"environment: {file}: found {line}, which is on this machine and not on the nodes",
+        cure="leave it out, and send it with the code (job.code)",
     )
 
 
@@ -175,11 +178,12 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
     except tomllib.TOMLDecodeError as error:
         raise KitError(f"environment: {path}: {error}") from error
     except KeyError:
-        raise KitError(f"environment: {path}: found no [project], wanted its dependencies") from None
+        raise KitError(f"environment: {path}: found no [project]", wanted="its dependencies") from None
     if dynamic := {"dependencies", "optional-dependencies"} & set(project.get("dynamic", ())):
         raise KitError(
-            f"environment: {path}: found {' and '.join(sorted(dynamic))} to be dynamic, wanted them written "
-            "there; or give a requirements file"
+            f"environment: {path}: found {' and '.join(sorted(dynamic))} to be dynamic",
+            wanted="them written there",
+            cure="or give a requirements file",
         )
     groups = {_plain(name): lines for name, lines in project.get("optional-dependencies", {}).items()}
     lines: list[str] = list(project.get("dependencies", ()))
@@ -191,7 +195,7 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
         done.add(extra)
         if extra not in groups:
             listed = ", ".join(sorted(groups)) or "none"
-            raise KitError(f"environment.extras: found {extra}, wanted one of those in {path}: {listed}")
+            raise KitError(f"environment.extras: found {extra}", wanted=f"one of those in {path}: {listed}")
         for line in groups[extra]:
             own = re.match(r"([\w.-]+)\s*\[([^\]]*)\]", line)
             if own and _plain(own[1]) == _plain(project.get("name", "")):
@@ -234,7 +238,8 @@ def _expanded(text: str, *, what: str = "") -> str:
     def value(found: re.Match[str]) -> str:
         if found[1] not in os.environ and what:
             raise KitError(
-                f"{what} names ${{{found[1]}}}, not set in this environment; export {found[1]}=… and run again"
+                f"{what} names ${{{found[1]}}}, not set in this environment",
+                cure=f"export {found[1]}=… and run again",
             )
         return os.environ.get(found[1], found[0])
 

@@ -106,8 +106,8 @@ def fetch(
     """
     if importlib.util.find_spec("pip") is None:
         raise KitError(
-            f"environment: the nodes' packages are fetched here, and {sys.executable} has no pip: "
-            f"{sys.executable} -m ensurepip"
+            f"environment: the nodes' packages are fetched here, and {sys.executable} has no pip",
+            cure=f"{sys.executable} -m ensurepip",
         )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit/wheels"
     key = sha256(

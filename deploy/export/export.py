@@ -33,7 +33,7 @@ def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
         raise KitError(
-            f"{inventory.path}: found slurm, wanted hosts: only --to sbatch is for jobs that Slurm runs"
+            f"{inventory.path}: found slurm", wanted="hosts: only --to sbatch is for jobs that Slurm runs"
         )
     made = f"kit {metadata.version('nodekit')} on {time.strftime('%Y-%m-%d %H:%M:%S')}"
     source = Source(inventory=inventory, command=options.command, made=made)

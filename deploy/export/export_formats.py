@@ -198,8 +198,8 @@ def accelerate(planned: Plan, source: Source) -> list[File]:
     if len({node.nproc_per_node for node in nodes}) > 1:
         found = ", ".join(f"{node.name} {node.nproc_per_node}" for node in nodes)
         raise KitError(
-            f"accelerate starts the same number of processes on each machine, and here they differ ({found}); "
-            "set job.nproc_per_node"
+            f"accelerate starts the same number of processes on each machine, and here they differ ({found})",
+            cure="set job.nproc_per_node",
         )
     return [File(f"{node.name}.yaml", _accelerate(node, planned, source)) for node in nodes]
 
@@ -253,8 +253,9 @@ def deepspeed(planned: Plan, source: Source) -> list[File]:
     first = nodes[0]
     if any(node.argv != first.argv for node in nodes):
         raise KitError(
-            "deepspeed gives all hosts one command, and {snapshot_dir} or {node} in this one is another on each; "
-            "give a path that is the same everywhere, or take --to shell"
+            "deepspeed gives all hosts one command, and {snapshot_dir} or {node} in this one is "
+            "another on each",
+            cure="give a path that is the same everywhere, or take --to shell",
         )
     check_text(first.argv, first.env)
     (hosts,) = hostfile(source, {node.name: node.nproc_per_node for node in nodes})

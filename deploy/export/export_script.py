@@ -168,7 +168,9 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
     """
     check_text(node.argv, node.env)
     if "=" in node.python:
-        raise KitError(f"{node.name}: env(1) would take {node.python} for a variable; name it without a '='")
+        raise KitError(
+            f"{node.name}: env(1) would take {node.python} for a variable", cure="name it without a '='"
+        )
     host = next(each for each in source.inventory.hosts if each.name == node.name)
     is_fixed = node.min_nodes == node.max_nodes
     size = str(node.max_nodes) if is_fixed else f"{node.min_nodes} to {node.max_nodes}"

@@ -6,6 +6,8 @@ import errno
 import socket
 from typing import Dict
 
+from nodekit.deploy.host import errors
+
 BACKLOG = 1024
 held: Dict[int, socket.socket] = {}
 """Port → the listening socket that keeps it ours until an agent takes it over."""
@@ -29,11 +31,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        why = "no interface of %s has the address %s to listen on; see `ip addr` there" % (
-            socket.gethostname(),
-            address,
-        )
-        raise OSError(error.errno, why) from error
+        why = "no interface of %s has the address %s to listen on" % (socket.gethostname(), address)
+        raise errors.with_cure(OSError(error.errno, why), "see `ip addr` there") from error
 
 
 def hold_port(address: str) -> int:

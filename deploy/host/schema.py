@@ -10,6 +10,8 @@ VERSION = 1
 Finished = Literal["succeeded", "failed", "stopped"]
 FINISHED: Tuple[Finished, ...] = ("succeeded", "failed", "stopped")
 """The states of a run, or of a node, that has come to its end."""
+EndCause = Literal["", "ended-elsewhere", "too-few-nodes"]
+"""Why an agent ended, where that is known; with its words for people in ``message``."""
 EventKind = Literal[
     # Of a node.
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",
@@ -126,6 +128,8 @@ class NodeStatus(HostStatus, total=False):
     guess: Optional[Guess]
     usage: Optional[Usage]
     message: str
+    cause: EndCause
+    cure: str
     no_progress: bool
     notice: str
     blocked: str

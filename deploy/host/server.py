@@ -19,7 +19,7 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
-from nodekit.deploy.host import files, ports, processes
+from nodekit.deploy.host import errors, files, ports, processes
 from nodekit.deploy.host.node import agents, fence, status
 
 _BEAT_S = 1.0
@@ -151,6 +151,7 @@ def serve(module_of: Callable[[str], Any]) -> None:
                 "type": type(error).__name__,
                 "message": str(error),
                 "traceback": traceback.format_exc(),
+                "cure": errors.cure_of(error),
             }
             if isinstance(error, OSError) and error.errno is not None:
                 failure["errno"] = errno.errorcode.get(error.errno, "")

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from nodekit.deploy.host import treefiles
+from nodekit.deploy.host import errors, treefiles
 
 TYPE_CHECKING = False  # not from typing: nothing but annotations needs it, and they are never evaluated
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def lock(cache: str, owner: str, wait_s: float) -> bool:
         while not _try_lock(handle):
             if time.monotonic() >= deadline:
                 holder = os.pread(handle, 1000, 0).decode("utf-8", "replace") or "unknown"
-                raise TimeoutError(
-                    f"another kit is syncing into {cache} and did not finish within {wait_s:.0f} s "
-                    f"({holder}); wait for it or stop it"
+                why = (
+                    f"another kit is syncing into {cache} and did not finish within {wait_s:.0f} s ({holder})"
                 )
+                raise errors.with_cure(TimeoutError(why), "wait for it or stop it")
             os.close(os.open(cache + ".wanted", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             time.sleep(0.02)
         if os.path.lexists(cache + ".wanted"):

@@ -69,7 +69,7 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
     is_file = str(options.output) != "-"
     if is_file and not options.force and options.output.exists():
         raise KitError(
-            f"{options.output} is there already; --force writes over it, -o FILE writes another one"
+            f"{options.output} is there already", cure="--force writes over it, -o FILE writes another one"
         )
     if is_file and not options.output.parent.is_dir():  # before all hosts are surveyed
         raise KitError(f"{options.output} cannot be written: there is no folder {options.output.parent}")
@@ -101,15 +101,15 @@ def _refuse_options(options: Options) -> None:
     }
     sources = [name for name, value in given.items() if value]
     if len(sources) > 1:
-        raise KitError(f"kit init: found {' and '.join(sources)}, wanted one of them")
+        raise KitError(f"kit init: found {' and '.join(sources)}", wanted="one of them")
     if not sources and not options.hosts:
         raise KitError(
-            "kit init: found no host, wanted HOST…, --ssh-config, --hostfile F, --ansible F or --slurm"
+            "kit init: found no host", wanted="HOST…, --ssh-config, --hostfile F, --ansible F or --slurm"
         )
     if options.group is not None and options.ansible is None:
-        raise KitError("kit init: found --group without --ansible, wanted both: the groups are Ansible's")
+        raise KitError("kit init: found --group without --ansible", wanted="both: the groups are Ansible's")
     if options.slurm and options.hosts:
-        raise KitError("kit init: found hosts beside --slurm, wanted none: Slurm chooses its nodes itself")
+        raise KitError("kit init: found hosts beside --slurm", wanted="none: Slurm chooses its nodes itself")
 
 
 def _command(options: Options) -> str:
@@ -129,11 +129,7 @@ def _command(options: Options) -> str:
 def _hosts(options: Options) -> Imported:
     if options.ssh_config:
         file = Path.home() / ".ssh/config"
-        try:
-            text = sshconfig.text(file)
-        except sshconfig.ConfigError as error:
-            raise KitError(str(error)) from error
-        found = importers.ssh_config(text, "~/.ssh/config")
+        found = importers.ssh_config(sshconfig.text(file), "~/.ssh/config")
     elif options.hostfile is not None:
         found = importers.hostfile(_read(options.hostfile), str(options.hostfile))
     elif options.ansible is not None:
@@ -163,13 +159,13 @@ def _with_absolute_keys(found: Imported, file: Path) -> Imported:
 def _read(file: Path) -> str:
     try:
         if file.is_dir():
-            raise KitError(f"{file}: found a folder, wanted one of the files in it")
+            raise KitError(f"{file}: found a folder", wanted="one of the files in it")
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise KitError(f"{file}: cannot be read: {error.strerror or error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise KitError(f"{file}: found more than {MAX_FILE_BYTES // 1024**2} MiB, wanted a list of hosts")
+        raise KitError(f"{file}: found more than {MAX_FILE_BYTES // 1024**2} MiB", wanted="a list of hosts")
     return data.decode("utf-8-sig", "replace")
 
 
@@ -182,7 +178,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
         status, out, err = slurm.run("scontrol", "show", "nodes")
         if status != 0:
             raise KitError(
-                f"scontrol show nodes failed: {(err or out).strip() or status}; does slurmctld run?"
+                f"scontrol show nodes failed: {(err or out).strip() or status}", cure="does slurmctld run?"
             )
         known = slurm.partitions()
     finally:
@@ -234,11 +230,11 @@ def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
             ssh,
         )
     except HostError as error:
-        return Looked(host=host, problem=error.problem)
+        return Looked(host=host, problem=str(error.problem))
     try:
         return Looked(host=host, survey=link.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S))
     except HostError as error:
-        return Looked(host=host, problem=error.problem)
+        return Looked(host=host, problem=str(error.problem))
     finally:
         link.close()
 
@@ -283,6 +279,6 @@ def _write(text: str, output: Path | None, name: str, *, force: bool) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(output)
     except FileExistsError:
-        raise KitError(f"{output} is there already; --force writes over it") from None
+        raise KitError(f"{output} is there already", cure="--force writes over it") from None
     except OSError as error:
         raise KitError(f"{output} cannot be written: {error.strerror or error}") from error

@@ -28,7 +28,7 @@ from nodekit.deploy.lab import lab_disk, lab_needs, lab_network, lab_process, la
 from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.lab.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Lab:
             accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
         """
         if accounting and not slurm:
-            raise KitError("accounting is Slurm's: ask for Slurm, too")
+            raise KitError("accounting is Slurm's", cure="ask for Slurm, too")
         lab_needs.require_root()
         lab_needs.require_programs(slurm=slurm, accounting=accounting)
         folder = lab_folder(folder)
@@ -78,11 +78,11 @@ class Lab:
             lab = cls.load(folder)
             hint = "`kit lab down` it first, or choose another --folder"
             if len(lab.hosts) != n:
-                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}: {hint}")
+                raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}", cure=hint)
             if (lab.has_slurm, lab.has_accounting) != (slurm, accounting):
                 found = _kind(slurm=lab.has_slurm, accounting=lab.has_accounting)
                 asked = _kind(slurm=slurm, accounting=accounting)
-                raise KitError(f"the lab in {folder} is one {found}, not {asked}: {hint}")
+                raise KitError(f"the lab in {folder} is one {found}, not {asked}", cure=hint)
             return lab
         if not 1 <= n <= MAX_HOSTS:
             raise KitError(f"a lab has 1 to {MAX_HOSTS} hosts, not {n}")
@@ -102,12 +102,13 @@ class Lab:
         try:
             record = lab_record.read(folder)
         except FileNotFoundError:
-            raise KitError(f"no lab in {folder}: `kit lab up 3` makes one") from None
+            raise KitError(f"no lab in {folder}", cure="`kit lab up 3` makes one") from None
         del record["made"]
         if not record or not os.path.ismount(folder / "switch"):
             raise KitError(
                 f"the lab in {folder} is not whole (its `up` is still at work or was cut short, or the "
-                "machine was restarted): `kit lab down` removes what is left of it"
+                "machine was restarted)",
+                cure="`kit lab down` removes what is left of it",
             )
         hosts = {host["name"]: LabHost(**host) for host in record.pop("hosts")}
         return cls(folder=folder, hosts=hosts, **record)
@@ -182,7 +183,9 @@ class Lab:
     def slurm(self) -> LabSlurm:
         """Its Slurm cluster; KitError if it was made without."""
         if not self.has_slurm:
-            raise KitError(f"the lab in {self.folder} has no Slurm: `kit lab up --slurm` makes one that has")
+            raise KitError(
+                f"the lab in {self.folder} has no Slurm", cure="`kit lab up --slurm` makes one that has"
+            )
         return LabSlurm(self.folder, self.network, self.hosts, self.has_accounting)
 
     def down(self) -> None:
@@ -198,7 +201,7 @@ class Lab:
         """Return the command on this machine that runs argv inside a host, in its folder ``/``."""
         init = self._init(host)
         if init is None or not init.is_alive:
-            raise HostError(host, f"has crashed: `kit lab revive {host}` starts it again")
+            raise HostError(host, "has crashed", cure=f"`kit lab revive {host}` starts it again")
         return ["nsenter", f"--target={init.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--", *argv]
 
     @property
@@ -343,7 +346,9 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
     own = {"switch", "hosts", *(f"hosts/{path.name}/net" for path in hosts)}
     if others := sorted(set(lab_record.mounts_below(place)) - own):
         shown = ", ".join(str(folder / path) for path in others)
-        raise KitError(f"{shown}: mounted in the lab, by somebody else; umount it, and kit lab down again")
+        raise KitError(
+            f"{shown}: mounted in the lab, by somebody else", cure="umount it, and kit lab down again"
+        )
     records = [ProcessRecord.read(path / name) for path in hosts for name in ("init.json", "wire.json")]
     lab_process.kill(*(record for record in records if record))
     lab_network.unmount(place)
@@ -396,11 +401,13 @@ def _each(hosts: dict[str, LabHost], function: Callable[[LabHost], T]) -> dict[s
     """Call a function for all hosts in parallel; raises one error with every failed host's reason."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), 16)) as pool:
         futures = {name: pool.submit(function, host) for name, host in hosts.items()}
-    errors = {name: error for name, future in futures.items() if (error := future.exception())}
-    for error in errors.values():
-        if not isinstance(error, KitError):
+    errors: list[HostError] = []
+    for name, future in futures.items():
+        error = future.exception()
+        if isinstance(error, KitError):
+            errors.append(error if isinstance(error, HostError) else HostError(name, *error.problem))
+        elif error is not None:
             raise error
     if errors:
-        reasons = (str(e) if isinstance(e, HostError) else f"{name}: {e}" for name, e in errors.items())
-        raise KitError("\n".join(reasons)) from next(iter(errors.values()))
+        raise KitErrors(errors) from errors[0]
     return {name: future.result() for name, future in futures.items()}

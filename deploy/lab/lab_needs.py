@@ -31,7 +31,9 @@ ACCOUNTING_PACKAGES = {
 def require_root() -> None:
     """Raise KitError if we are not root."""
     if os.geteuid() != 0:
-        raise KitError("a lab needs root, for its namespaces and mounts: run this as root, or with sudo")
+        raise KitError(
+            "a lab needs root, for its namespaces and mounts", cure="run this as root, or with sudo"
+        )
 
 
 def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
@@ -43,7 +45,7 @@ def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
     }
     if missing := [name for name in wanted if not shutil.which(name, path=search_path())]:
         packages = " ".join(sorted({wanted[name] for name in missing}))
-        raise KitError(f"a lab needs {', '.join(missing)}: on Debian, `apt-get install {packages}`")
+        raise KitError(f"a lab needs {', '.join(missing)}", cure=f"on Debian, `apt-get install {packages}`")
 
 
 def provide_disks(folder: Path) -> None:

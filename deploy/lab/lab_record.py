@@ -30,10 +30,14 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
         KitError: something else is there, or the folder is not root's.
     """
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
-        raise KitError(f"{folder} is not an empty folder and holds no lab: choose a new one with --folder")
+        raise KitError(
+            f"{folder} is not an empty folder and holds no lab", cure="choose a new one with --folder"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (owner := folder.stat().st_uid) != 0:
-        raise KitError(f"{folder} belongs to user {owner}, not to root: choose a new one with --folder")
+        raise KitError(
+            f"{folder} belongs to user {owner}, not to root", cure="choose a new one with --folder"
+        )
     folder.chmod(0o700)  # it will hold the hosts' disks and keys
     draft = folder / DRAFT
     draft.write_text(json.dumps({"made": {**made, "folder": os.path.realpath(folder)}}) + "\n")
@@ -72,7 +76,7 @@ def opened(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     except NotADirectoryError:
         if not os.path.lexists(folder / FILE):
             raise FileNotFoundError(folder) from None
-        raise KitError(f"{folder} is a link: name the lab's folder itself") from None
+        raise KitError(f"{folder} is a link", cure="name the lab's folder itself") from None
     try:
         place = Path(f"/proc/self/fd/{handle}")
         found = os.stat(FILE, dir_fd=handle, follow_symlinks=False)

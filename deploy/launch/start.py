@@ -36,9 +36,9 @@ from nodekit.deploy.supervise.node_client import (
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
-from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.errors import HostError, KitError, KitErrors, NotWritten
 from nodekit.inventory.load import dump
-from nodekit.inventory.schema import Inventory
+from nodekit.inventory.schema import Environment, Inventory
 
 STARTED_TIMEOUT_S = 120.0
 
@@ -85,7 +85,7 @@ def gather_facts(
     # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
     problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
     if problems:
-        raise KitError("\n".join(f"{each.host}: {each.text}" for each in problems))
+        raise KitErrors(HostError(each.host, *each.problem) for each in problems)
     return facts, peers, [each for each in findings if each.level != "ok"]
 
 
@@ -93,7 +93,7 @@ def grouped(findings: Sequence[Finding]) -> list[str]:
     """A line for each; what is the same on several hosts is told once."""
     groups: dict[str, list[str]] = {}
     for each in findings:
-        groups.setdefault(each.text, []).append(each.host)
+        groups.setdefault(str(each.problem), []).append(each.host)
     return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
 
 
@@ -156,143 +156,187 @@ def start(
         options: the command line's.
         placed: the id of a run whose code lies in its place on all hosts already.
     """
-    phases = Phases(silent=options.quiet)
-    secrets = secrets_of(inventory)
-    if not placed:  # else they were looked at where the job was submitted
-        secret_files.notify_secrets(inventory)
-        script.find(inventory, options.command)
-    run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
-    phases.say(f"{'resuming' if resumed else 'run'} {run_id}" + ("; --new starts over" if resumed else ""))
-    # The code is read while the hosts are reached: a run has what was there when it was asked for.
-    reading = None if placed else _Reading(inventory, options)
-    with phases.phase("connect") as said:
-        links = _connect(stack, inventory, options, phases)
-        said.append(count(len(links), "host"))
+    starting = _Starting(inventory, resumed, options, placed)
+    links = starting.connect(stack)
     if inventory.environment is not None:
+        starting.enter_environment(links, inventory.environment)
+    facts, planned = starting.check_and_plan(links)
+    run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
+    starting.tell(run, planned, facts)
+    client = NodeClient(run, inventory, links)
+    try:
+        targets, code = starting.send(client, planned, facts)
+        starting.start_agents(client, planned, code)
+        # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
+        (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
+    except BaseException as error:
+        # Agents that got their go are stopped; those that did not end with their link.
+        client.stop_all(grace_s=5.0)
+        with contextlib.suppress(NotWritten):  # what is raised says more
+            run.finish("failed", "it did not start", _cause(error))
+        raise
+    finally:
+        for name, seconds, done in starting.phases.done:
+            run.event("phase", time=done, phase=name, seconds=round(seconds, 3))
+    return client
+
+
+@dataclasses.dataclass(frozen=True)
+class _Code:
+    """What is on record of the code that the nodes have."""
+
+    digest: str
+    left_out: dict[str, list[str]]
+
+
+class _Starting:
+    """The phases of one start, in their order, and what they have in common."""
+
+    def __init__(self, inventory: Inventory, resumed: Run | None, options: Options, placed: str) -> None:
+        self.phases = Phases(silent=options.quiet)
+        self._inventory, self._options, self._placed = inventory, options, placed
+        self._goes_on = resumed is not None
+        self._secrets = secrets_of(inventory)
+        if not placed:  # else they were looked at where the job was submitted
+            secret_files.notify_secrets(inventory)
+            script.find(inventory, options.command)
+        self._run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
+        how = "resuming" if resumed else "run"
+        self.phases.say(f"{how} {self._run_id}" + ("; --new starts over" if resumed else ""))
+        # The code is read while the hosts are reached: a run has what was there when it was asked for.
+        self._reading = None if placed else _Reading(inventory, options)
+
+    def connect(self, stack: contextlib.ExitStack) -> dict[str, Link]:
+        """Links to all hosts; an elastic job does with those that can be reached, if they are enough."""
+        hosts, least = self._inventory.hosts, self._inventory.nodes.min
+        problems: list[str] = []
+        noting = dataclasses.replace(self._options.ssh, notice=problems.append)
+        with self.phases.phase("connect") as said:
+            if least == len(hosts):
+                links = stack.enter_context(cluster.links(hosts, self._options.ssh))
+            else:
+                links = stack.enter_context(cluster.links(hosts, noting, some=True))
+            if len(links) < least:
+                raise KitError(
+                    "\n".join([*problems, f"{len(links)} of at least {least} hosts can be reached"])
+                )
+            for problem in problems:
+                self.phases.say(f"warning: without {problem}")
+            said.append(count(len(links), "host"))
+        return {host.name: links[host.name] for host in hosts if host.name in links}
+
+    def enter_environment(self, links: Mapping[str, Link], asked: Environment) -> None:
+        """Have the links answer by the inventory's environment, made where it is not there yet."""
         from nodekit.deploy.environment import environment  # most inventories have none
 
-        with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
+        limit_s = self._inventory.timings.environment
+        with (
+            self.phases.phase("environment") as said,
+            build_lines(silent=self._options.quiet) as progress,
+        ):
             entered = environment.enter(
-                links,
-                inventory.hosts,
-                inventory.environment,
-                timeout_s=inventory.timings.environment,
-                progress=progress,
+                links, self._inventory.hosts, asked, timeout_s=limit_s, progress=progress
             )
             said.append(entered.line())
-    with phases.phase("check") as said:
-        package = sync.package()
-        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, placed=placed)
-        planned = hold_port(
-            links,
-            plan.build(
+
+    def check_and_plan(self, links: Mapping[str, Link]) -> tuple[dict[str, check.Facts], Plan]:
+        """The facts of all hosts, and what each node runs.
+
+        Raises:
+            KitError: with everything that is wrong.
+        """
+        inventory, options = self._inventory, self._options
+        with self.phases.phase("check") as said:
+            self._package = sync.package()
+            digest = self._package.digest
+            facts, peers, warnings = gather_facts(links, inventory, digest, options, placed=self._placed)
+            planned = plan.build(
                 inventory,
                 facts,
-                run_id=run_id,
+                run_id=self._run_id,
                 peers=peers,
                 master_port=0,
-                kit_digest=package.digest,
+                kit_digest=digest,
                 command=options.command,
-            ),
+            )
+            planned = hold_port(links, planned)
+            first = planned.nodes[0]
+            plan.refuse_options(
+                first.argv,
+                Path(inventory.job.code).expanduser(),
+                world_size=planned.world_size,
+                env=first.env,
+                modules={name: found.modules for name, found in facts.items()},
+            )
+            said.append(_checked(facts, planned))
+        for warning in grouped(warnings):
+            self.phases.say(f"warning: {warning}")
+        return facts, planned
+
+    def tell(self, run: Run, planned: Plan, facts: Mapping[str, check.Facts]) -> None:
+        """Write the first events."""
+        run.event(
+            "run-started",
+            version=VERSION,
+            time=self.phases.began,
+            generation=run.generation,
+            nodes=[node.name for node in planned.active],
+            # As it was written: each node's own differs.
+            command=list(plan.argv_of(self._inventory, self._options.command)),
+            goes_on=self._goes_on,
         )
-        first = planned.nodes[0]
-        plan.refuse_options(
-            first.argv,
-            Path(inventory.job.code).expanduser(),
-            world_size=planned.world_size,
-            env=first.env,
-            modules={name: found.modules for name, found in facts.items()},
-        )
-        said.append(_checked(facts, planned))
-    for warning in grouped(warnings):
-        phases.say(f"warning: {warning}")
-    run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
-    run.event(
-        "run-started",
-        version=VERSION,
-        time=phases.began,
-        generation=run.generation,
-        nodes=[node.name for node in planned.active],
-        command=list(plan.argv_of(inventory, options.command)),  # as it was written: each node's own differs
-        goes_on=resumed is not None,
-    )
-    for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
-        versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
-        run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
-    client = NodeClient(run, inventory, links)
-    active = [node.name for node in planned.active]
-    state = policy.begin(
-        rules_of(inventory),
-        generation=run.generation,
-        host=active[0],
-        port=planned.nodes[0].master_port,
-        nodes=active,
-    )
-    groups = check.one_per_folder(facts)
-    firsts = {name: links[name] for name in groups}
-    code_digest, named_left_out = run.code_digest, run.left_out
-    try:
-        with phases.phase("sync") as said:
+        for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
+            versions = {"python": found.python, "torch": found.torch, "cpus": found.cpus}
+            run.event("host", about=name, hostname=found.hostname, **versions, num_gpus=found.num_gpus)
+
+    def send(
+        self, client: NodeClient, planned: Plan, facts: Mapping[str, check.Facts]
+    ) -> tuple[dict[str, sync.Target], _Code]:
+        """Send kit and the code, while the agents import torch; what was sent where, to be settled later."""
+        run, active = client.run, [node.name for node in planned.active]
+        groups = check.one_per_folder(facts)
+        firsts = {name: client.links[name] for name in groups}
+        with self.phases.phase("sync") as said:
             sync.send_package(
-                package,
+                self._package,
                 {name: link for name, link in firsts.items() if not facts[name].has_kit},
                 {name: facts[name].workdir for name in groups},
                 timeout_s=SYNC_TIMEOUT_S,
             )
             # Agents that a stop has missed: of a node out of reach, or of a task that Slurm was still ending.
-            if resumed:
+            if self._goes_on:
                 _on_nodes(active, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
-            _on_nodes(active, lambda name: client.warm(name, secrets))
-            targets: dict[str, sync.Target] = {}
-            if reading is not None:
-                tree, left_out = reading.result()
-                targets = _send(tree, firsts, facts, run_id, options)
-                code_digest = tree.digest
-                said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
-                named_left_out = left_out.to_dict()
-            else:
+            _on_nodes(active, lambda name: client.warm(name, self._secrets))
+            if self._reading is None:
                 said.append("in the shared folder")
-        with phases.phase("start") as said:
+                return {}, _Code(run.code_digest, run.left_out)
+            tree, left_out = self._reading.result()
+            targets = _send(tree, firsts, facts, run.run_id, self._options)
+            said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
+            return targets, _Code(tree.digest, left_out.to_dict())
+
+    def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> None:
+        """Give the agents their go, and wait until workers run on every node."""
+        run, active = client.run, [node.name for node in planned.active]
+        state = policy.begin(
+            rules_of(self._inventory),
+            generation=run.generation,
+            host=active[0],
+            port=planned.nodes[0].master_port,
+            nodes=active,
+        )
+        with self.phases.phase("start") as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
             _on_nodes(active, lambda name: client.go(name, state, state.port if name == state.host else None))
             with run.changing():
-                run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
-                run.left_out = named_left_out
+                run.state, run.judgement = "running", state.to_dict()
+                run.code_digest, run.left_out = code.digest, code.left_out
             _wait_started(client, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
-            if len(active) < len(links):
-                said.append(count(len(links) - len(active), "spare"))
-        # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
-        (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
-    except BaseException:
-        # Agents that got their go are stopped; those that did not end with their link.
-        client.stop_all(grace_s=5.0)
-        with contextlib.suppress(NotWritten):  # what is raised says more
-            run.finish("failed", "it did not start")
-        raise
-    finally:
-        for name, seconds, done in phases.done:
-            run.event("phase", time=done, phase=name, seconds=round(seconds, 3))
-    return client
-
-
-def _connect(
-    stack: contextlib.ExitStack, inventory: Inventory, options: Options, phases: Phases
-) -> dict[str, Link]:
-    """Links to all hosts; an elastic job does with those that can be reached, if they are enough."""
-    least = inventory.nodes.min
-    if least == len(inventory.hosts):
-        return stack.enter_context(cluster.links(inventory.hosts, options.ssh))
-    problems: list[str] = []
-    noting = dataclasses.replace(options.ssh, notice=problems.append)
-    links = stack.enter_context(cluster.links(inventory.hosts, noting, some=True))
-    if len(links) < least:
-        raise KitError("\n".join([*problems, f"{len(links)} of at least {least} hosts can be reached"]))
-    for problem in problems:
-        phases.say(f"warning: without {problem}")
-    return {host.name: links[host.name] for host in inventory.hosts if host.name in links}
+            if len(active) < len(client.links):
+                said.append(count(len(client.links) - len(active), "spare"))
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
@@ -351,7 +395,8 @@ def _record(
         run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
         run.skew_s = max(offsets) - min(offsets)
         run.inventory, run.is_placed = dump(inventory), is_placed
-        run.state, run.started, run.ended, run.verdict = "starting", time.time(), None, ""
+        run.state, run.started, run.ended = "starting", time.time(), None
+        run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
         if saved:
             newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
@@ -389,6 +434,16 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
+def _cause(error: BaseException) -> dict[str, str]:
+    """Why a run did not start, as `Run.cause`: for `kit why`, when what was printed is gone."""
+    if not isinstance(error, KitError):
+        return {}
+    first = error.errors[0]
+    what = str(first.problem._replace(cure=""))
+    what = f"{first.host}: {what}" if isinstance(first, HostError) else what
+    return {"name": "did-not-start", "what": what, "cure": first.problem.cure}
+
+
 def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
     """Until workers run on every node (or a node has more to say than that).
 
@@ -409,8 +464,9 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
             if time.monotonic() > deadline:
                 raise HostError(
                     name,
-                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: "
-                    "the nodes do not reach each other; is there a firewall between them?",
+                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: the nodes do "
+                    "not reach each other",
+                    cure="is there a firewall between them?",
                 )
             time.sleep(0.05)
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +36,7 @@ from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.supervise import drain
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
@@ -68,7 +69,6 @@ def watch(
     with _view(run, rules, options, is_asked=is_asked) as view, handling:
         if not lock.acquire():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
-        observers = observers_of(run, inventory, options, view)
         supervisor = Supervisor(
             client,
             view,
@@ -77,35 +77,25 @@ def watch(
             reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
             tail_bytes=tail_bytes,
             shown=shown or {},
-            observers=observers,
+            observers=observers_of(run, inventory, options, view),
         )
         try:
             with _hangup_leaves() if is_asked else contextlib.nullcontext():
-                verdict = supervisor.watch()
+                verdict = with_left_out(run, supervisor.watch())
         except Left:
             view.close()
             supervisor.close()
-            acted = lock.acquire()
-            lock.release()
-            return _leave(run, options, is_led=not acted)
+            return _leave(run, options, lock)
         except (KeyboardInterrupt, StopAsked) as interrupt:
             view.close()
             run.say_stop(str(interrupt) or "Ctrl-C")
             status = stop_everywhere(run, supervisor, view, is_asked=is_asked)
-            if is_asked:
-                signal.signal(
-                    signal.SIGINT, signal.default_int_handler
-                )  # all is stopped: the rest may be given up
             _fetch_logs(client, lock, view)
             supervisor.close()
             return status
         else:
-            verdict = with_left_out(run, verdict)
             with told_of_a_full_disk(view.say):
-                if verdict.outcome == "stopped":
-                    run.finish_stopped()
-                else:
-                    run.finish(verdict.outcome, verdict.summary)
+                _write_end(run, verdict)
             _fetch_logs(client, lock, view)
             supervisor.close()
             with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
@@ -113,6 +103,13 @@ def watch(
         finally:
             lock.release()
     return conclude(run, client.links, verdict)
+
+
+def _write_end(run: Run, verdict: Verdict) -> None:
+    if verdict.outcome == "stopped":
+        run.finish_stopped()
+    else:
+        run.finish(verdict.outcome, verdict.summary, asdict(verdict.cause) if verdict.cause else None)
 
 
 def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
@@ -160,9 +157,11 @@ def _hangup_leaves() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _leave(run: Run, options: Options, *, is_led: bool) -> int:
+def _leave(run: Run, options: Options, lock: runs.SupervisorLock) -> int:
     """Have the run supervised by a process that stays, unless another does it already; the exit status."""
-    if not is_led:
+    acted = lock.acquire()
+    lock.release()
+    if acted:
         leave_a_supervisor(run, options)
     print(
         f"{run.run_id} goes on: kit watch {run.run_id} looks at it, kit down {run.run_id} stops it",
@@ -233,6 +232,8 @@ def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: b
     with told_of_a_full_disk(view.say):
         run.finish_stopped()
     view.say(stopped_text(run, results))
+    if is_asked:  # all is stopped: the rest may be given up
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return STOPPED_EXIT
 
 

@@ -55,7 +55,8 @@ def check(place: Place) -> None:
         family = socket.AF_INET6 if ipaddress.ip_address(place.address).version == 6 else socket.AF_INET
     except ValueError:
         raise KitError(
-            f"--metrics-address {place.address}: give an address of this machine, as {LOOPBACK} or 0.0.0.0"
+            f"--metrics-address {place.address} is no address",
+            cure=f"give an address of this machine, as {LOOPBACK} or 0.0.0.0",
         ) from None
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
@@ -63,8 +64,8 @@ def check(place: Place) -> None:
             probe.bind((place.address, place.port))
         except OSError as error:
             raise KitError(
-                f"--metrics-port {place.port}: cannot serve at {place.address} ({error.strerror}); "
-                "is another run's there? Give each run a port of its own"
+                f"--metrics-port {place.port}: cannot serve at {place.address} ({error.strerror})",
+                cure="is another run's there? Give each run a port of its own",
             ) from error
 
 
@@ -184,27 +185,9 @@ def metrics(
             family.add_metric([run.run_id], value)
         return family
 
-    told = [status for status in statuses.values() if status.get("alive")]
-    said = [parse_progress(str(status.get("progress") or "")) for status in told]
-    steps = [each["step"] for each in said if each["step"] is not None]
-    totals = [each["total_steps"] for each in said if each["total_steps"] is not None]
-    yield of_run(gauge("step", "The newest step that a node has told of."), max(steps, default=None))
-    yield of_run(
-        gauge("target_step", "The step at which the run is trained to its end."), max(totals, default=None)
-    )
-    newest = max(
-        (each for each in said if each["loss"] is not None), key=lambda each: each["step"] or 0, default=None
-    )
-    yield of_run(
-        gauge("loss", "The loss that was told with the newest step."), newest["loss"] if newest else None
-    )
+    for name, text, value in _of_progress(statuses):
+        yield of_run(gauge(name, text), value)
     yield of_run(gauge("generation", "How often the run was given a new rendezvous host."), run.generation)
-    held = [status["snapshot"] for status in statuses.values() if status.get("snapshot")]
-    committed = max((tuple(each) for each in held if each[0] >= 0), default=None)
-    yield of_run(
-        gauge("snapshot_step", "The step of the newest committed snapshot."),
-        committed[1] if committed else None,
-    )
     yield from _of_nodes(run, statuses, gauge, now)
     counted = counter("events", "Events of the run, as in its events.jsonl.", "kind")
     for kind, count in sorted(events.items()):
@@ -225,6 +208,22 @@ def metrics(
     for metric in history.metrics:
         evaluated.add_metric([run.run_id, metric], history.metric(metric)[-1].value)
     yield evaluated
+
+
+def _of_progress(statuses: Mapping[str, NodeStatus]) -> Iterator[tuple[str, str, float | None]]:
+    """How far the run is, as the nodes tell: names, help and values."""
+    told = [status for status in statuses.values() if status.get("alive")]
+    said = [parse_progress(str(status.get("progress") or "")) for status in told]
+    steps = [each["step"] for each in said if each["step"] is not None]
+    totals = [each["total_steps"] for each in said if each["total_steps"] is not None]
+    losses = [(each["step"] or 0, each["loss"]) for each in said if each["loss"] is not None]
+    held = [status["snapshot"] for status in statuses.values() if status.get("snapshot")]
+    committed = max((tuple(each) for each in held if each[0] >= 0), default=None)
+    yield "step", "The newest step that a node has told of.", max(steps, default=None)
+    yield "target_step", "The step at which the run is trained to its end.", max(totals, default=None)
+    loss = max(losses, key=lambda each: each[0])[1] if losses else None
+    yield "loss", "The loss that was told with the newest step.", loss
+    yield "snapshot_step", "The step of the newest committed snapshot.", committed[1] if committed else None
 
 
 def _of_nodes(

@@ -234,7 +234,7 @@ def targets(inventory: Inventory) -> dict[str, str]:
     """
     if inventory.notify is None:
         raise KitError(
-            f"{inventory.path}: found no notify:, wanted one, as notify: {{command: [notify-send, kit]}}"
+            f"{inventory.path}: found no notify:", wanted="one, as notify: {command: [notify-send, kit]}"
         )
     found = {"command": shlex.join(inventory.notify.command or ()), "webhook": _target(inventory.notify)}
     return {name: found[name] for name in ways(inventory.notify, notify_secrets(inventory), None)}

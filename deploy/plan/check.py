@@ -16,8 +16,8 @@ from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
 from nodekit.deploy.plan import gpus
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.plan.gpus import HostGpus, Problem
-from nodekit.inventory.errors import HostError
+from nodekit.deploy.plan.gpus import HostGpus
+from nodekit.inventory.errors import HostError, Problem
 from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
@@ -63,6 +63,8 @@ class Facts:
     workdir: str
     """Absolute."""
     workdir_problem: str | None
+    workdir_errno: str = ""
+    """Its name, as EACCES."""
     workdir_id: str = ""
     """Equal on two hosts if they share the folder."""
     free_bytes: int = 0
@@ -173,7 +175,7 @@ def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
 
 def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
     """Return everything that would keep the job from running, as errors; pure."""
-    return [HostError(each.host, each.text) for each in needed(inventory, facts)]
+    return [HostError(each.host, *each.problem) for each in needed(inventory, facts)]
 
 
 def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
@@ -231,7 +233,7 @@ def _python_problem(found: Facts) -> Problem | None:
     if numbers(found.python) >= OLDEST_PYTHON:
         return None
     wanted = ".".join(map(str, OLDEST_PYTHON))
-    return (
+    return Problem(
         f"{found.executable} is Python {found.python}",
         f"{wanted} or newer",
         "set `python:` to a newer interpreter there",
@@ -243,21 +245,20 @@ def _torch_problem(
 ) -> Problem | None:
     python = found.executable
     if found.torch is None and environment is not None:
-        return (
+        return Problem(
             f"no torch in the environment ({python})",
-            "",
-            "add it to what the inventory's `environment:` names, or set `system_site_packages: true` there where the "
-            "host's own python has it",
+            cure="add it to what the inventory's `environment:` names, or set `system_site_packages: true` there "
+            "where the host's own python has it",
         )
     if found.torch is None:
         cure = (
             f"set `python:` to an interpreter there that has it, or install it: {python} -m pip install torch"
         )
-        return f"no torch in {python}", "", cure
+        return Problem(f"no torch in {python}", cure=cure)
     differs = len(torches) > 1 and found.torch != common
     if numbers(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
         wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer (older ones load unsafe snapshots)"
-        return f"torch {found.torch}", wanted, f"{python} -m pip install -U torch"
+        return Problem(f"torch {found.torch}", wanted, f"{python} -m pip install -U torch")
     if not differs:
         return None
     pin = f"torch=={str(common).split('+')[0]}"
@@ -265,29 +266,27 @@ def _torch_problem(
     if environment is not None:
         cure = f"write {pin} where the inventory's `environment:` points to"
     number = torches[common or ""]
-    return f"torch {found.torch}, but {number} of the hosts have {common}", "the same on all", cure
+    found_text = f"torch {found.torch}, but {number} of the hosts have {common}"
+    return Problem(found_text, "the same on all", cure)
 
 
 def _workdir_problem(found: Facts) -> Problem | None:
     if found.workdir_problem:
-        return (
-            f"its workdir cannot be used: {found.workdir_problem}",
-            "a folder that kit may write to",
-            _workdir_cure(found.workdir_problem, found),
-        )
+        text = f"its workdir cannot be used: {found.workdir_problem}"
+        return Problem(text, "a folder that kit may write to", _workdir_cure(found))
     if found.free_bytes >= NEEDED_BYTES:
         return None
-    return (
+    return Problem(
         f"only {found.free_bytes / 1024**2:.0f} MiB free in {found.workdir}",
         f"at least {NEEDED_BYTES // 1024**2} MiB",
-        _workdir_cure("No space left", found),
+        make_room(found),
     )
 
 
-def _workdir_cure(problem: str, found: Facts) -> str:
-    if "No space" in problem or "quota" in problem:
+def _workdir_cure(found: Facts) -> str:
+    if found.workdir_errno in ("ENOSPC", "EDQUOT"):
         return make_room(found)
-    if "Permission denied" in problem:
+    if found.workdir_errno == "EACCES":
         return f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}, or set `workdir:` to another folder"
     return "set `workdir:` to a folder that can be made and written to there"
 
@@ -307,15 +306,14 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> Problem | N
     if not Path(name).is_absolute():
         if "PATH" in {**host.env, **inventory.job.env}:
             return None  # the ranks have another PATH
-        return (
+        return Problem(
             f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
-            "",
-            "install it there, or give its path",
+            cure="install it there, or give its path",
         )
     cure = "lay it at the same place on each host, or into the folder that is synced (job.code)"
     if Path(name).is_relative_to(code):
         cure = f"it lies in the folder that is synced, so say {Path(name).relative_to(code)}"
-    return f"no {name} there, which the command runs", "", cure
+    return Problem(f"no {name} there, which the command runs", cure=cure)
 
 
 def choose_interfaces(
@@ -348,7 +346,7 @@ def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, .
     have = ", ".join(f"{each.name} ({each.addresses[0]})" for each in found.interfaces if each.addresses)
     if host.interface is not None:
         if (chosen := by_name.get(host.interface)) is None:
-            raise HostError(host.name, f"no interface '{host.interface}'; it has {have}")
+            raise HostError(host.name, f"no interface '{host.interface}'", wanted=f"one that it has: {have}")
         return _usable(host, chosen, network)
     if network is not None:
         wanted = ipaddress.ip_network(network)
@@ -359,11 +357,17 @@ def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, .
             if ipaddress.ip_address(address) in wanted
         ]
         if not inside:
-            raise HostError(host.name, f"no interface has an address in `network: {wanted}`; it has {have}")
+            raise HostError(
+                host.name,
+                f"no interface has an address in `network: {wanted}`",
+                wanted=f"the network of one that it has: {have}",
+            )
         if len({each.name for each, _ in inside}) > 1:
             names = " and ".join(each.name for each, _ in inside)
             raise HostError(
-                host.name, f"{names} both have an address in `network: {wanted}`; name one as `interface:`"
+                host.name,
+                f"{names} both have an address in `network: {wanted}`",
+                cure="name one as `interface:`",
             )
         return _usable(host, inside[0][0], network)
     sources = {source for peer in peers if (source := found.routes.get(peer))}
@@ -377,13 +381,13 @@ def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, .
     if not chosen_by_route:
         raise HostError(
             host.name,
-            f"no route to the other hosts ({', '.join(peers)}); name the network they share as `network:` "
-            f"or this host's `interface:`; it has {have}",
+            f"no route to the other hosts ({', '.join(peers)})",
+            cure=f"name the network they share as `network:` or this host's `interface:`; it has {have}",
         )
     raise HostError(
         host.name,
-        f"the other hosts are reached over {' and '.join(sorted(chosen_by_route))}; "
-        "name the network they share as `network:`",
+        f"the other hosts are reached over {' and '.join(sorted(chosen_by_route))}",
+        cure="name the network they share as `network:`",
     )
 
 
@@ -392,7 +396,7 @@ def _usable(
 ) -> tuple[str, str]:
     if not interface.up:
         raise HostError(
-            host.name, f"interface '{interface.name}' is down: sudo ip link set {interface.name} up"
+            host.name, f"interface '{interface.name}' is down", cure=f"sudo ip link set {interface.name} up"
         )
     if not interface.addresses:
         raise HostError(host.name, f"interface '{interface.name}' has no address")

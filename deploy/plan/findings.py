@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nodekit.inventory.errors import HostError, KitError, Problem
+
 Level = Literal["ok", "warning", "failure"]
 
 
@@ -27,11 +29,34 @@ class Finding:
     """The rows that it applies to; default: `host`."""
 
     @property
-    def text(self) -> str:
-        """The finding in a line, without the host."""
-        wanted = f", wanted: {self.wanted}" if self.wanted else ""
-        return f"{self.found}{wanted}" + (f"; {self.cure}" if self.cure else "")
+    def problem(self) -> Problem:
+        """The finding without the host; its `str` is a line."""
+        return Problem(self.found, self.wanted, self.cure)
 
     def __post_init__(self) -> None:
         if not self.hosts:
             object.__setattr__(self, "hosts", (self.host,))
+
+
+def failures(
+    check: str, host: str, error: KitError, wanted: str, hosts: tuple[str, ...] = ()
+) -> list[Finding]:
+    """Return the findings that an error makes.
+
+    Args:
+        check: the column.
+        host: the row, for an error that names none itself.
+        error: one, or several in one.
+        wanted: for an error that does not say it.
+        hosts: the rows that it applies to, for an error that names none.
+    """
+    return [
+        Finding(
+            check,
+            each.host if isinstance(each, HostError) else host,
+            "failure",
+            *each.problem._replace(wanted=each.problem.wanted or wanted),
+            hosts=() if isinstance(each, HostError) else hosts,
+        )
+        for each in error.errors
+    ]

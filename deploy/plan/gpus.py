@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nodekit.inventory.errors import Problem
 from nodekit.inventory.schema import Host
 
 # CUDA's major version → the oldest Linux driver that runs it (CUDA's release notes, minor version compatibility).
@@ -86,9 +87,6 @@ def environment(found: HostGpus, own: Sequence[Gpu]) -> dict[str, str]:
     }
 
 
-Problem = tuple[str, str, str]  # found, wanted, cure
-
-
 def problem(host: Host, found: HostGpus, torch: str, torch_build: str) -> Problem | None:
     """Return what keeps the job from the GPUs that the inventory, or their mere presence, says it uses.
 
@@ -107,10 +105,9 @@ def problem(host: Host, found: HostGpus, torch: str, torch_build: str) -> Proble
             if slow
             else "reset it, or reboot the host"
         )
-        return (
+        return Problem(
             f"its GPUs cannot be listed: nvidia-smi: {found.problem}",
-            "",
-            f"see `sudo dmesg | grep -i nvrm`; {cure}; or set `gpus: 0` to train on the CPU",
+            cure=f"see `sudo dmesg | grep -i nvrm`; {cure}; or set `gpus: 0` to train on the CPU",
         )
     return _too_few(host, found) or _several_instances(host, found) or _no_code(found, torch, torch_build)
 
@@ -123,11 +120,11 @@ def _too_few(host: Host, found: HostGpus) -> Problem | None:
         listed = f"CUDA_VISIBLE_DEVICES={found.preset} there leaves {shown}"
         cure = "correct `gpus:`, or where that host sets the variable"
     if isinstance(host.gpus, int) and host.gpus > len(found.usable):
-        return f"`gpus: {host.gpus}`, but {listed}", "", cure
+        return Problem(f"`gpus: {host.gpus}`, but {listed}", cure=cure)
     if isinstance(host.gpus, tuple):
         there = {each.index for each in found.usable}
         if absent := [index for index in host.gpus if index not in there]:
-            return f"`gpus:` names {absent}, but {listed} (numbered from 0)", "", cure
+            return Problem(f"`gpus:` names {absent}, but {listed} (numbered from 0)", cure=cure)
     return None
 
 
@@ -136,7 +133,7 @@ def _several_instances(host: Host, found: HostGpus) -> Problem | None:
     instances = [each.token for each in own if each.token.startswith("MIG-")]
     if len(instances) < 2:
         return None
-    return (
+    return Problem(
         f"{len(instances)} MIG instances",
         "one: CUDA shows a process no more than one",
         "set `gpus: 1`, or CUDA_VISIBLE_DEVICES there to one of them",
@@ -148,7 +145,7 @@ def _no_code(found: HostGpus, torch: str, torch_build: str) -> Problem | None:
         return None
     number = f"{len(found.usable)} GPU{'s' * (len(found.usable) != 1)}"
     if torch_build == "cpu":
-        return (
+        return Problem(
             f"torch {torch} is built for the CPU alone, and nvidia-smi lists {number}",
             "a build for CUDA",
             "install one (https://pytorch.org/get-started), or set `gpus: 0` to train on the CPU",
@@ -158,7 +155,7 @@ def _no_code(found: HostGpus, torch: str, torch_build: str) -> Problem | None:
     if oldest is None or _numbers(found.driver) >= oldest:
         return None
     wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
-    return (
+    return Problem(
         f"NVIDIA driver {found.driver}, and torch is built for CUDA {version}",
         f"driver {wanted} or newer",
         "install a newer driver, or a torch for an older CUDA (https://pytorch.org/get-started/previous-versions)",

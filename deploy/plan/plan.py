@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from nodekit.deploy.host import programs
 from nodekit.deploy.plan import gpus as host_gpus
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
 from nodekit.deploy.plan.gpus import Gpu
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
@@ -166,8 +166,8 @@ def _refuse_launcher(target: tuple[str, ...]) -> None:
     script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
     instead = shlex.join(target[script:]) if script is not None else "train.py …"
     raise KitError(
-        f"the command begins with {name}; kit starts the ranks on all hosts in its place. "
-        f"Give the script alone: kit up … -- {instead}"
+        f"the command begins with {name}; kit starts the ranks on all hosts in its place",
+        cure=f"give the script alone: kit up … -- {instead}",
     )
 
 
@@ -270,7 +270,7 @@ def build(
     argv = argv_of(inventory, command, kinds)
     own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
-    _refuse([str(error) for error in unclear.values()], own, inventory.job.nproc_per_node)
+    _refuse(unclear.values(), own, inventory.job.nproc_per_node)
     num_workers = {name: inventory.job.nproc_per_node or len(gpus) or 1 for name, gpus in own.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
@@ -309,23 +309,30 @@ def build(
     return Plan(run_id, tuple(nodes))
 
 
-def _refuse(problems: list[str], gpus: Mapping[str, Sequence[Gpu]], nproc_per_node: int | None) -> None:
-    """Raise KitError with these problems, and those of hosts whose GPUs are fewer than others' or than their ranks."""
+def _refuse(
+    unclear: Iterable[HostError], gpus: Mapping[str, Sequence[Gpu]], nproc_per_node: int | None
+) -> None:
+    """Raise these errors, and those of hosts whose GPUs are fewer than others' or than their ranks."""
+    errors: list[KitError] = [*unclear]
     with_gpus = [name for name, own in gpus.items() if own]
-    problems += [
-        f"{name}: `job.nproc_per_node: {nproc_per_node}`, but it has {len(gpus[name])} GPU(s) for its ranks, and NCCL "
-        "allows one rank on a GPU: set it lower, or `gpus: 0` to train on the CPU"
-        for name in with_gpus
-        if (nproc_per_node or 0) > len(gpus[name])
-    ]
+    for name in with_gpus:
+        if (nproc_per_node or 0) > len(gpus[name]):
+            found = (
+                f"`job.nproc_per_node: {nproc_per_node}`, but it has {len(gpus[name])} GPU(s) for its ranks"
+            )
+            cure = "set it lower, or `gpus: 0` to train on the CPU"
+            errors.append(HostError(name, found, wanted="a GPU for each, as NCCL needs it", cure=cure))
     if with_gpus and len(with_gpus) < len(gpus):
         without = [name for name, own in gpus.items() if not own]
-        problems.append(
-            f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
-            "or nowhere: leave these hosts out, or set `gpus: 0` for all"
+        errors.append(
+            KitError(
+                f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
+                "or nowhere",
+                cure="leave these hosts out, or set `gpus: 0` for all",
+            )
         )
-    if problems:
-        raise KitError("\n".join(problems))
+    if errors:
+        raise KitErrors(errors)
 
 
 def _environment(

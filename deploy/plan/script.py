@@ -124,29 +124,29 @@ def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
     if within == os.pardir or within.startswith(os.pardir + os.sep):
         real = path.resolve()
         if real.is_relative_to(root):
-            raise KitError(f"{name} would be another file on the hosts; say {real.relative_to(root)}")
+            raise KitError(f"{name} would be another file on the hosts", cure=f"say {real.relative_to(root)}")
         both = os.path.commonpath([root, real])
         raise KitError(
-            f"{name} lies outside of {root}, the folder that is synced, and so would not be on the hosts; "
-            f"copy it into that folder, or set job.code to one that holds both ({both})"
+            f"{name} lies outside of {root}, the folder that is synced, and so would not be on the hosts",
+            cure=f"copy it into that folder, or set job.code to one that holds both ({both})",
         )
     if not path.exists():
         raise KitError(
-            f"no {name} in {root}, the folder that is synced; run kit from your code's folder, "
-            "or set job.code"
+            f"no {name} in {root}, the folder that is synced",
+            cure="run kit from your code's folder, or set job.code",
         )
     if (why := selection.why_left_out(root, within)) is not None:
         raise KitError(
-            f"{name} is not sent to the hosts: {why.source} ignores it; write {why.line} into "
-            f"{root / selection.IGNORE_FILE}"
+            f"{name} is not sent to the hosts: {why.source} ignores it",
+            cure=f"write {why.line} into {root / selection.IGNORE_FILE}",
         )
     kind = programs.kind(str(path))
     if not kind:
         raise KitError(
-            f"{name} is a folder without a __main__.py, so python cannot run it; name a file in it"
+            f"{name} is a folder without a __main__.py, so python cannot run it", cure="name a file in it"
         )
     if name == argv[0] and kind == "program" and not os.access(path, os.X_OK):
-        raise KitError(f"{name} is not executable; chmod +x {shlex.quote(name)}")
+        raise KitError(f"{name} is not executable", cure=f"chmod +x {shlex.quote(name)}")
 
 
 def read(inventory: Inventory, command: Sequence[str] | None) -> Script:

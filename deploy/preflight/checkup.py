@@ -11,12 +11,12 @@ from pathlib import Path
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.plan import check, plan, script
-from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import gpus, leftovers, software
 from nodekit.deploy.preflight.network.netcheck import network_findings
 from nodekit.deploy.preflight.network.netdeep import deep_findings
-from nodekit.deploy.preflight.visits import CONNECT_SHARE, RESERVE_S, Later, Seen, Visits, split, visit
+from nodekit.deploy.preflight.visits import CONNECT_SHARE, RESERVE_S, Later, Seen, Visits, visit
 from nodekit.deploy.records import secret_files
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
@@ -65,8 +65,8 @@ def run(options: Options) -> Report:
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
         raise KitError(
-            f"{inventory.path}: kit check looks at hosts, and which nodes the job gets is Slurm's to say; "
-            "list them as hosts: in another file, or see sinfo"
+            f"{inventory.path}: kit check looks at hosts, and which nodes the job gets is Slurm's to say",
+            cure="list them as hosts: in another file, or see sinfo",
         )
     timeout_s, busy = options.timeout_s, 1.0
     if timeout_s is None:
@@ -167,25 +167,25 @@ def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> fl
 def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Finding], Script]:
     """Check this machine: the code and the secrets."""
     hosts = tuple(host.name for host in inventory.hosts)
-    found = []
+    found: list[Finding] = []
     own = Script()
 
-    def failure(text: str, wanted: str, cure: str) -> None:
-        found.append(Finding("software", "this machine", "failure", text, wanted, cure, hosts))
+    def refused(error: KitError, wanted: str) -> None:
+        found.extend(failures("software", "this machine", error, wanted, hosts))
 
     try:
         own = script.read(inventory, command)
-    except (KitError, OSError) as error:
-        text, cure = split(str(error))
-        failure(text, "the job's script", cure)
+    except KitError as error:
+        refused(error, "the job's script")
+    except OSError as error:
+        refused(KitError(str(error)), "the job's script")
     if absent := [name for name in inventory.job.secrets if name not in os.environ]:
         text = f"job.secrets names {', '.join(absent)}, not set in this environment"
-        failure(text, "their values", f"export {absent[0]}=…")
+        refused(KitError(text, cure=f"export {absent[0]}=…"), "their values")
     try:
         secret_files.notify_secrets(inventory)
     except KitError as error:
-        text, cure = split(str(error))
-        failure(text, "their values", cure)
+        refused(error, "their values")
     return found, own
 
 
@@ -209,9 +209,7 @@ def _plan(
             modules={name: found.modules for name, found in facts.items()},
         )
     except KitError as error:
-        text, cure = split(str(error))
-        wanted = "a job that can be started"
-        return [Finding("software", "the job", "failure", text, wanted, cure, tuple(facts))]
+        return failures("software", "the job", error, "a job that can be started", tuple(facts))
     return []
 
 

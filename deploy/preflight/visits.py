@@ -15,10 +15,10 @@ from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
-from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.sync import sync
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
@@ -66,12 +66,6 @@ def visit(
         files=files,
     )
     return Seen(facts=check.facts_of(link, found["facts"]), probe=found)
-
-
-def split(problem: str) -> tuple[str, str]:
-    """Split a message into the problem and the cure, which follows its last semicolon."""
-    found, _, cure = problem.rpartition("; ")
-    return (found, cure) if found else (problem, "")
 
 
 class Visits:
@@ -176,25 +170,23 @@ class Visits:
             for error in self._failed.values():
                 if not isinstance(error, KitError):
                     raise error
-            return [self._access(host) for host in self._inventory.hosts]
+            return [each for host in self._inventory.hosts for each in self._access(host)]
 
-    def _access(self, host: Host) -> Finding:
+    def _access(self, host: Host) -> list[Finding]:
         finding = functools.partial(Finding, "access", host.name)
+        can_log_in = "a host that kit can log in to"
         if host.name in self._seen:
             rtt_s = self._seen[host.name].facts.rtt_s
             if rtt_s < SLOW_RTT_S:
-                return finding("ok", f"{rtt_s * 1000:.1f} ms")
+                return [finding("ok", f"{rtt_s * 1000:.1f} ms")]
             cure = "see whether it is busy (`uptime` there) or far away"
             wanted = f"less than {SLOW_RTT_S * 1000:.0f} ms"
-            return finding("warning", f"an answer takes {rtt_s * 1000:.0f} ms", wanted, cure)
-        if (error := self._failed.get(host.name)) is not None:
-            text, cure = split(error.problem if isinstance(error, HostError) else str(error))
-        else:
-            text = (
-                f"no answer within {self._timeout_s:.3g} s, while {self._stage.get(host.name, 'connecting')}"
-            )
-            cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
-        return finding("failure", text, "a host that kit can log in to", cure)
+            return [finding("warning", f"an answer takes {rtt_s * 1000:.0f} ms", wanted, cure)]
+        if isinstance(error := self._failed.get(host.name), KitError):
+            return failures("access", host.name, error, can_log_in)
+        text = f"no answer within {self._timeout_s:.3g} s, while {self._stage.get(host.name, 'connecting')}"
+        cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
+        return [finding("failure", text, can_log_in, cure)]
 
     def leave(self) -> None:
         """Close the links, but do not wait long for it."""

@@ -163,7 +163,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
     file = runs.locked(folder / "lock")
     if file is None:
-        raise KitError(f"{_shown(folder)}: another kit is fetching logs to it; wait for that one")
+        raise KitError(f"{_shown(folder)}: another kit is fetching logs to it", cure="wait for that one")
     with file:
         yield
 

@@ -104,7 +104,7 @@ def parse_when(text: str, *, now: float, option: str = "--since") -> float:
             return time.mktime((*time.strptime(text.replace(" ", "T", 1), form)[:8], -1))
         except ValueError:
             continue
-    raise KitError(f"{option}: found '{text}', wanted a time, as {_WHEN}")
+    raise KitError(f"{option}: found '{text}'", wanted=f"a time, as {_WHEN}")
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         span = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
         if span is None:
-            raise KitError(f"--rank: found '{text}', wanted ranks, as 3, 0-3 or 0,2")
+            raise KitError(f"--rank: found '{text}'", wanted="ranks, as 3, 0-3 or 0,2")
         found += range(int(span[1]), int(span[2] or span[1]) + 1)
     return tuple(found)
 
@@ -134,7 +134,7 @@ def pick_attempts(wanted: str, there: Iterable[str]) -> list[str]:
     found = [each for each in known if each == wanted or each.split(".")[0] == wanted]
     if not found:
         listed = ", ".join(known) or "none yet"
-        raise KitError(f"--attempt: found '{wanted}', wanted one of those there are: {listed}; or last")
+        raise KitError(f"--attempt: found '{wanted}'", wanted=f"one of those there are: {listed}; or last")
     return found
 
 

@@ -45,6 +45,8 @@ class Run:
     """starting, running, succeeded, failed, stopped."""
     ended: float | None = None
     verdict: str = ""
+    cause: dict[str, str] = field(default_factory=dict)
+    """The known cause of its end: name, what, cure; {} where there is none (and in old records)."""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """node → its plan (deploy/plan/plan.py): where to find it again, and how to start it again."""
     token: str = field(default="", repr=False)
@@ -190,13 +192,19 @@ class Run:
         for name, value in fields.items():
             setattr(self, name, value)
 
-    def finish(self, state: str, verdict: str) -> None:
+    def finish(self, state: str, verdict: str, cause: Mapping[str, str] | None = None) -> None:
         """Record the end; nothing where it is on record that the run succeeded, or was started anew since.
+
+        Args:
+            state: its last.
+            verdict: how it ended, in a line.
+            cause: the known one, as the fields of a `Cause`.
 
         Raises:
             NotWritten: the disk is full, or gone.
         """
-        started, end = self.started, {"state": state, "verdict": verdict, "ended": time.time()}
+        end = {"state": state, "verdict": verdict, "cause": dict(cause or {}), "ended": time.time()}
+        started = self.started
         try:
             with self.changing():
                 if self.started != started or self.state == "succeeded":
@@ -205,7 +213,7 @@ class Run:
         except NotWritten:
             vars(self).update(end)  # it is so, though only this process knows
             raise
-        self.event("run-ended", state=state, verdict=verdict)
+        self.event("run-ended", state=state, verdict=verdict, **({"cause": dict(cause)} if cause else {}))
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Append one event to the run's ``events.jsonl``."""
@@ -224,7 +232,7 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise NotWritten(
-            f"{path} cannot be written: {error.strerror}; see to the disk (df {path.parent})"
+            f"{path} cannot be written: {error.strerror}", cure=f"see to the disk (df {path.parent})"
         ) from error
 
 
@@ -256,7 +264,7 @@ def find(run_id: str | None) -> Run:
     """
     runs = all_runs()
     if not runs:
-        raise KitError(f"no run on record in {folder()}; start one: kit up INVENTORY")
+        raise KitError(f"no run on record in {folder()}", cure="start one: kit up INVENTORY")
     if run_id is None:
         last = runs[-1]
         return last if last.sweep else _latest(runs, last.inventory_path) or last
@@ -386,11 +394,11 @@ def current(inventory_path: Path, command: Sequence[str] | None, *, is_new: bool
         return None
     same = (run.command or run.inventory["job"].get("command")) == (list(command) if command else None)
     if run.state in LIVE and is_new:
-        raise KitError(f"{run.run_id} of this inventory is not over; kit down {run.run_id} stops it")
+        raise KitError(f"{run.run_id} of this inventory is not over", cure=f"kit down {run.run_id} stops it")
     if run.state in LIVE and not same:
         raise KitError(
-            f"{run.run_id} of this inventory is running another command; kit down {run.run_id} stops it; "
-            "to run both, copy the inventory file"
+            f"{run.run_id} of this inventory is running another command",
+            cure=f"kit down {run.run_id} stops it; to run both, copy the inventory file",
         )
     return run if same and not is_new else None
 
@@ -408,8 +416,8 @@ def starting(inventory_path: Path) -> Iterator[None]:
         file = locked(path)
     if file is None:
         raise KitError(
-            f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}; "
-            "wait for it, then kit up attaches to its run"
+            f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}",
+            cure="wait for it, then kit up attaches to its run",
         )
     with file:
         _sign(file)
@@ -449,4 +457,5 @@ def public(run: Run) -> Mapping[str, Any]:
         "generation": run.generation,
         "nodes": list(run.nodes),
         "verdict": run.verdict,
+        "cause": run.cause or None,
     }

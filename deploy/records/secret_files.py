@@ -37,8 +37,8 @@ def notify_secrets(inventory: Inventory) -> dict[str, str]:
     absent = [name for name in names if not os.environ.get(name)]
     if absent:
         raise KitError(
-            f"{inventory.path}: notify.webhook names {', '.join(absent)}, not set in this environment; "
-            f"export {absent[0]}=… and run again"
+            f"{inventory.path}: notify.webhook names {', '.join(absent)}, not set in this environment",
+            cure=f"export {absent[0]}=… and run again",
         )
     return {name: os.environ[name] for name in names}
 

@@ -47,7 +47,7 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise KitError(
-            f"{path}: cannot be written: {error.strerror}; kit report -o FILE writes it elsewhere"
+            f"{path}: cannot be written: {error.strerror}", cure="kit report -o FILE writes it elsewhere"
         ) from error
 
 

@@ -188,7 +188,7 @@ def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
     found = list({run.run_id: run for run in map(runs.find, names)}.values())
     if not 2 <= len(found) <= MAX_RUNS:
         raise KitError(
-            f"kit runs --compare: found {len(found)} run{'s' * (len(found) != 1)}, wanted 2 to {MAX_RUNS}"
+            f"kit runs --compare: found {len(found)} run{'s' * (len(found) != 1)}", wanted=f"2 to {MAX_RUNS}"
         )
     compared = []
     for run in found:

@@ -35,6 +35,7 @@ def screen(
     verdict: Verdict,
     *,
     run_id: str,
+    title: str = "",
     resume: str = "",
     more: Sequence[tuple[str, str]] = (),
     width: int = 80,
@@ -45,6 +46,7 @@ def screen(
     Args:
         verdict: what to tell.
         run_id: the run's.
+        title: what stands before the verdict; by default, that it failed.
         resume: the command that goes on; "" where it goes on by itself.
         more: further labels and what stands beside them, for the end.
         width: of the terminal.
@@ -66,7 +68,7 @@ def screen(
     if resume:
         rows.append(("resume", resume))
     below = [line for label, text in (*rows, *more) for line in _row(label, text, width)]
-    above = textwrap.wrap(f"{run_id} failed: {verdict.text}", width, subsequent_indent="  ") or [run_id]
+    above = textwrap.wrap(f"{title or f'{run_id} failed'}: {verdict.text}", width, subsequent_indent="  ")
     if first is None:
         return [*above, "", *below]
     rows_below = sum(

@@ -124,7 +124,7 @@ class Commands:
         try:
             link = open_link(host, self._ssh)
         except HostError as error:
-            self._events.put(Ended(host.name, problem=error.problem))
+            self._events.put(Ended(host.name, problem=str(error.problem)))
             return
         except Exception as error:  # it must not leave the others waiting
             self._events.put(Ended(host.name, problem=f"{type(error).__name__}: {error}"))
@@ -178,8 +178,11 @@ def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
     """
     if not inventory.hosts:
         raise KitError(
-            f"{inventory.path}: found slurm, wanted hosts: the nodes of a job are reached by Slurm alone, "
-            "as with srun --jobid=ID --overlap COMMAND"
+            f"{inventory.path}: found slurm",
+            wanted=(
+                "hosts: the nodes of a job are reached by Slurm alone, as with srun --jobid=ID --overlap "
+                "COMMAND"
+            ),
         )
     if hostlist is None:
         return inventory.hosts

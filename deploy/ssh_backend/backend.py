@@ -27,7 +27,7 @@ from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore
@@ -272,8 +272,11 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
     if len(found) < len(run.nodes):
         missing = ", ".join(name for name in run.nodes if name not in found)
         raise KitError(
-            f"{run.run_id} may still be running on {missing}, which cannot be reached; "
-            f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost {run.run_id}"
+            f"{run.run_id} may still be running on {missing}, which cannot be reached",
+            cure=(
+                f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost "
+                f"{run.run_id}"
+            ),
         )
     _gather_unwatched(NodeClient(run, restore(run.inventory), dict(links)))
     states = {status.get("state") for status in found.values()}

@@ -144,17 +144,7 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
         limit = session.end if is_last or following is None else following.started
         limit = max(limit, tried.started)
         members = tried.members or tuple(sorted({*tried.ends, *tried.num_workers}))
-        ended: float | None
-        if is_last and not session.is_over and not all(name in tried.ends for name in members):
-            # A failure on one node ends the attempt on all of them; the others are about to say so.
-            ended = tried.troubled if tried.troubled < math.inf else None
-        elif tried.ends:
-            is_whole = is_last and session.state == "succeeded"
-            ended = max(tried.ends.values()) if is_whole else min(tried.ends.values())
-        else:  # all its nodes were lost without a word
-            ended = min(limit, tried.troubled, max(tried.heard.values(), default=math.inf))
-        if ended is not None:
-            ended = min(max(ended, tried.started), limit)
+        ended = _ended(tried, members, session, limit, is_last=is_last)
         stop = limit if ended is None else min(ended, max(tried.troubled, tried.started))
         if is_last and session.state == "succeeded" and ended is not None:
             stop = ended
@@ -199,6 +189,22 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
             )
         )
     return found
+
+
+def _ended(
+    tried: _Try, members: Sequence[str], session: Session, limit: float, *, is_last: bool
+) -> float | None:
+    """When an attempt ended; None while it goes on."""
+    ended: float | None
+    if is_last and not session.is_over and not all(name in tried.ends for name in members):
+        # A failure on one node ends the attempt on all of them; the others are about to say so.
+        ended = tried.troubled if tried.troubled < math.inf else None
+    elif tried.ends:
+        is_whole = is_last and session.state == "succeeded"
+        ended = max(tried.ends.values()) if is_whole else min(tried.ends.values())
+    else:  # all its nodes were lost without a word
+        ended = min(limit, tried.troubled, max(tried.heard.values(), default=math.inf))
+    return None if ended is None else min(max(ended, tried.started), limit)
 
 
 def _read_tries(events: Sequence[Event]) -> list[_Try]:

@@ -105,8 +105,8 @@ class Narrator:
         if not self._once("run-ended", self._started):  # whoever sees it end writes that down
             return []
         why = _first_line(event.get("verdict"))
-        if why.startswith("stopped"):
-            return [f"the run was {why}"]
+        if event.get("state") == "stopped":
+            return [f"the run was {why or 'stopped'}"]
         state = "has failed" if event.get("state") == "failed" else "is over"
         told = why and why != event.get("state")
         return [f"the run {state}" + (f": {why}" if told else "")]
@@ -251,7 +251,7 @@ class Narrator:
         if not self._once("store-lost", self._attempt):
             return []
         why = _first_line(event.get("why"))
-        if why.startswith("somebody else"):
+        if event.get("forged"):
             return [f"{event.node}: {why}"]
         return [f"{event.node} has lost the rendezvous host"]
 

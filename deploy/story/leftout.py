@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nodekit.deploy.agent.ranks.failures import message_of
-from nodekit.deploy.story.causes import Cause
+from nodekit.deploy.story.cause import Cause
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.sync.listing import Tree
 from nodekit.deploy.sync.selection import IGNORE_FILE, Why, above, reasons

@@ -21,7 +21,8 @@ from nodekit.deploy.agent.ranks.failures import (
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Outcome
 from nodekit.deploy.story.attempts import text_of
-from nodekit.deploy.story.causes import NODE_LOST, Cause, recognise
+from nodekit.deploy.story.cause import Cause
+from nodekit.deploy.story.causes import NODE_LOST, TOO_FEW_NODES, recognise
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
 _SUMMARY_WIDTH = 100
@@ -35,6 +36,10 @@ class Told:
     """Empty for a spare, which never had an agent."""
     failures: tuple[Failure, ...] = ()
     message: str = ""
+    cause: str = ""
+    """Why its agent ended, where that is known (`EndCause`)."""
+    cure: str = ""
+    """What its agent has said to do about it."""
     no_progress: bool = False
     """It was restarted, and that brought nothing."""
     notice: str = ""
@@ -104,8 +109,10 @@ class Verdict:
         }
 
 
-def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> Verdict:
-    """How it ended, by what all nodes said; pure. `also` is the supervisor's own reason."""
+def verdict(
+    nodes: Mapping[str, Told], *, max_restarts: int, also: str = "", because: Cause | None = None
+) -> Verdict:
+    """How it ended, by what all nodes said; pure. `also` is the supervisor's own reason, `because` its cause."""
     outcomes = {name: told.outcome for name, told in nodes.items()}
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
     if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
@@ -116,7 +123,7 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
     messages = [
         told.message
         for told in nodes.values()
-        if told.message and told.outcome != "gone" and "another node ended" not in told.message
+        if told.message and told.outcome != "gone" and told.cause != "ended-elsewhere"
     ]
     said = tuple(
         f"{', '.join(name for name, told in nodes.items() if told.message == message)}: {message}"
@@ -125,7 +132,7 @@ def verdict(nodes: Mapping[str, Told], *, max_restarts: int, also: str = "") -> 
     lost: tuple[str, ...] = tuple(_lost(name, nodes[name]) for name in gone)
     if "failed" not in outcomes.values():
         if also:
-            cause = recognise(also, 0) or (NODE_LOST if lost else None)
+            cause = because or (_cause_of_loss(nodes) if lost else None)
             if lost and not any(name in also for name in gone):
                 also = f"{also}: {'; '.join(lost)}"
                 lost = ()
@@ -149,36 +156,25 @@ def explain(
     hints = tuple(dict.fromkeys(told.notice for told in nodes.values() if told.notice))
     if gone and all(blames_another(failure) or is_network(failure) for failure in attempt):
         # Who has lost its peer speaks of the network; that the peer is gone is what it means.
-        words = [nodes[name].message.strip().splitlines() for name in gone]
+        words = [nodes[name].message.strip().splitlines() for name in gone if not nodes[name].cure]
         notes = [*(line for lines in words for line in lines[-6:]), *notes]
         text = "; ".join(_lost(name, nodes[name]) for name in gone)
         others = _echoes(attempt, ", ".join(gone))
-        return Verdict("failed", text, no_progress, cause=NODE_LOST, others=others, notes=(*notes,))
+        return Verdict(
+            "failed", text, no_progress, cause=_cause_of_loss(nodes), others=others, notes=(*notes,)
+        )
     if first is None:
         text = notes[0] if notes else also or "every node failed without a word"
-        cause = recognise("\n".join(notes), 0)
+        is_short = any(told.cause == "too-few-nodes" for told in nodes.values())
+        cause = TOO_FEW_NODES if is_short else recognise("\n".join(notes), 0)
         return Verdict("failed", text, no_progress, cause=cause, notes=(*notes[1:], *hints))
     attempts = {each.attempt for each in failures}
     which = f", in the last of {len(attempts)} attempts" if len(attempts) > 1 else ""
-    how = how_it_ended(first.exitcode)
     cause = recognise(first.error, first.exitcode, first.kernel)
     absent = [
         (rank, next((name for name, told in nodes.items() if rank in told.ranks), ""))
         for rank in (awaited(attempt) if blames_another(first) else ())
     ]
-    if absent:
-        names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
-        them = "it" if len(absent) == 1 else "them"
-        text = f"{names} did not come, and the others gave up waiting for {them}{which}"
-    elif not blames_another(first) or was_told(first):
-        word = "failed first" if first.world_size > 1 else "failed"
-        text = f"rank {first.rank} on {first.node} {word} ({how}){which}"
-    elif _WAITED.search(first.error):
-        text = f"the ranks waited for each other in vain; rank {first.rank} on {first.node} gave up first"
-        text += which
-    else:
-        text = f"the ranks lost each other; rank {first.rank} on {first.node} was the first to notice ({how})"
-        text += which
     num_well = sum(len(told.ended) for told in nodes.values() if told.attempt == first.attempt)
     if blames_another(first):
         notes = [*_spoken_of(first, nodes), *hints, *notes]
@@ -186,7 +182,7 @@ def explain(
         notes = [*notes, "job.max_restarts is 0: a failed rank ends the job"]
     return Verdict(
         "failed",
-        text,
+        _who(first, absent) + which,
         no_progress,
         first=first,
         cause=cause,
@@ -196,11 +192,32 @@ def explain(
     )
 
 
+def _who(first: Failure, absent: Sequence[tuple[int, str]]) -> str:
+    """Who began it; `absent`: the ranks, each with its node, that did not come while all others waited."""
+    who, how = f"rank {first.rank} on {first.node}", how_it_ended(first.exitcode)
+    if absent:
+        names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
+        return (
+            f"{names} did not come, and the others gave up waiting for {'it' if len(absent) == 1 else 'them'}"
+        )
+    if not blames_another(first) or was_told(first):
+        return f"{who} {'failed first' if first.world_size > 1 else 'failed'} ({how})"
+    if _WAITED.search(first.error):
+        return f"the ranks waited for each other in vain; {who} gave up first"
+    return f"the ranks lost each other; {who} was the first to notice ({how})"
+
+
 def _lost(name: str, told: Told) -> str:
     if told.silent_since:
         clock = time.strftime("%H:%M:%S", time.localtime(told.silent_since))
         return f"{name} was lost: it has not been reached since {clock}"
-    return f"{name} was lost: its agent is gone without a word"
+    return f"{name} was lost: its agent {'could not go on' if told.cure else 'is gone without a word'}"
+
+
+def _cause_of_loss(nodes: Mapping[str, Told]) -> Cause:
+    """Why nodes are gone: what one has said of itself, if one has."""
+    told = next((told for told in nodes.values() if told.outcome == "gone" and told.cure), None)
+    return Cause("node-unfit", told.message, told.cure) if told else NODE_LOST
 
 
 def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
@@ -327,7 +344,12 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
         node = told.setdefault(name, {"failures": []})
         if event.kind == "agent-started":
             node.update(
-                state="starting", message="", no_progress=False, address=text_of(event.get("address"))
+                state="starting",
+                message="",
+                cause="",
+                cure="",
+                no_progress=False,
+                address=text_of(event.get("address")),
             )
         elif event.kind == "worker-failed":
             node["failures"].append(failure_of(event))
@@ -335,6 +357,8 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
             node.update(
                 state=event.get("state", "ended"),
                 message=event.get("message", ""),
+                cause=text_of(event.get("cause")),
+                cure=text_of(event.get("cure")),
                 no_progress=bool(event.get("no_progress")),
             )
         elif event.kind == "workers-started":
@@ -359,7 +383,14 @@ def failure_of(event: Event) -> Failure:
     return Failure.of(event.node or "?", event.fields, when=event.time)
 
 
-def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason: str) -> Verdict | None:
+def verdict_of(
+    events: Sequence[Event],
+    *,
+    max_restarts: int,
+    state: str,
+    reason: str,
+    known: Mapping[str, str] | None = None,
+) -> Verdict | None:
     """The verdict on a run, from its events alone; None while nothing has failed and it is not over.
 
     Args:
@@ -367,6 +398,7 @@ def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason
         max_restarts: the inventory's.
         state: the run's.
         reason: what is on record as its end.
+        known: the cause on record (`Run.cause`); an old record has none.
     """
     nodes = told_in(events)
     if state in ENDED:
@@ -375,7 +407,7 @@ def verdict_of(events: Sequence[Event], *, max_restarts: int, state: str, reason
             return found
         if state == "failed":
             # It was the supervisor's decision, or Slurm's: more than the nodes know.
-            cause = recognise(reason, 0) or (NODE_LOST if " was lost: " in reason else None)
+            cause = Cause(**known) if known else recognise(reason, 0)
             return Verdict(
                 "failed", reason, cause=cause, notes=tuple(n for n in found.notes if n not in reason)
             )

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.event_text import names
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 
 
 def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:

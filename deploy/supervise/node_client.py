@@ -18,9 +18,9 @@ from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer, of_node
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
-from nodekit.deploy.supervise.policy import State
+from nodekit.deploy.supervise.state import State
 from nodekit.deploy.sync import sync
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.schema import Inventory
 
 GRACE_S = 30.0
@@ -116,7 +116,7 @@ class NodeClient:
         digest = self._package.digest
         facts = check.gather({name: link}, alone, kit_digest=digest, peers=self._peers, files=files)
         if problems := check.examine(alone, facts):
-            raise HostError(name, "; ".join(problem.problem for problem in problems))
+            raise KitErrors(problems)
         record(name, self._planned(name, facts[name]))
         if not is_new and self.status(name)["fence"] < 0:
             raise HostError(
@@ -257,8 +257,8 @@ def secrets_of(inventory: Inventory) -> dict[str, str]:
     absent = [name for name in inventory.job.secrets if name not in os.environ]
     if absent:
         raise KitError(
-            f"{inventory.path}: job.secrets names {', '.join(absent)}, not set in this environment; "
-            f"export {absent[0]}=… and run again"
+            f"{inventory.path}: job.secrets names {', '.join(absent)}, not set in this environment",
+            cure=f"export {absent[0]}=… and run again",
         )
     return {name: os.environ[name] for name in inventory.job.secrets}
 

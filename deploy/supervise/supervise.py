@@ -28,7 +28,21 @@ from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Observer, View
-from nodekit.deploy.supervise.policy import Action, Finish, NodeAction, Observation, Rules, State
+from nodekit.deploy.supervise.state import (
+    Action,
+    Drain,
+    Fence,
+    Finish,
+    Join,
+    NodeAction,
+    Notice,
+    Observation,
+    Rules,
+    SetVoters,
+    Start,
+    State,
+    Stop,
+)
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
@@ -209,10 +223,10 @@ class Supervisor:
 
     def _do(self, action: Action, state: State) -> None:
         _LOG.debug("generation %d: %s", state.generation, action)
-        if isinstance(action, policy.Notice):
+        if isinstance(action, Notice):
             self._view.say(action.text, is_event=True)
             self._note("said", text=action.text)
-        elif isinstance(action, policy.Start | policy.Join) and self._run.stopped_by:
+        elif isinstance(action, Start | Join) and self._run.stopped_by:
             pass
         elif not isinstance(action, Finish):
             self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
@@ -221,23 +235,22 @@ class Supervisor:
     def _attempt(self, action: NodeAction, state: State) -> None:
         try:
             match action:
-                case policy.Start(name, is_new):
+                case Start(name, is_new):
                     self._start(name, state, is_new)
-                case policy.Join(name):
+                case Join(name):
                     self._client.call_in(name, state)
-                case policy.Fence(name, generation):
+                case Fence(name, generation):
                     self._client.fence(name, generation)
-                case policy.SetVoters(name, electorate):
+                case SetVoters(name, electorate):
                     self._client.grant(name, electorate)
-                case policy.Stop(name):
+                case Stop(name):
                     self._client.stop(name)
-                case policy.Drain(name):
+                case Drain(name):
                     self._client.stop(name, for_good=False)
         except KitError as error:
-            problem = error.problem if isinstance(error, HostError) else str(error)
-            kind = "problem" if isinstance(action, policy.Start) else "refused"
+            kind = "problem" if isinstance(action, Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
-            self._queue.put((action.node, kind, problem))
+            self._queue.put((action.node, kind, error))
 
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
@@ -276,7 +289,10 @@ class Supervisor:
         out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
         took_part = {name: told for name, told in self._told.items() if told.state and name not in out}
         found = verdict(
-            took_part or self._told, max_restarts=self._client.inventory.job.max_restarts, also=finish.text
+            took_part or self._told,
+            max_restarts=self._client.inventory.job.max_restarts,
+            also=finish.text,
+            because=finish.cause,
         )
         return dataclasses.replace(found, without=(*found.without, *out))
 
@@ -326,10 +342,10 @@ class Supervisor:
                     )
                     self._queue.put((name, "ended", final))
             except RemoteError as error:
-                self._queue.put((name, "lost", str(error)))
+                self._queue.put((name, "lost", error))
                 pause_s = RETRY_S
             except HostError as error:
-                self._queue.put((name, "lost", error.problem))
+                self._queue.put((name, "lost", error))
                 if (lost := self._links.pop(name, None)) is not None:
                     threading.Thread(target=lost.close, daemon=True).start()
                     pause_s = 0.0
@@ -343,19 +359,21 @@ class Supervisor:
         if kind == "plan":
             self._write_plan(name, *value)
             return
-        if kind in ("busy", "problem", "refused"):
-            self._busy[name] = value if kind == "busy" else ""
+        if kind == "busy":
+            self._busy[name] = value
+            return
+        if kind in ("problem", "refused"):
+            why = self._note_error(kind, name, value)
+            self._busy[name] = ""
             if kind == "problem":
-                self._view.say(f"{name}: not started: {value}", is_event=self._acts)
-                self._seen[name] = dataclasses.replace(seen, problem=value)
-            if kind != "busy":
-                self._note(kind, about=name, why=value)
+                self._view.say(f"{name}: not started: {why}", is_event=self._acts)
+                self._seen[name] = dataclasses.replace(seen, problem=why)
             return
         if kind == "lost":
             if seen.reachable or name not in self._heard:
-                text = f"{name}: cannot be reached from here ({value}); trying again"
+                why = self._note_error("unreachable", name, value)
+                text = f"{name}: cannot be reached from here ({why}); trying again"
                 self._view.say(text, is_event=self._acts)
-                self._note("unreachable", about=name, why=value)
                 self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
             self._heard.add(name)
             self._statuses.pop(name, None)
@@ -395,6 +413,13 @@ class Supervisor:
         if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
             self._cannot_write(NO_ROOM.format(self._run.folder))
 
+    def _note_error(self, kind: str, name: str, error: KitError) -> str:
+        """Add an event about a node's error to the run's; returns the error in a line, without the node's name."""
+        problems = [each.problem for each in error.errors]
+        why = "; ".join(map(str, problems))
+        self._note(kind, about=name, why=why, problems=[each._asdict() for each in problems])
+        return why
+
     def _gather(self, name: str, found: Sequence[Any]) -> None:
         """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
         if self._acts:
@@ -429,13 +454,16 @@ class Supervisor:
             self._view.say(notice)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
-        if not status["alive"] and state not in runs.ENDED:
+        cure = str(status.get("cure") or "")
+        if not status["alive"] and state not in runs.ENDED and not cure:
             message = str(status.get("agent_log", "")).strip()[-2000:]
         self._told[name] = Told(
             state=state,
             # A restarted agent begins a new list; what it said before its restart still counts.
             failures=(*(each for each in told.failures if each not in failures), *failures),
             message=message,
+            cause=str(status.get("cause") or ""),
+            cure=cure,
             no_progress=bool(status.get("no_progress")),
             notice=notice,
             attempt=str(status.get("attempt") or told.attempt),

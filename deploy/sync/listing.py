@@ -85,7 +85,8 @@ def list_code(folder: Path) -> Tree:
     root = folder.expanduser().resolve()
     if not root.is_dir():
         raise KitError(
-            f"the code folder {folder} is not a folder; set job.code, or run kit from the code's folder"
+            f"the code folder {folder} is not a folder",
+            cure="set job.code, or run kit from the code's folder",
         )
     problems: list[str] = []
     selection = select(root, problems)

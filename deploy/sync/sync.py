@@ -175,8 +175,8 @@ def _deliver(
         raise HostError(
             link.host,
             f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
-            f"{answer['free_bytes'] / 1e6:.1f} MB are free; make room there, or leave big files out "
-            "by a line in .kitignore",
+            f"{answer['free_bytes'] / 1e6:.1f} MB are free",
+            cure="make room there, or leave big files out by a line in .kitignore",
         )
     bring(
         Delivery(
@@ -217,13 +217,15 @@ def _release(target: Target) -> None:
 
 def _told(error: RemoteError, target: Target) -> HostError:
     if error.errno in _FULL:
-        return HostError(error.host, f"its disk is full ({error.message}); make room below {target.cache}")
+        return HostError(
+            error.host, f"its disk is full ({error.message})", cure=f"make room below {target.cache}"
+        )
     if error.errno in ("EACCES", "EPERM", "EROFS"):
         return HostError(
-            error.host, f"kit may not write there ({error.message}); set `workdir` to a folder it may"
+            error.host, f"kit may not write there ({error.message})", cure="set `workdir` to a folder it may"
         )
     if error.type == "TimeoutError":
-        return HostError(error.host, error.message)
+        return HostError(error.host, *error.problem)
     return error
 
 
@@ -294,5 +296,5 @@ def send_package(
     results = on_all({name: name for name in links}, one)
     for name, result in results.items():
         if isinstance(result, RemoteError) and result.errno in _FULL:
-            results[name] = HostError(name, f"its disk is full; make room below {workdirs[name]}")
+            results[name] = HostError(name, "its disk is full", cure=f"make room below {workdirs[name]}")
     all_or_raise(results)

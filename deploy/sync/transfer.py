@@ -50,7 +50,7 @@ def seconds_left(host: str, deadline: float) -> float:
     """Seconds until a time of `time.monotonic`; HostError when there are none."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise HostError(host, "the code could not be sent in time; is the network slow?")
+        raise HostError(host, "the code could not be sent in time", cure="is the network slow?")
     return left_s
 
 
@@ -84,8 +84,8 @@ class Delivery:
         size = sum(entry.size for entry in self.entries)
         return HostError(
             self.link.host,
-            f"its disk is full: {size / 1e6:.1f} MB of code did not fit into {self.cache}; make room there, "
-            "or leave big files out by a line in .kitignore",
+            f"its disk is full: {size / 1e6:.1f} MB of code did not fit into {self.cache}",
+            cure="make room there, or leave big files out by a line in .kitignore",
         )
 
 

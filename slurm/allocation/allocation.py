@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +46,7 @@ from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.load import restore
-from nodekit.inventory.schema import Host
+from nodekit.inventory.schema import Host, Inventory
 from nodekit.slurm.allocation.handshake import MEET_S, Tasks, call, run_for
 from nodekit.slurm.allocation.requeue import (
     attempt,
@@ -246,7 +246,7 @@ def lead(run_dir: Path, place: Path) -> int:
                 ending.lacked_nodes(lost)
                 status = STOPPED_EXIT
             else:
-                _tell_of_failed_start(run_dir, str(error))
+                _tell_of_failed_start(run_dir, error)
         except KeyboardInterrupt:
             status = STOPPED_EXIT
         finally:
@@ -264,7 +264,7 @@ def lead(run_dir: Path, place: Path) -> int:
     return status
 
 
-def _tell_of_failed_start(run_dir: Path, why: str) -> None:
+def _tell_of_failed_start(run_dir: Path, error: KitError) -> None:
     """Tell those whom the inventory names: nobody looks at the end of a queue."""
     from nodekit.deploy.notify import notify
 
@@ -281,7 +281,7 @@ def _tell_of_failed_start(run_dir: Path, why: str) -> None:
     )
     with contextlib.suppress(OSError, KitError):
         notify.tell_of_end(
-            dataclasses.replace(run, state="failed", verdict=why.partition("\n")[0], ended=time.time())
+            dataclasses.replace(run, state="failed", verdict=str(error.errors[0]), ended=time.time())
         )
 
 
@@ -333,38 +333,14 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             os.environ.update(json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise KitError(
-                f"the job's secrets ({file}) were removed when it had ended; kit up brings them again"
+                f"the job's secrets ({file}) were removed when it had ended", cure="kit up brings them again"
             ) from None
     if inventory.snapshots.shared is None:  # else it is the user's, and may be a mount point
         snapshots_of(job).mkdir(mode=0o700, exist_ok=True)
     names = [str(name) for name in NodeSet(os.environ["SLURM_JOB_NODELIST"])]
     least = min(inventory.nodes.min, len(names))
     here = tasks.wait(names, least=least, say=lambda text: print(text, flush=True))
-    given = inventory.defaults.model_dump(exclude_none=True)
-    hosts = tuple(
-        Host.model_validate(
-            {
-                **given,
-                "name": name,
-                "address": tasks.address[name],
-                "connection": "ssh",
-                "python": sys.executable,
-                "workdir": job["shared_dir"],
-                "gpus": planned_gpus(inventory.slurm),
-            }
-        )
-        for name in here
-    )
-    inventory = inventory.model_copy(
-        update={
-            "hosts": hosts,
-            "nodes": Nodes(min(least, len(here)), len(here)),
-            "job": inventory.job.model_copy(update={"code": f"{run_dir}/code"}),
-            "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
-            # They are in the shared folder: who has submitted the job fetches them from there.
-            "logs": inventory.logs.model_copy(update={"fetch": False}),
-        }
-    )
+    inventory = _with_hosts(inventory, job, run_dir, {name: tasks.address[name] for name in here}, least)
     options = Options(
         inventory=inventory.path,
         command=tuple(job["command"]) if job["command"] else None,
@@ -378,6 +354,30 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
         return watch.watch(client, options, shown=shown, is_asked=False)
+
+
+def _with_hosts(
+    inventory: Inventory, job: dict[str, Any], run_dir: Path, addresses: Mapping[str, str], least: int
+) -> Inventory:
+    """The inventory as it would be of the nodes that are here, by their addresses, with the run's folders."""
+    assert inventory.slurm is not None
+    given = inventory.defaults.model_dump(exclude_none=True)
+    given |= {"connection": "ssh", "python": sys.executable, "workdir": job["shared_dir"]}
+    given |= {"gpus": planned_gpus(inventory.slurm)}
+    hosts = tuple(
+        Host.model_validate({**given, "name": name, "address": address})
+        for name, address in addresses.items()
+    )
+    return inventory.model_copy(
+        update={
+            "hosts": hosts,
+            "nodes": Nodes(min(least, len(hosts)), len(hosts)),
+            "job": inventory.job.model_copy(update={"code": f"{run_dir}/code"}),
+            "snapshots": inventory.snapshots.model_copy(update={"shared": str(snapshots_of(job))}),
+            # They are in the shared folder: who has submitted the job fetches them from there.
+            "logs": inventory.logs.model_copy(update={"fetch": False}),
+        }
+    )
 
 
 def _logs_of(run_dir: Path, names: list[str]) -> dict[str, dict[str, int]]:

@@ -173,8 +173,11 @@ class Tasks:
         if len(here) < least:
             absent = ", ".join(name for name in names if name not in here)
             raise KitError(
-                f"no word from the tasks on {absent} within {MEET_S:.0f} s; what they said is in the folder slurm/ "
-                "of the run: can they see the shared folder, and reach this node?"
+                f"no word from the tasks on {absent} within {MEET_S:.0f} s",
+                cure=(
+                    "what they said is in the folder slurm/ of the run: can they see the shared folder, and "
+                    "reach this node?"
+                ),
             )
         return here
 

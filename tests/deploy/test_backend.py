@@ -15,7 +15,7 @@ from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
 from nodekit.deploy.story.status import Status
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Host, Inventory

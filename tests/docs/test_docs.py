@@ -27,6 +27,7 @@ from places import ROOT
 from test_readme import BLOCKS, commands
 
 from nodekit.deploy.commands import cli
+from nodekit.inventory.errors import Problem
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import json_schema
 from nodekit.inventory.source import parse
@@ -274,16 +275,30 @@ def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_h
 # --- what kit says ------------------------------------------------------------------------------------------
 
 
+def _literal(node: ast.AST) -> str | None:
+    """A text as it stands in the code, with "…" for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(each.value) if isinstance(each, ast.Constant) else "…" for each in node.values)
+    return None
+
+
 def test_what_troubleshooting_says_that_kit_says_is_in_its_code() -> None:
     said = []
     for folder in ("deploy", "inventory", "slurm"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    said.append(node.value)
-                elif isinstance(node, ast.JoinedStr):
-                    parts = (each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
-                    said.append("".join(map(str, parts)))
+                if (text := _literal(node)) is not None:
+                    said.append(text)
+                elif (
+                    isinstance(node, ast.Call)
+                    and node.args
+                    and {each.arg for each in node.keywords} & {"wanted", "cure"}
+                ):
+                    more = {str(each.arg): _literal(each.value) or "…" for each in node.keywords}
+                    found = _literal(node.args[-1]) or "…"
+                    said.append(str(Problem(found, more.get("wanted", ""), more.get("cure", ""))))
     code = "\n".join(said)
     tables = re.findall(
         r"^\| kit says .*\n\|[-|]+\n((?:\|.*\n)+)", PAGES["docs/troubleshooting.md"].read_text(), re.M

@@ -30,13 +30,13 @@ class Budget:
             self.has_progressed = True
 
     def crashed(self, failure: WorkerFailure) -> str | None:
-        """Charge a crash of this node's own making; the reason to give up, or None to go on."""
+        """Charge a crash of this node's own making; None to go on, else why not, "" if the crash says enough."""
         self._charged += 1
         error = failure["error"]
         last_line = (error.strip().splitlines() or [""])[-1]
         again, self._last_error = bool(last_line) and last_line == self._last_error, last_line
         if self._charged > self._max_restarts:
-            return f"{self._charged} crashes without progress" if self._max_restarts else "crashed"
+            return f"{self._charged} crashes without progress" if self._max_restarts else ""
         if not self.has_progressed and never_starts(error, failure["exitcode"]):
             return "the command does not start"
         if not self.has_progressed and again:

@@ -19,7 +19,7 @@ from nodekit.deploy.agent.telemetry.notes import Notes
 from nodekit.deploy.agent.telemetry.usage import Usage
 from nodekit.deploy.host import current_status, files, schema
 from nodekit.deploy.host.node import fence
-from nodekit.deploy.host.schema import EventKind, NodeStatus, WorkerFailure
+from nodekit.deploy.host.schema import EndCause, EventKind, NodeStatus, WorkerFailure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of Python 3.11
@@ -160,16 +160,34 @@ class EventLog:
             self.event("worker-failed", **failure)
         self.update(failures=[*self._status["failures"], *failures][-50:])
 
-    def end(self, state: str, *, message: str = "", no_progress: bool = False) -> None:
-        """Write the last event and status: why it ended, and whether restarts had brought nothing."""
+    def end(
+        self,
+        state: str,
+        *,
+        message: str = "",
+        cause: EndCause = "",
+        cure: str = "",
+        no_progress: bool = False,
+    ) -> None:
+        """Write the last event and status: why it ended, what to do, and whether restarts had brought nothing."""
         self._ended.set()
         self.look(is_last=True)
         result = self._result() if state == "succeeded" else {}
-        told = {"message": message, "no_progress": no_progress, "result": result}
+        told = {
+            "message": message,
+            "cause": cause,
+            "cure": cure,
+            "no_progress": no_progress,
+            "result": result,
+        }
         self.event("agent-ended", state=state, **{name: value for name, value in told.items() if value})
         changes: NodeStatus = {"state": state, "workers": [], "no_progress": no_progress}
         if message:
             changes["message"] = message
+        if cause:
+            changes["cause"] = cause
+        if cure:
+            changes["cure"] = cure
         self.update(**changes)
 
     def look(self, *, is_last: bool = False) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
-from nodekit.deploy.host import current_status, files, ports, processes
+from nodekit.deploy.host import current_status, errors, files, ports, processes
 from nodekit.deploy.host.node import fence, status
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stopped
@@ -34,14 +34,14 @@ def warm(
     os.makedirs(node_dir, mode=0o700, exist_ok=True)
     alive = status.agent_alive(node_dir)
     if alive:
-        raise RuntimeError("an agent of this run is alive already (pid %d): stop it with kit down" % alive)
+        error = RuntimeError("an agent of this run is alive already (pid %d)" % alive)
+        raise errors.with_cure(error, "stop it with kit down")
     full = environment(kit_dir, env)
     if env_file:
         found = files.load(env_file)
         if found is None:  # never start a rank without what the user has it count on
-            raise RuntimeError(
-                "the job's secrets (%s) were removed when it ended; kit up brings them again" % env_file
-            )
+            error = RuntimeError("the job's secrets (%s) were removed when it ended" % env_file)
+            raise errors.with_cure(error, "kit up brings them again")
         full.update(found)
     full["PYTHONUNBUFFERED"] = "1"
     log = os.open(

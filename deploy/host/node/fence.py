@@ -10,7 +10,7 @@ import os
 import socket
 from typing import Any, Dict, Iterator, Mapping
 
-from nodekit.deploy.host import files
+from nodekit.deploy.host import errors, files
 from nodekit.deploy.host.node.status import fence_in, load_spec, snapshot_folder, status
 from nodekit.deploy.host.schema import NodeStatus
 
@@ -92,8 +92,9 @@ def make_snapshot_folder(folder: str, is_shared: bool) -> None:
     except OSError as error:
         why = "the snapshot folder cannot be made on %s: %s" % (socket.gethostname(), error.strerror)
         if is_shared and isinstance(error, FileNotFoundError):
+            why += "; %s (snapshots.shared) is not there" % os.path.dirname(folder)
             cure = "mount it, or make it (mkdir -p), on every host"
-            why += "; %s (snapshots.shared) is not there: %s" % (os.path.dirname(folder), cure)
+            raise errors.with_cure(OSError(error.errno, why, folder), cure) from error
         raise OSError(error.errno, why, folder) from error
 
 

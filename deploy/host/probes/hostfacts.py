@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform
@@ -54,6 +55,7 @@ def facts(
         "routes": {peer: source_address(peer) for peer in peers},
         "workdir": workdir,
         "workdir_problem": None,
+        "workdir_errno": "",
         "rsync": shutil.which("rsync") is not None,
         "boot_id": boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
@@ -68,6 +70,7 @@ def facts(
         found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
     except OSError as error:
         found["workdir_problem"] = "%s: %s" % (error.filename or workdir, error.strerror)
+        found["workdir_errno"] = errno.errorcode.get(error.errno or 0, "")
     return found
 
 

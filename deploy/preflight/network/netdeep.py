@@ -137,9 +137,9 @@ def deep_findings(
                 "netjob.hold", timeout_s=CALL_S, session=session, address=address, port=port
             )
         except HostError as error:
-            what = f"port {port} cannot be listened at: {error.problem}"
+            what = f"port {port} cannot be listened at: {error.problem.found}"
             cure = f"on {first}: sudo ss -ltnp 'sport = :{port}' names who has it"
-            return [_failure(first, what, f"port {port} free for the rendezvous", cure)]
+            return [_failure(first, what, f"port {port} free for the rendezvous", error.problem.cure or cure)]
         settings = _settings(len(hosts), backend, address, port, limit_s)
         environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
         progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
@@ -259,7 +259,7 @@ def _run(
                 if failed.is_set() and grace_s is None:
                     grace_s = netpairs.deadline(GRACE_S)
         except HostError as error:
-            own.lost = error.problem
+            own.lost = str(error.problem)
             failed.set()
 
     on_all({host.name: links[host.name] for host in hosts}, follow)
@@ -274,7 +274,7 @@ def _failure(host: str, found: str, wanted: str, cure: str, hosts: tuple[str, ..
 
 
 def _failures(errors: Mapping[str, HostError], wanted: str, cure: Callable[[str], str]) -> list[Finding]:
-    return [_failure(host, error.problem, wanted, cure(host)) for host, error in errors.items()]
+    return [_failure(host, error.problem.found, wanted, cure(host)) for host, error in errors.items()]
 
 
 def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:

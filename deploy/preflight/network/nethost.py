@@ -29,7 +29,7 @@ def no_answer(host: str, error: HostError) -> Finding:
     """Return the finding of a host that did not answer in time."""
     return _failure(
         host,
-        error.problem,
+        error.problem.found,
         "an answer from its python",
         f"log in to {host} and see what keeps it: uptime; dmesg | tail",
     )
@@ -69,7 +69,6 @@ def unchosen(
             f"an address in {network}",
             f"on {host.name}: sudo ip address add ADDRESS/PREFIX dev {named['name']}",
         )
-    problem, _, advice = error.problem.partition("; ")
     if host.interface is not None and named is None:
         return _failure(
             host.name,
@@ -77,9 +76,13 @@ def unchosen(
             f"one that it has: {have}",
             f"{inventory.path}: set `interface:` of {host.name} to one of these",
         )
-    if not advice or advice.startswith("it has"):
-        advice = f"set `network:` to the one that the hosts share, or `interface:` of {host.name}"
-    return _failure(host.name, problem, f"one interface to use; it has {have}", f"{inventory.path}: {advice}")
+    advice = (
+        error.problem.cure
+        or f"set `network:` to the one that the hosts share, or `interface:` of {host.name}"
+    )
+    return _failure(
+        host.name, error.problem.found, f"one interface to use; it has {have}", f"{inventory.path}: {advice}"
+    )
 
 
 def _has_address_in(nic: Mapping[str, Any], network: str) -> bool:

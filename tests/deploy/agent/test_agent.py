@@ -338,9 +338,8 @@ def test_a_rank_that_would_train_on_the_cpu_in_place_of_its_gpu_ends_the_job_at_
 def test_a_node_without_the_address_it_is_to_listen_on_says_so(agents: Agents) -> None:
     agents.start(FOREVER, num_nodes=1, local_addr="203.0.113.1")
     ended = until(lambda: (status := agents.status("n0")).get("state") == "ended" and status)
-    assert re.search(
-        r"no interface of \S+ has the address 203\.0\.113\.1 to listen on; see `ip addr`", ended["message"]
-    )
+    assert re.search(r"no interface of \S+ has the address 203\.0\.113\.1 to listen on$", ended["message"])
+    assert ended["cure"] == "see `ip addr` there"
 
 
 def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:
@@ -442,6 +441,7 @@ def test_a_rank_that_fails_last_fails_the_job_on_every_node(agents: Agents) -> N
     (failure,) = found["n0"]["failures"]
     assert (failure["rank"], failure["error"].splitlines()[-1]) == (0, "OSError: the final save")
     assert found["n1"]["message"] == found["n2"]["message"] == "another node ended the job"
+    assert found["n1"]["cause"] == found["n2"]["cause"] == "ended-elsewhere"
 
 
 LOST_AT_THE_END = """

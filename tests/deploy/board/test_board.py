@@ -269,7 +269,7 @@ def test_a_node_that_has_no_tensorboard_says_so(tmp_path: Path, own_home: Path) 
     with kit_board("--on", "gpu1", log=log) as process:
         assert process.wait(60) == 1
     assert (
-        f"kit: gpu1: {without} has no tensorboard: pip install tensorboard there, or here" in log.read_text()
+        f"kit: gpu1: {without} has no tensorboard; pip install tensorboard there, or here" in log.read_text()
     )
     with kit_board("--on", "gpu9", log=log) as process:
         assert process.wait(60) == 1

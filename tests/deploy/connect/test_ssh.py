@@ -41,7 +41,7 @@ def problem(target: ssh.SshTarget, **options: Any) -> str:
         ssh.connect(target, **options)
     assert time.monotonic() - start < options.get("timeout_s", 10.0) + BUSY_S
     assert caught.value.host == "gpu1"
-    return caught.value.problem
+    return str(caught.value.problem)
 
 
 @pytest.fixture

@@ -222,9 +222,7 @@ def test_it_listens_at_one_address_alone() -> None:
             socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5)
     with ports.listen("::1") as listener:
         assert listener.getsockname()[0] == "::1"
-    with pytest.raises(
-        OSError, match=r"no interface of \S+ has the address 203\.0\.113\.1 to listen on; see `ip addr`"
-    ):
+    with pytest.raises(OSError, match=r"no interface of \S+ has the address 203\.0\.113\.1 to listen on$"):
         ports.listen("203.0.113.1")
 
 

@@ -35,6 +35,19 @@ def link() -> Iterator[Link]:
     opened.close()
 
 
+def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(link: Link) -> None:
+    with pytest.raises(RemoteError) as caught:
+        link.call("hold_port", timeout_s=15, address="203.0.113.1")
+    assert caught.value.problem.cure == "see `ip addr` there"
+    assert caught.value.problem.found == caught.value.message
+    assert str(caught.value) == f"here: {caught.value.message}; see `ip addr` there"
+    with pytest.raises(RemoteError) as without:
+        link.call("hold_port", timeout_s=15, address="no address")
+    assert without.value.problem.cure == ""
+    older = {"type": "OSError", "message": "it is full", "traceback": ""}  # of a host that sends no cure
+    assert RemoteError("gpu1", older).problem == ("it is full", "", "")
+
+
 def test_facts_say_what_the_host_is(link: Link, tmp_path: Path) -> None:
     found = link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "a b"), peers=["127.0.0.1"])
     assert found["hostname"] == socket.gethostname()

@@ -58,7 +58,7 @@ def everything_in(lab: Lab) -> list[ProcessRecord]:
 def test_up_again_is_safe_and_another_size_is_refused(lab: Lab) -> None:
     before = everything_in(lab)
     assert Lab.up(3, folder=lab.folder) == lab
-    with pytest.raises(KitError, match=r"has 3 hosts, not 5: `kit lab down` it first"):
+    with pytest.raises(KitError, match=r"has 3 hosts, not 5; `kit lab down` it first"):
         Lab.up(5, folder=lab.folder)
     assert all(process.is_alive for process in before)
 
@@ -217,7 +217,7 @@ def test_down_removes_what_up_made_and_nothing_else(labs: Path) -> None:
     with pytest.raises(KitError, match=r"its lab.json is that of a lab in .*/my lab"):
         lab_cluster.down(copy)
     (labs / "link").symlink_to(lab.folder)
-    with pytest.raises(KitError, match="is a link: name the lab's folder itself"):
+    with pytest.raises(KitError, match="is a link; name the lab's folder itself"):
         lab_cluster.down(labs / "link")
     assert lab.status("node1") == "up"
     (copy / "lab.json").unlink()
@@ -260,7 +260,7 @@ def test_a_folder_with_other_things_is_refused_and_left_alone(labs: Path) -> Non
         Lab.up(1, folder=labs)
     assert lab_cluster.down(labs) is None
     assert [path.name for path in labs.iterdir()] == ["thesis.tex"]
-    with pytest.raises(KitError, match=r"no lab in .*: `kit lab up 3` makes one"):
+    with pytest.raises(KitError, match=r"no lab in .*; `kit lab up 3` makes one"):
         Lab.load(labs)
     with pytest.raises(KitError, match="1 to 200 hosts, not 0"):
         Lab.up(0, folder=labs / "lab")
@@ -286,7 +286,7 @@ except KitError as error:
 @pytest.mark.parametrize("call", ["Lab.up(1, folder=folder)", "Lab.load(folder)", "down(folder)"])
 def test_without_root_one_line_says_so(labs: Path, call: str) -> None:
     message = run_python(f"folder = Path(sys.argv[1]); os.setuid(65534); {call}", str(labs / "lab"))
-    assert message == "a lab needs root, for its namespaces and mounts: run this as root, or with sudo\n"
+    assert message == "a lab needs root, for its namespaces and mounts; run this as root, or with sudo\n"
 
 
 @needs_root
@@ -306,7 +306,7 @@ def test_missing_programs_are_named_with_their_packages(
         (tmp_path / program).symlink_to("/bin/true")
     monkeypatch.setattr("nodekit.deploy.lab.lab_needs.search_path", lambda: str(tmp_path))
     with pytest.raises(
-        KitError, match="needs ip, sshd: on Debian, `apt-get install iproute2 openssh-server`"
+        KitError, match="needs ip, sshd; on Debian, `apt-get install iproute2 openssh-server`"
     ):
         Lab.up(1, folder=labs / "lab")
 

@@ -198,9 +198,9 @@ def test_down_removes_what_an_up_that_was_killed_had_made(labs: Path) -> None:
 
 @in_a_lab
 def test_a_lab_without_slurm_says_so(lab: Lab) -> None:
-    with pytest.raises(KitError, match=r"has no Slurm: `kit lab up --slurm` makes one that has"):
+    with pytest.raises(KitError, match=r"has no Slurm; `kit lab up --slurm` makes one that has"):
         _ = lab.slurm
-    with pytest.raises(KitError, match=r"is one without Slurm, not with Slurm: `kit lab down` it first"):
+    with pytest.raises(KitError, match=r"is one without Slurm, not with Slurm; `kit lab down` it first"):
         Lab.up(3, folder=lab.folder, slurm=True)
 
 
@@ -211,9 +211,9 @@ def test_missing_slurm_is_told_with_its_packages(labs: Path, monkeypatch: pytest
     monkeypatch.setattr(
         shutil, "which", lambda name, path: None if name in absent else which(name, path=path)
     )
-    with pytest.raises(KitError, match=r"needs slurmd, munged: .*`apt-get install munge slurm-wlm`"):
+    with pytest.raises(KitError, match=r"needs slurmd, munged; .*`apt-get install munge slurm-wlm`"):
         Lab.up(1, folder=labs / "lab", slurm=True)
-    with pytest.raises(KitError, match=r"mariadbd: .*`apt-get install mariadb-server munge slurm-wlm`"):
+    with pytest.raises(KitError, match=r"mariadbd; .*`apt-get install mariadb-server munge slurm-wlm`"):
         Lab.up(1, folder=labs / "lab", slurm=True, accounting=True)
 
 

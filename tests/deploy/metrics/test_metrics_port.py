@@ -169,7 +169,7 @@ def test_kit_up_refuses_before_anything_starts(
     [
         (Place(0), "--metrics-port 0: a port is a number from 1 to 65535"),
         (Place(9000, "192.0.2.1"), "cannot serve at 192.0.2.1"),
-        (Place(9000, "all"), "--metrics-address all: give an address"),
+        (Place(9000, "all"), "--metrics-address all is no address; give an address"),
     ],
 )
 def test_what_cannot_be_is_refused(place: Place, words: str) -> None:

@@ -240,11 +240,16 @@ def test_the_interface_is_the_named_else_the_networks_else_the_routes(
             "interface: ib9",
             None,
             {},
-            "h: no interface 'ib9'; it has lo (127.0.0.1), a0 (10.0.0.1), b1 (10.0.0.5)",
+            "h: no interface 'ib9', wanted one that it has: lo (127.0.0.1), a0 (10.0.0.1), b1 (10.0.0.5)",
         ),
-        ("interface: down0", None, {}, "h: interface 'down0' is down: sudo ip link set down0 up"),
+        ("interface: down0", None, {}, "h: interface 'down0' is down; sudo ip link set down0 up"),
         ("interface: bare0", None, {}, "h: interface 'bare0' has no address"),
-        ("", "10.9.0.0/24", {}, "h: no interface has an address in `network: 10.9.0.0/24`; it has"),
+        (
+            "",
+            "10.9.0.0/24",
+            {},
+            "h: no interface has an address in `network: 10.9.0.0/24`, wanted the network of one that it has: lo",
+        ),
         ("", "10.0.0.0/24", {}, "h: a0 and b1 both have an address in `network: 10.0.0.0/24`; name one"),
         ("", None, {}, "h: no route to the other hosts (10.0.0.2); name the network they share"),
         (
@@ -318,21 +323,27 @@ def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
     [
         (
             {"python": "3.9.2"},
-            "gpu2: /venv/bin/python is Python 3.9.2, wanted: 3.10 or newer; set `python:`",
+            "gpu2: /venv/bin/python is Python 3.9.2, wanted 3.10 or newer; set `python:`",
         ),
         (
             {"torch": None},
             "gpu2: no torch in /venv/bin/python; set `python:` to an interpreter there that has it",
         ),
-        ({"torch": "2.9.1+cu128"}, "gpu2: torch 2.9.1+cu128, wanted: 2.10 or newer"),
-        ({"torch": "2.12.0"}, "gpu2: torch 2.12.0, but 2 of the hosts have 2.13.0, wanted: the same on all"),
+        ({"torch": "2.9.1+cu128"}, "gpu2: torch 2.9.1+cu128, wanted 2.10 or newer"),
+        ({"torch": "2.12.0"}, "gpu2: torch 2.12.0, but 2 of the hosts have 2.13.0, wanted the same on all"),
         (
-            {"workdir_problem": "/x: Permission denied"},
-            "gpu2: its workdir cannot be used: /x: Permission denied",
+            {"workdir_problem": "/x: Permission denied", "workdir_errno": "EACCES"},
+            "gpu2: its workdir cannot be used: /x: Permission denied, wanted a folder that kit may write to; sudo "
+            "install",
+        ),
+        (
+            {"workdir_problem": "/x: No space left on device", "workdir_errno": "ENOSPC"},
+            "gpu2: its workdir cannot be used: /x: No space left on device, wanted a folder that kit may write to; see "
+            "what fills it",
         ),
         (
             {"free_bytes": 10 * 2**20},
-            "gpu2: only 10 MiB free in /home/train/nodekit, wanted: at least 100 MiB",
+            "gpu2: only 10 MiB free in /home/train/nodekit, wanted at least 100 MiB",
         ),
         ({"num_gpus": 2}, "gpu2: `gpus: 4`, but nvidia-smi lists 2"),
     ],

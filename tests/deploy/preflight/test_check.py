@@ -180,7 +180,7 @@ ONE = "hosts: {gpu1: }\n"
 
 def on_gpus(tmp_path: Path, text: str = ONE, **changes: Any) -> list[tuple[str, str]]:
     found = examined(tmp_path, text, gpu1=(facts("gpu1", num_gpus=1), probe(**changes)))
-    return [(each.level, each.text) for each in found if each.check == "gpus" and each.level != "ok"]
+    return [(each.level, str(each.problem)) for each in found if each.check == "gpus" and each.level != "ok"]
 
 
 def test_a_healthy_gpu_is_told_by_its_name(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_another_model_than_the_inventorys_is_named(tmp_path: Path) -> None:
     smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
     assert on_gpus(tmp_path, "hosts: {gpu1: {gpu_model: a100-sxm4}}\n", smi=smi) == []
     assert on_gpus(tmp_path, "gpu_model: H100\nhosts: {gpu1: }\n", smi=smi) == [
-        ("failure", "GPU 0 is: NVIDIA A100-SXM4-80GB, wanted: `gpu_model: H100`; name those to use as "
+        ("failure", "GPU 0 is: NVIDIA A100-SXM4-80GB, wanted `gpu_model: H100`; name those to use as "
          "`gpus: [0, 1]`, or mend `gpu_model:` in the inventory"),
     ]  # fmt: skip
 
@@ -201,10 +201,10 @@ def test_another_model_than_the_inventorys_is_named(tmp_path: Path) -> None:
 def test_anothers_process_is_named_with_its_owner_and_memory_and_a_desktops_is_not(tmp_path: Path) -> None:
     found = on_gpus(tmp_path, smi=recorded(ADA), owners={"4937": "alice", "34626": ""})
     assert found == [
-        ("warning", "GPU 0 is used by pid 4937 of alice: python, 160 MiB, wanted: a free GPU; "
+        ("warning", "GPU 0 is used by pid 4937 of alice: python, 160 MiB, wanted a free GPU; "
          "end it there, once alice agrees; or name other GPUs as `gpus: [0, 1]`"),
         ("warning", "GPU 0 is used by pid 34626 (of another container): /usr/lib/chromium/chromium, 183 MiB, "
-         "wanted: a free GPU; end it there, once its owner agrees; or name other GPUs as `gpus: [0, 1]`"),
+         "wanted a free GPU; end it there, once its owner agrees; or name other GPUs as `gpus: [0, 1]`"),
     ]  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_a_process_of_a_run_of_ours_is_told_as_that(tmp_path: Path) -> None:
     run = {"run": "lab-1", "node": "gpu1", "node_dir": "/r", "agent": 7, "state": "running", "shm": [],
            "quiet_s": 1.0, "processes": [{"pid": 4937, "rank": 0, "rss_bytes": GB, "ports": []}]}  # fmt: skip
     found = on_gpus(tmp_path, smi=recorded(ADA), owners={"4937": "train"}, runs=[run])
-    assert "160 MiB, of lab-1, wanted: a free GPU; kit down lab-1, or kit clean" in found[0][1]
+    assert "160 MiB, of lab-1, wanted a free GPU; kit down lab-1, or kit clean" in found[0][1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
@@ -104,5 +105,6 @@ def test_secrets_that_cannot_be_removed_are_told(
 
 
 def test_no_agent_starts_without_the_secrets_it_was_to_have(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="were removed when it ended; kit up brings them again"):
+    with pytest.raises(RuntimeError, match="were removed when it ended") as caught:
         agents.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
+    assert cure_of(caught.value) == "kit up brings them again"

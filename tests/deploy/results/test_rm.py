@@ -214,7 +214,7 @@ def test_a_host_that_cannot_be_reached_keeps_the_run_unless_it_is_lost(
     assert cli.main(["rm", ID, "--yes"]) == 1
     told = capsys.readouterr().err
     assert "kit: b: " in told
-    assert f"nothing of {ID} is removed: some of it is there; kit rm --lost {ID} does without" in told
+    assert f"nothing of {ID} is removed: some of it is there\nkit rm --lost {ID} does without" in told
     assert (site.rest(), site.is_on_record) == (before, True)
 
     assert cli.main(["rm", ID, "--yes", "--lost"]) == 0

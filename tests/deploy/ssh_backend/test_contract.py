@@ -135,7 +135,11 @@ def test_a_shared_folder_that_is_not_there_is_not_made(local: Kit, tmp_path: Pat
     said = up_local(local, shared)
     wanted = (
         rf"the snapshot folder cannot be made on {os.uname().nodename}: No such file or directory; "
-        rf"{shared} \(snapshots.shared\) is not there: mount it, or make it \(mkdir -p\), on every host"
+        rf"{shared} \(snapshots.shared\) is not there: .*; mount it, or make it \(mkdir -p\), on every host"
     )
     assert re.search(wanted, said), said
     assert not shared.parent.exists()
+    why = json.loads(local.run("why", "--json").stdout)["why"]
+    assert (why["text"], why["cause"]["name"]) == ("it did not start", "did-not-start")
+    assert why["cause"]["cure"] == "mount it, or make it (mkdir -p), on every host"
+    assert "the snapshot folder cannot be made on" in why["cause"]["what"]

@@ -24,7 +24,8 @@ from nodekit.deploy.agent.ranks.failures import (
 )
 from nodekit.deploy.records.events import Event, parse_all
 from nodekit.deploy.screen.verdict_screen import screen, trace
-from nodekit.deploy.story.causes import recognise
+from nodekit.deploy.story.cause import Cause
+from nodekit.deploy.story.causes import BY_SLURM_STATE, TOO_FEW_NODES, recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 CASES = sorted((RECORDED / "failures").glob("*.json"))
@@ -59,7 +60,13 @@ def recorded(case: dict[str, Any], *, ahead_s: Sequence[float] = (0.0, 0.0)) -> 
             for each in node["failures"]
         ]
         ranks = tuple(int(re.findall(r"\d+", log)[0]) for log in node["logs"])
-        told[name] = Told(state=node["state"], failures=tuple(failures), message=node["message"], ranks=ranks)
+        told[name] = Told(
+            state=node["state"],
+            failures=tuple(failures),
+            message=node["message"],
+            cause=node.get("cause", ""),
+            ranks=ranks,
+        )
     return told
 
 
@@ -296,6 +303,22 @@ def test_a_crash_that_was_recovered_from_is_not_blamed_for_a_node_that_is_lost_l
     assert found.text == "gpu1 was lost: its agent is gone without a word"
 
 
+def test_what_an_agent_says_of_its_own_end_is_the_cause_not_its_words() -> None:
+    events = [
+        *STARTED,
+        failed("gpu0", 0, 5.3, LOST),
+        event("agent-ended", "gpu0", 6.0, state="failed", cause="ended-elsewhere"),
+        event("agent-ended", "gpu1", 5.0, state="ended", message="no rank is started here", cure="make room"),
+    ]
+    found = verdict(told_in(events), max_restarts=1)
+    assert found.cause == Cause("node-unfit", "no rank is started here", "make room")
+    assert found.text == "gpu1 was lost: its agent could not go on"
+    alone = verdict({"gpu0": Told(state="failed", message="waited", cause="too-few-nodes")}, max_restarts=1)
+    assert alone.cause == TOO_FEW_NODES
+    older = verdict({"gpu0": Told(state="failed", message="waited 60 s for 2 nodes")}, max_restarts=1)
+    assert (older.text, older.cause) == ("gpu0: waited 60 s for 2 nodes", None)
+
+
 def test_of_a_lost_connection_it_is_told_to_which_node() -> None:
     lost = "[pair.cc:553] Connection closed by peer [198.18.0.3]:4321"
     nodes = told(failure(0, 5.0, LOST), failure(1, 4.0, lost))
@@ -402,7 +425,7 @@ def test_events_alone_tell_the_same_as_the_nodes() -> None:
         failed("gpu0", 0, 5.3, LOST),
         failed("gpu1", 1, 5.0, BOOM),
         event("agent-ended", "gpu1", 6.0, state="failed", message="crashed twice", no_progress=True),
-        event("agent-ended", "gpu0", 6.0, state="failed", message="another node ended the job"),
+        event("agent-ended", "gpu0", 6.0, state="failed", cause="ended-elsewhere"),
     ]
     found = verdict_of(events, max_restarts=0, state="failed", reason="x")
     assert found is not None
@@ -422,7 +445,10 @@ def test_a_node_that_never_came_back_into_sight_is_told_from_events() -> None:
 
 
 def test_what_slurm_decided_is_a_verdict_with_its_cure() -> None:
-    found = verdict_of(STARTED, max_restarts=0, state="failed", reason="Slurm ended the job: timeout")
+    known = dataclasses.asdict(BY_SLURM_STATE["TIMEOUT"])
+    found = verdict_of(
+        STARTED, max_restarts=0, state="failed", reason="Slurm ended the job: timeout", known=known
+    )
     assert found is not None
     assert (found.text, found.cause and found.cause.name) == ("Slurm ended the job: timeout", "time-limit")
 

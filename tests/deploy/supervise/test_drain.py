@@ -11,7 +11,7 @@ import pytest
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.drain import ask, refusal
-from nodekit.deploy.supervise.policy import Rules
+from nodekit.deploy.supervise.state import Rules
 
 RULES = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
 

@@ -9,6 +9,7 @@ from fake_nodes import NAMES, FakeLink, Nodes
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.state import State
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
@@ -18,7 +19,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return Nodes(tmp_path, monkeypatch)
 
 
-def state(nodes: Nodes) -> policy.State:
+def state(nodes: Nodes) -> State:
     return policy.begin(rules_of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
 
 

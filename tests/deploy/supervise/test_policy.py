@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.agent.quorum import Voters
-from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.policy import (
+from nodekit.deploy.story.causes import TOO_FEW_NODES
+from nodekit.deploy.supervise.policy import begin, decide
+from nodekit.deploy.supervise.state import (
+    PAUSE_S,
     Action,
     Drain,
     Fence,
@@ -23,8 +25,6 @@ from nodekit.deploy.supervise.policy import (
     Start,
     State,
     Stop,
-    begin,
-    decide,
 )
 
 NODES = ("a", "b", "c", "d", "e")
@@ -264,7 +264,7 @@ def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
     assert any("1 of at least 3 nodes are there" in text for text in said)
     assert any("with nodes: 1:4 in the inventory it goes on without" in text for text in said), said
     (finish,) = {each for each in story.sees(1300) if isinstance(each, Finish)}
-    assert finish == Finish("failed", "waited 600 s for enough nodes")
+    assert finish == Finish("failed", "waited 600 s for enough nodes", TOO_FEW_NODES)
 
 
 def test_it_never_gives_up_while_those_out_of_sight_may_be_training() -> None:
@@ -437,7 +437,7 @@ def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
     for name in ("generation", "host", "port", "electorate", "granted", "next_generation", "called_off"):
         assert getattr(again, name) == getattr(story.state, name)
     assert (again.voters, again.forgot) == (frozenset(FOUR), frozenset("c"))
-    assert again.known["d"].paused_until - again.elapsed_s == policy.PAUSE_S
+    assert again.known["d"].paused_until - again.elapsed_s == PAUSE_S
     before = Story().all_run()
     fields = before.state.to_dict()
     before.all(600)

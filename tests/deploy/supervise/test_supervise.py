@@ -24,7 +24,7 @@ from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import policy, supervise
-from nodekit.deploy.supervise.policy import (
+from nodekit.deploy.supervise.state import (
     Action,
     Fence,
     Finish,

@@ -1,0 +1,158 @@
+"""Decide that a generation has no way to go on, fence it, and begin the next one on the survivors. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.supervise.state import Fence
+from nodekit.deploy.supervise.turn import ASK_AGAIN_S, Turn, names
+
+BROKEN_S = 0.3  # orphaned agents: how long the others may take to find out the same
+NO_QUORUM_S = 1.0
+STUCK_S = 60.0  # agents that could meet and do not
+SLOW_START_S = 180.0  # the same, while some are being started
+
+
+def regenerate(turn: Turn) -> None:
+    """Begin another generation where this one cannot go on, after fencing it."""
+    following = turn.state.next_generation
+    if following is not None and turn.rounds:
+        turn.tell(f"generation {turn.state.generation} trains after all: not fencing it")
+        turn.change(next_generation=None, called_off=following, met=())
+    if turn.state.next_generation is None:
+        why = _why_broken(turn)
+        able = [name for name in turn.in_sight if not turn.is_paused(name)]
+        # Those who are fenced cannot come back into this generation by themselves: not before there is a use in it.
+        if why is None or len(able) < turn.rules.min_nodes or not turn.state.is_fenced_by(turn.in_sight):
+            return
+        _begin_fencing(turn, why)
+    following = turn.state.next_generation
+    assert following is not None
+    fenced = [
+        name
+        for name, each in turn.seen.items()
+        if each.fence >= following and not (each.trains and each.generation < following)
+    ]
+    if not turn.state.is_fenced_by({*turn.in_sight, *fenced}):
+        return  # those out of sight may go on, and then so should these
+    for name in turn.in_sight:
+        if turn.seen[name].fence < following:
+            turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
+    # One that lost its disk no longer knows whether it was in the last group, nor holds what that group committed: then
+    # it may be anywhere.
+    is_sure = turn.state.is_fenced_by(set(fenced) - turn.state.forgot)
+    if not is_sure and len(fenced) < len(turn.rules.nodes):
+        if turn.state.is_fenced_by(fenced):
+            turn.lacks = (
+                f"{names(turn.state.forgot)} lost what was on disk: all nodes are needed to find the newest"
+            )
+        return
+    able = [name for name in fenced if turn.seen[name].reachable and not turn.is_paused(name)]
+    slow = set(turn.in_sight).difference(fenced) & set(turn.state.newest.nodes)
+    if len(able) < turn.rules.min_nodes or (
+        slow and turn.now - (turn.state.fencing_since or 0.0) < NO_QUORUM_S
+    ):
+        return
+    # The last group committed on more than half of the electorate, so on one that is fenced. It goes on from there.
+    newest = max(turn.seen[name].held for name in fenced)
+    if holders := [name for name in able if turn.seen[name].held == newest]:
+        _begin_generation(turn, able, holders)
+    else:
+        have = [name for name in fenced if turn.seen[name].held == newest]
+        turn.lacks = f"the newest snapshot, of step {newest[1]}, is only on {names(have)}"
+
+
+def _why_broken(turn: Turn) -> str | None:
+    """Why the present generation has no way to go on, once that has been so for a while."""
+    seen, state, own = turn.seen, turn.state, turn.own
+    host = seen[state.host]
+    wiped = turn.wiped()
+    host_ended = (
+        host.reachable and not host.alive and (host.generation == state.generation or state.host in wiped)
+    )
+    host_coming = host.reachable and state.host not in own and turn.is_coming(state.host)
+    blocked = [name for name in own if seen[name].blocked]
+    orphans = [name for name in own if seen[name].state in ("orphaned", "fenced")]
+    coming = {name for name in turn.in_sight if turn.is_coming(name)}
+    is_starting = (
+        not state.has_trained and bool(blocked) and state.may_train({*blocked, *coming.difference(own)})
+    )
+    is_full = any(len(seen[name].members) >= turn.rules.max_nodes for name in blocked)
+    are_adrift = bool(own) and (len({*blocked, *orphans}) == len(own) or is_full)
+    nobody_can = are_adrift and not (host_coming or is_starting)
+    broken = not turn.rounds and (host_ended or nobody_can or bool(wiped))
+    stuck = not turn.rounds and not broken and (state.host not in own or len(own) >= turn.rules.min_nodes)
+    turn.change(
+        broken_since=(turn.now if state.broken_since is None else state.broken_since) if broken else None,
+        stuck_since=(turn.now if state.stuck_since is None else state.stuck_since) if stuck else None,
+    )
+    state = turn.state
+    if state.broken_since is not None:
+        if turn.now - state.broken_since < (BROKEN_S if host_ended or orphans else NO_QUORUM_S):
+            return None
+        if host_ended or (orphans and not host.reachable):
+            return f"the rendezvous host {state.host} is lost"
+        return "too few nodes are left to go on by themselves"
+    called = [n for n in turn.in_sight if n not in turn.here and turn.known[n].asked in ("start", "join")]
+    is_slow = bool(called) or any(seen[name].state == "starting" for name in own)
+    patience_s = SLOW_START_S if is_slow else STUCK_S
+    if state.stuck_since is not None and turn.now - state.stuck_since >= patience_s:
+        return f"the nodes have not met for {patience_s:.0f} s"
+    return None
+
+
+def _begin_fencing(turn: Turn, why: str) -> None:
+    state = turn.state
+    orphans = [name for name in turn.own if turn.seen[name].state == "orphaned"]
+    others = [name for name in turn.own if name not in set(orphans)]
+    turn.tell(f"{why}: fencing generation {state.generation}")
+    turn.change(
+        next_generation=max(state.generation, state.called_off) + 1,
+        fencing_since=turn.now,
+        met=tuple(orphans if len(orphans) > len(others) else others),
+    )
+
+
+def _begin_generation(turn: Turn, able: list[str], holders: list[str]) -> None:
+    """Begin the generation that was fenced for.
+
+    Its electorate are nodes that hold the newest snapshot, so that nobody goes on without it; the others of `able`
+    come in, and are given it, later.
+    """
+    state, seen, rules = turn.state, turn.seen, turn.rules
+    met = set(state.met)
+    if len([name for name in able if seen[name].alive and name in met]) < rules.min_nodes:
+        met = set(able)
+    alive = [name for name in holders if seen[name].alive and seen[name].port]
+    nodes = [name for name in alive if name in met] or alive
+    nodes = [*nodes, *(name for name in holders if name not in set(nodes))][
+        : max(len(nodes), rules.min_nodes)
+    ]
+    nodes = nodes[: rules.max_nodes]
+    # Another host than before, in turn: the last one may be the one that the others cannot reach.
+    at = rules.nodes.index(state.host) + 1
+    in_turn = [name for name in (*rules.nodes[at:], *rules.nodes[:at]) if name in set(nodes)]
+    host = next((name for name in in_turn if name in set(alive)), in_turn[0])
+    following = state.next_generation
+    assert following is not None
+    turn.tell(f"generation {following}: {names(nodes)}; the rendezvous is on {host} now")
+    for name in rules.nodes:
+        if turn.known[name].present and name not in able:
+            turn.count_failure(name)
+        turn.known[name] = dataclasses.replace(turn.known[name], present=False, asked="")
+    turn.change(
+        generation=following,
+        host=host,
+        port=seen[host].port if seen[host].alive else 0,
+        electorate=Voters(following, 0, tuple(nodes)),
+        granted=None,
+        next_generation=None,
+        forgot=frozenset(),
+        met=(),
+        has_trained=False,
+        broken_since=None,
+        stuck_since=None,
+        stable_since=None,
+    )
+    turn.own, turn.rounds, turn.here = [], set(), set()

@@ -1,0 +1,236 @@
+"""What the supervisor goes by: the rules, what is seen and remembered of each node, and what can be done. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.records.runs import Outcome
+from nodekit.deploy.story.cause import Cause
+
+FREE_FAILURES = 2
+PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the inventory says."""
+
+    nodes: tuple[str, ...]
+    """All hosts, in the inventory's order; those beyond `max_nodes` are spares."""
+    min_nodes: int
+    max_nodes: int
+    wait_s: float = 1800.0
+    """How long the job may wait for enough nodes."""
+    drained: frozenset[str] = frozenset()
+    """Those that the user wants out of the job (`kit drain`); not of the inventory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What was last seen of one node."""
+
+    reachable: bool = True
+    alive: bool = False
+    """Whether its agent runs."""
+    agent: str = ""
+    """Names the process."""
+    generation: int = -1
+    """Its agent's; of one that ended, its last."""
+    state: str = ""
+    """starting, rendezvous, running, waiting (done, for the others), orphaned, fenced; succeeded, failed, stopped."""
+    blocked: bool = False
+    """It waits in a round that may not train."""
+    members: tuple[str, ...] = ()
+    """Who is in its round."""
+    fence: int = -1
+    """Generations below this are refused there; -1 where there is no run folder (never started, or lost)."""
+    electorate: Voters | None = None
+    """The newest it has written down."""
+    port: int = 0
+    """Where its rendezvous listens or would: a port it keeps."""
+    held: tuple[int, int] = (-1, 0)
+    """The newest snapshot committed there: (generation, step)."""
+    problem: str = ""
+    """Why its last start failed."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether its workers run."""
+        return self.alive and self.state in ("running", "waiting")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHistory:
+    """What is remembered of one node."""
+
+    failures: tuple[float, ...] = ()
+    """When it was lost, its agent ended, or a start failed; forgiven when all has been well for long."""
+    agent: str = ""
+    present: bool = False
+    """Whether it was in the job when last seen."""
+    asked: str = ""
+    asked_at: float = 0.0
+    problem: str = ""
+
+    @property
+    def paused_until(self) -> float:
+        """Until when it is left out: longer and longer for a node that is lost again and again."""
+        num_paused = len(self.failures) - FREE_FAILURES
+        if num_paused <= 0:
+            return 0.0
+        return self.failures[-1] + min(PAUSE_S * 2.0 ** (num_paused - 1), MAX_PAUSE_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What the supervisor knows; what it decides, it decides from this and what it sees."""
+
+    generation: int
+    host: str
+    """The node whose agent keeps the rendezvous store."""
+    port: int
+    electorate: Voters
+    """The one in force."""
+    granted: Voters | None = None
+    """One that is being written down: until it is in force, either may be what a group goes by."""
+    next_generation: int | None = None
+    """The one being fenced for."""
+    called_off: int = -1
+    """The last that was fenced for in vain. A `Start` or `Join` says it: up to here a fence holds no longer."""
+    voters: frozenset[str] = frozenset()
+    """Those that have had a run folder."""
+    forgot: frozenset[str] = frozenset()
+    """Those of the electorate that have lost theirs since, and with it what they promised and held."""
+    known: Mapping[str, NodeHistory] = field(default_factory=dict)
+    met: tuple[str, ...] = ()
+    """While fencing: the nodes that had a way to each other."""
+    has_trained: bool = False
+    """Whether this generation was seen to train."""
+    elapsed_s: float = 0.0
+    """The time that decisions go by: it never goes back, and leaves out when nobody decided."""
+    clock: float | None = None
+    broken_since: float | None = None
+    stuck_since: float | None = None
+    fencing_since: float | None = None
+    stable_since: float | None = None
+    floor: tuple[int, int] = (-1, 0)
+    """What nodes must hold to be counted on, since `stable_since`."""
+    short_since: float | None = None
+    ended_since: float | None = None
+    said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Topic → what was said last, and when."""
+
+    @property
+    def newest(self) -> Voters:
+        """The electorate that a `Start` or `Join` gives along."""
+        return self.granted or self.electorate
+
+    def to_dict(self) -> dict[str, Any]:
+        """What another supervisor must know to go on, for JSON; see the top of this file."""
+        return {
+            "generation": self.generation,
+            "host": self.host,
+            "port": self.port,
+            "electorate": self.electorate.to_dict(),
+            "granted": self.granted.to_dict() if self.granted else None,
+            "next_generation": self.next_generation,
+            "called_off": self.called_off,
+            "voters": sorted(self.voters),
+            "forgot": sorted(self.forgot),
+            "failures": {name: list(each.failures) for name, each in self.known.items() if each.failures},
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], rules: Rules) -> State:
+        """The state of a supervisor that takes over."""
+        failures = {name: tuple(fields["failures"].get(name, ())) for name in rules.nodes}
+        return cls(
+            generation=fields["generation"],
+            host=fields["host"],
+            port=fields["port"],
+            electorate=Voters.of(fields["electorate"]),
+            granted=Voters.of(fields["granted"]) if fields["granted"] else None,
+            next_generation=fields["next_generation"],
+            called_off=fields["called_off"],
+            voters=frozenset(fields["voters"]),
+            forgot=frozenset(fields["forgot"]),
+            known={name: NodeHistory(failures=failures[name]) for name in rules.nodes},
+            elapsed_s=max((when for each in failures.values() for when in each), default=0.0),
+        )
+
+    def is_fenced_by(self, nodes: Collection[str]) -> bool:
+        """Whether, with these fenced, no group of the others may go on, by whichever electorate."""
+        return self.electorate.is_fenced_by(nodes) and self.newest.is_fenced_by(nodes)
+
+    def may_train(self, nodes: Collection[str]) -> bool:
+        """Whether a group of these might go on, by whichever electorate."""
+        return self.electorate.may_train(nodes) or self.newest.may_train(nodes)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start an agent on a node, for the present generation."""
+
+    node: str
+    is_new: bool = False
+    """Whether it may make the run folder; where there is none although there should, the node must refuse."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Call a live agent into the present generation."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Refuse all older generations on a node, from now on."""
+
+    node: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class SetVoters:
+    """Have a node write down another electorate."""
+
+    node: str
+    electorate: Voters
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop the agent on a node: the job has ended elsewhere."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """End the agent on a node while the job goes on without it."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The job is over."""
+
+    outcome: Outcome
+    text: str = ""
+    cause: Cause | None = field(default=None, repr=False)
+
+
+NodeAction = Start | Join | Fence | SetVoters | Stop | Drain
+Action = NodeAction | Notice | Finish
