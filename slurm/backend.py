@@ -133,10 +133,8 @@ class SlurmBackend:
         """
         raise KitError(
             f"{run.run_id} is Slurm's",
-            cure=(
-                f"scontrol update nodename={node} state=drain takes the node away after the job; "
-                "slurm.nodes says how many the job takes"
-            ),
+            cure=f"scontrol update nodename={node} state=drain takes the node away after the job; "
+            "slurm.nodes says how many the job takes",
         )
 
     def down(

@@ -259,10 +259,8 @@ def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> N
     if gone and not (inventory.slurm and (inventory.slurm.setup or inventory.slurm.srun_args)):
         raise KitError(
             f"{link.host}: no {gone[0]}, which the command runs",
-            cure=(
-                "install it or lay it where the login node and the nodes have it, or into the folder that "
-                "is synced (job.code)"
-            ),
+            cure="install it or lay it where the login node and the nodes have it, or into the folder that "
+            "is synced (job.code)",
         )
     absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
     if absent and inventory.environment is not None:
@@ -274,10 +272,8 @@ def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> N
     if absent:
         raise KitError(
             f"{link.host}: {python} lacks {', '.join(absent)}",
-            cure=(
-                f"{python} -m pip install 'nodekit[slurm,train]', or set `python:` to an interpreter that "
-                "the login node and the nodes share"
-            ),
+            cure=f"{python} -m pip install 'nodekit[slurm,train]', or set `python:` to an interpreter that "
+            "the login node and the nodes share",
         )
 
 
@@ -336,10 +332,8 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
         return f"{told}: fine if slurm.setup or slurm.srun_args bring it on the nodes"
     raise KitError(
         told,
-        cure=(
-            "install what is missing into that python, add it to the code that is synced (job.code), "
-            "or set `python:` to an interpreter that has it"
-        ),
+        cure="install what is missing into that python, add it to the code that is synced (job.code), "
+        "or set `python:` to an interpreter that has it",
     )
 
 

@@ -39,10 +39,8 @@ def num_parameters(model: str) -> int:
     except OSError as error:
         raise KitError(
             f"--plan {model}: {error.strerror or error}",
-            wanted=(
-                "a number of parameters such as 110e6 or 7B, a transformers config.json or its folder, or "
-                "`job` for the inventory's own model"
-            ),
+            wanted="a number of parameters such as 110e6 or 7B, a transformers config.json or its folder, or "
+            "`job` for the inventory's own model",
         ) from error
     except ValueError as error:
         raise KitError(f"{path}: found no JSON ({error})", wanted="a transformers config.json") from error

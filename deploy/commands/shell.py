@@ -79,10 +79,8 @@ def _log_in(hosts: Sequence[Host], args: argparse.Namespace) -> NoReturn:
         names = shell.fold([host.name for host in hosts])
         raise KitError(
             f"a shell to type in is one host's, and this is {names}",
-            cure=(
-                f"name one: kit shell {args.inventory} {hosts[0].name}; or a command for all: kit shell "
-                f"{args.inventory} -- uptime"
-            ),
+            cure=f"name one: kit shell {args.inventory} {hosts[0].name}; or a command for all: kit shell "
+            f"{args.inventory} -- uptime",
         )
     argv = cluster.login_argv(hosts[0], accept_new_host_keys=args.accept_new_host_keys)
     try:

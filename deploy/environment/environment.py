@@ -234,10 +234,8 @@ def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
         names = ", ".join(seats)
         raise KitError(
             f"environment.lock: {asked.file} is read by uv, which is neither here nor on {names}",
-            cure=(
-                "install it here (pip install uv), or give what it makes of the file: uv export > "
-                "requirements.txt"
-            ),
+            cure="install it here (pip install uv), or give what it makes of the file: uv export > "
+            "requirements.txt",
         )
     if answer["problem"]:
         raise KitError(f"environment.lock: uv export failed:\n{_indented(answer['problem'])}")

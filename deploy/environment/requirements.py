@@ -113,10 +113,8 @@ def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterat
         elif option in ("-e", "--editable") or _is_path(line):
             raise KitError(
                 f"{where}: found {line}, which is on this machine and not on the nodes",
-                cure=(
-                    "leave it out, and send it with the code (job.code), or make a wheel of it in a folder "
-                    "that environment.find_links names"
-                ),
+                cure="leave it out, and send it with the code (job.code), or make a wheel of it in a folder "
+                "that environment.find_links names",
             )
         elif option in ("-f", "--find-links") and "://" not in value:
             raise KitError(f"{where}: found a folder of wheels", wanted="it as environment.find_links")

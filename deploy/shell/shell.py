@@ -179,10 +179,8 @@ def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
     if not inventory.hosts:
         raise KitError(
             f"{inventory.path}: found slurm",
-            wanted=(
-                "hosts: the nodes of a job are reached by Slurm alone, as with srun --jobid=ID --overlap "
-                "COMMAND"
-            ),
+            wanted="hosts: the nodes of a job are reached by Slurm alone, as with srun --jobid=ID --overlap "
+            "COMMAND",
         )
     if hostlist is None:
         return inventory.hosts

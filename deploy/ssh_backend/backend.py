@@ -273,10 +273,8 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
         missing = ", ".join(name for name in run.nodes if name not in found)
         raise KitError(
             f"{run.run_id} may still be running on {missing}, which cannot be reached",
-            cure=(
-                f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost "
-                f"{run.run_id}"
-            ),
+            cure=f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost "
+            f"{run.run_id}",
         )
     _gather_unwatched(NodeClient(run, restore(run.inventory), dict(links)))
     states = {status.get("state") for status in found.values()}

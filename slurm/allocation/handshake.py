@@ -174,10 +174,8 @@ class Tasks:
             absent = ", ".join(name for name in names if name not in here)
             raise KitError(
                 f"no word from the tasks on {absent} within {MEET_S:.0f} s",
-                cure=(
-                    "what they said is in the folder slurm/ of the run: can they see the shared folder, and "
-                    "reach this node?"
-                ),
+                cure="what they said is in the folder slurm/ of the run: can they see the shared folder, and "
+                "reach this node?",
             )
         return here
 

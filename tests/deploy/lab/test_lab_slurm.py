@@ -165,7 +165,7 @@ def test_a_crashed_host_goes_down_and_serves_again_when_revived(
 def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> None:
     lab = Lab.up(1, folder=labs / "lab", slurm=True, accounting=True)
     assert Lab.up(1, folder=lab.folder, slurm=True, accounting=True) == lab
-    with pytest.raises(KitError, match=r"is one with Slurm and its accounting, not with Slurm:"):
+    with pytest.raises(KitError, match=r"is one with Slurm and its accounting, not with Slurm;"):
         Lab.up(1, folder=lab.folder, slurm=True)
     lab.slurm.run(["srun", "true"], timeout_s=20)
     sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State,Account"]
