@@ -243,7 +243,7 @@ def start(
             if resumed:
                 _on_nodes(active, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
-            _on_nodes(active, lambda name: client.warm(name, secrets))
+            _on_nodes(active, lambda name: client.prestart(name, secrets))
             targets: dict[str, sync.Target] = {}
             if reading is not None:
                 tree, left_out = reading.result()
@@ -256,7 +256,9 @@ def start(
         with phases.phase("start") as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
-            _on_nodes(active, lambda name: client.go(name, state, state.port if name == state.host else None))
+            _on_nodes(
+                active, lambda name: client.start(name, state, state.port if name == state.host else None)
+            )
             with run.changing():
                 run.state, run.judgement, run.code_digest = "running", state.to_dict(), code_digest
                 run.left_out = named_left_out
@@ -267,7 +269,7 @@ def start(
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException:
-        # Agents that got their go are stopped; those that did not end with their link.
+        # Agents that were given a spec are stopped; those that did not end with their link.
         client.stop_all(grace_s=5.0)
         with contextlib.suppress(NotWritten):  # what is raised says more
             run.finish("failed", "it did not start")

@@ -224,11 +224,11 @@ class Supervisor:
                 case policy.Start(name, is_new):
                     self._start(name, state, is_new)
                 case policy.Join(name):
-                    self._client.call_in(name, state)
+                    self._client.join(name, state)
                 case policy.Fence(name, generation):
                     self._client.fence(name, generation)
                 case policy.SetVoters(name, electorate):
-                    self._client.grant(name, electorate)
+                    self._client.set_voters(name, electorate)
                 case policy.Stop(name):
                     self._client.stop(name)
                 case policy.Drain(name):
@@ -242,7 +242,7 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            self._client.start(name, state, is_new=is_new, record=self._record)
+            self._client.start_anew(name, state, is_new=is_new, record=self._record)
         finally:
             self._queue.put((name, "busy", ""))
 
