@@ -36,7 +36,7 @@ LOST_AFTER_S = (
 OFFERED = (
     "accept", "current_status", "files", "hostshell", "ports", "processes", "programs", "schema", "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "node.agents", "node.fence", "node.made", "node.removal", "node.status",
+    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status",
     "probes.discovery", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed", "probes.netjob",
     "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip
