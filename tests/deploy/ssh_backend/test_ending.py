@@ -29,7 +29,9 @@ def placed(folder: Path, **files: str) -> Path:
 
 def look(code: Path) -> dict[str, Any]:
     node = code.parent / "n1"
-    return artifacts.list_artifacts(str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")])
+    return artifacts.list_artifacts(
+        str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")]
+    )
 
 
 def test_what_came_with_the_code_was_not_written_by_the_script(tmp_path: Path) -> None:
@@ -67,7 +69,9 @@ def test_a_folder_of_very_many_files_is_looked_through_in_part(
     (code / "out").mkdir()
     for number in range(5):
         (code / "out" / str(number)).touch()
-    assert artifacts.written(str(code)) == {"entries": [["out/", 2, 0]], "is_all": False}, "data is one of three"
+    assert artifacts.written(str(code)) == {"entries": [["out/", 2, 0]], "is_all": False}, (
+        "data is one of three"
+    )
 
 
 @pytest.mark.parametrize(
