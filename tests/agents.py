@@ -67,7 +67,7 @@ class Agents:
         port = self.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
         for name in names:
             self.links[name].call(
-                "warm",
+                "prestart",
                 timeout_s=10,
                 node_dir=str(self.node_dir(name)),
                 python=python or warm_agents.program(),
@@ -79,7 +79,7 @@ class Agents:
         for rank, name in enumerate(names):
             spec = self.spec(name, *args, node_rank=rank, master_port=port, num_nodes=num_nodes, **changes)
             self.links[name].call(
-                "go",
+                "start",
                 timeout_s=10,
                 node_dir=spec.node_dir,
                 spec=spec.to_dict(),

@@ -734,8 +734,9 @@ class Simulation:
         kinds = [self.partition, self.isolate, self.crash_machine, self.crash_agent, self.hide, self.hide_all]
         kinds += [self.kill_supervisor, self.split, self.split, self.heal, self.heal]
         for _ in range(self.random.randint(1, 3)):
-            kind = self.random.choice(kinds)
-            self.at(self.now + self.random.uniform(0, 2), kind)
+            kind, when = self.random.choice(kinds), self.now + self.random.uniform(0, 2)
+            if when < self.faults_s:  # after that all is to be well
+                self.at(when, kind)
 
     def some(self) -> Node:
         return self.nodes[self.random.choice(self.names)]

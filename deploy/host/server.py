@@ -106,13 +106,13 @@ OPS: Dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         ports.hold_port,
-        agents.warm,
-        agents.go,
-        agents.call_in,
+        agents.prestart,
+        agents.start,
+        agents.join,
         agents.stop,
         agents.inject,
         fence.fence,
-        fence.grant,
+        fence.set_voters,
         status.status,
         files.tail,
         read_file,

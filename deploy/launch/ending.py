@@ -29,7 +29,7 @@ def left_behind(run: Run, links: Mapping[str, Link]) -> list[Row]:
 def _look(node: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
     is_ours = plan.training_options(node["argv"], node["env"]) is not None
     told: Mapping[str, Any] = link.call(
-        "made.list_made",
+        "artifacts.list_artifacts",
         timeout_s=LOOK_TIMEOUT_S,
         node_dir=node["node_dir"],
         code_dir=node["code_dir"],
@@ -42,7 +42,7 @@ def _look(node: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
 def rows(
     run_id: str, nodes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any] | Exception]
 ) -> list[Row]:
-    """The rows, from the nodes' plans and what `made.list_made` said of each; pure."""
+    """The rows, from the nodes' plans and what `artifacts.list_artifacts` said of each; pure."""
     names = sorted(nodes, key=lambda name: int(nodes[name]["node_rank"]))
     told = {name: each for name in names if isinstance(each := found.get(name), Mapping)}
     result: list[Row] = []

@@ -307,7 +307,7 @@ class _Starting:
             if self._goes_on:
                 _on_nodes(active, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
-            _on_nodes(active, lambda name: client.warm(name, self._secrets))
+            _on_nodes(active, lambda name: client.prestart(name, self._secrets))
             if self._reading is None:
                 said.append("in the shared folder")
                 return {}, _Code(run.code_digest, run.left_out)
@@ -329,7 +329,9 @@ class _Starting:
         with self.phases.phase("start") as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
-            _on_nodes(active, lambda name: client.go(name, state, state.port if name == state.host else None))
+            _on_nodes(
+                active, lambda name: client.start(name, state, state.port if name == state.host else None)
+            )
             with run.changing():
                 run.state, run.judgement = "running", state.to_dict()
                 run.code_digest, run.left_out = code.digest, code.left_out

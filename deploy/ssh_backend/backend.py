@@ -13,7 +13,7 @@ from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch import start
-from nodekit.deploy.launch import watch as leading
+from nodekit.deploy.launch import watch as launch_watch
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
 from nodekit.deploy.metrics import metrics_port
@@ -68,13 +68,13 @@ class SshBackend:
                     flush=True,
                 )
                 return 0
-            return leading.watch(client, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
+            return launch_watch.watch(client, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
 
     def supervise(self, run: Run, options: Options) -> int:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
         inventory = restore(run.inventory)
         with cluster.links(inventory.hosts, options.ssh, some=True) as links:
-            return leading.watch(NodeClient(run, inventory, links), options)
+            return launch_watch.watch(NodeClient(run, inventory, links), options)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
@@ -109,8 +109,8 @@ class SshBackend:
                 except StopAsked:
                     view.close()
                     run.say_stop("kit watch")
-                    return leading.stop_everywhere(run, supervisor, view, is_asked=True)
-            return leading.conclude(run, links, verdict)
+                    return launch_watch.stop_everywhere(run, supervisor, view, is_asked=True)
+            return launch_watch.conclude(run, links, verdict)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What a run and each of its nodes does; of a node that cannot be reached, what was last heard of it."""
@@ -232,7 +232,7 @@ def _view(run: Run, rules: Rules, *, plain: bool) -> View:
     if not fits_screen(plain=plain):
         return View(list(rules.nodes))
     leaves = "leave this view; the job goes on"
-    return leading.full_screen(run, rules, leaves=leaves, interrupts=leaves)
+    return launch_watch.full_screen(run, rules, leaves=leaves, interrupts=leaves)
 
 
 def _is_led(run: Run) -> bool:

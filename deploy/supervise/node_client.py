@@ -1,4 +1,4 @@
-"""Does to the nodes of one run what start and the supervisor decide: start, call in, fence, grant, stop."""
+"""Does to the nodes of one run what start and the supervisor decide: start, join, fence, set voters, stop."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class NodeClient:
         tuples = {key: tuple(fields[key]) for key in ("gpus", "secrets", "argv")}
         return NodePlan(**{**fields, **tuples})
 
-    def warm(self, name: str, secrets: Mapping[str, str]) -> None:
-        """Have a node's agent import torch, until it gets its go."""
+    def prestart(self, name: str, secrets: Mapping[str, str]) -> None:
+        """Start a node's agent: it imports torch, and waits for `start`."""
         node = self.node(name)
         env = {**node.env, "NODEKIT_START": self.inventory.job.start}
         if self.run.is_placed and secrets:
@@ -66,7 +66,7 @@ class NodeClient:
             secrets_at, env = {}, {**env, **secrets}
         self._call(
             name,
-            "warm",
+            "prestart",
             node_dir=node.node_dir,
             python=node.python,
             kit_dir=node.kit_dir,
@@ -74,19 +74,19 @@ class NodeClient:
             **secrets_at,
         )
 
-    def go(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
-        """Give a warm agent its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
+    def start(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
+        """Give an agent that waits its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
         node = self.node(name)
         self._call(
             name,
-            "go",
+            "start",
             node_dir=node.node_dir,
             spec=self._spec(name, state, joins=joins),
             port=port,
             called_off=state.called_off,
         )
 
-    def start(
+    def start_anew(
         self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan], None]
     ) -> None:
         """Start the agent on a node that has none, after looking at its host anew.
@@ -128,19 +128,19 @@ class NodeClient:
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
-        self.warm(name, secrets_of(self.inventory))
+        self.prestart(name, secrets_of(self.inventory))
         spec = f"{self.node(name).node_dir}/spec.json"
         if not self.run.is_placed and self._call(name, "read_file", path=spec, limit_bytes=1) is None:
             self._send_code(name, facts[name])  # its disk is new
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
-        self.go(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+        self.start(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
 
-    def call_in(self, name: str, state: State) -> None:
+    def join(self, name: str, state: State) -> None:
         """Call a live agent into the present generation."""
         self._call(
             name,
-            "call_in",
+            "join",
             node_dir=self.node(name).node_dir,
             spec=self._spec(name, state),
             called_off=state.called_off,
@@ -150,9 +150,9 @@ class NodeClient:
         """Refuse older generations on a node."""
         self._call(name, "fence", node_dir=self.node(name).node_dir, generation=generation)
 
-    def grant(self, name: str, electorate: Voters) -> None:
-        """Have a node write down another electorate."""
-        self._call(name, "grant", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
+    def set_voters(self, name: str, electorate: Voters) -> None:
+        """Have a node write down other voters."""
+        self._call(name, "set_voters", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""

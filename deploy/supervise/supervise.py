@@ -238,11 +238,11 @@ class Supervisor:
                 case Start(name, is_new):
                     self._start(name, state, is_new)
                 case Join(name):
-                    self._client.call_in(name, state)
+                    self._client.join(name, state)
                 case Fence(name, generation):
                     self._client.fence(name, generation)
                 case SetVoters(name, electorate):
-                    self._client.grant(name, electorate)
+                    self._client.set_voters(name, electorate)
                 case Stop(name):
                     self._client.stop(name)
                 case Drain(name):
@@ -255,7 +255,7 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            self._client.start(name, state, is_new=is_new, record=self._record)
+            self._client.start_anew(name, state, is_new=is_new, record=self._record)
         finally:
             self._queue.put((name, "busy", ""))
 

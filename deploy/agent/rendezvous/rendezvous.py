@@ -372,7 +372,7 @@ class _Timeouts(upstream.RendezvousTimeout):
 
 
 class _State(upstream._BackendRendezvousStateHolder):
-    """Upstream's holder of the state, which knows from the lifelines who is gone and who is still to come."""
+    """Upstream's holder of the state, which knows from the keepalives who is gone and who is still to come."""
 
     def __init__(self, backend: Any, settings: Any, rendezvous: Rendezvous) -> None:
         super().__init__(backend, settings, cache_duration=_POLL_S)  # type: ignore[arg-type]  # it is only ever subtracted from a time

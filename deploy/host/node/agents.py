@@ -19,10 +19,10 @@ COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gi
 _started: Dict[str, "subprocess.Popen[bytes]"] = {}  # node_dir → the agent that this server started
 
 
-def warm(
+def prestart(
     node_dir: str, python: str, kit_dir: str, env: Mapping[str, str], env_file: str = ""
 ) -> Dict[str, int]:
-    """Start this node's agent; it imports torch and then waits for `go`, or ends when we do.
+    """Start this node's agent; it imports torch and then waits for `start`, or ends when we do.
 
     `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere, or
     they are in `env_file` (JSON).
@@ -72,7 +72,7 @@ def environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
 
 
 def leave() -> None:
-    """End the agents that were started and never got their go."""
+    """End the agents that were started and were never given a spec."""
     for agent in list(_started.values()):
         if agent.stdin and not agent.stdin.closed:
             agent.stdin.close()
@@ -83,7 +83,9 @@ def _take_spec(node_dir: str, spec: Mapping[str, Any]) -> None:
     files.write_private(path, json.dumps(spec, indent=1).encode(), durable=True)
 
 
-def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_off: int = -1) -> AgentRecord:
+def start(
+    node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_off: int = -1
+) -> AgentRecord:
     """Give the agent that waits its spec (written 0600) and, on the rendezvous host, the socket that holds the port.
 
     Fences up to `called_off` hold no longer: the generation they were for was never begun.
@@ -119,7 +121,7 @@ def go(node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_o
     return record
 
 
-def call_in(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatus:
+def join(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatus:
     """Call a live agent into the generation of another spec, which it finds in place of its own."""
     node_dir = os.path.expanduser(node_dir)
     if status.agent_alive(node_dir) is None:
@@ -147,7 +149,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     record = status.agent_record(node_dir)
     if agent is not None and agent.poll() is None and (not record or record["pid"] != agent.pid):
         assert agent.stdin is not None
-        agent.stdin.close()  # it never got its go: that ends it
+        agent.stdin.close()  # it was never given a spec: that ends it
         agent.wait(grace_s)
         return {"was": "not running", "killed": False}
     if record is None or status.pid_if_alive(record) is None:

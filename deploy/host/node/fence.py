@@ -98,7 +98,7 @@ def make_snapshot_folder(folder: str, is_shared: bool) -> None:
         raise OSError(error.errno, why, folder) from error
 
 
-def grant(node_dir: str, electorate: Dict[str, Any]) -> None:
+def set_voters(node_dir: str, electorate: Dict[str, Any]) -> None:
     """Write down which nodes are voters (deploy/agent/quorum.py), unless a newer list is there."""
     node_dir = os.path.expanduser(node_dir)
     path = os.path.join(node_dir, "electorate.json")

@@ -87,8 +87,8 @@ def said(node_dir: str) -> NodeStatus:
 def running_workers(node_dir: str) -> List[Worker]:
     """Return the recorded workers that are still the recorded processes.
 
-    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `agents.go` clears it before it
-    names another. After another boot, or on another host, the same pid and start time may be somebody else's.
+    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `agents.start` clears it before
+    it names another. After another boot, or on another host, the same pid and start time may be somebody else's.
     """
     record = agent_record(node_dir)
     if record is None or record["boot_id"] != hostfacts.boot_id():

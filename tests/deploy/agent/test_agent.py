@@ -260,7 +260,9 @@ def test_a_node_that_is_no_majority_waits_until_it_is_granted_one(agents: Agents
     until(lambda: agents.status("n0").get("no_quorum"), what="that half is no majority")
     assert agents.status("n0")["workers"] == []
     granted = {"generation": 0, "version": 1, "nodes": ["n0"]}
-    agents.links["n0"].call("grant", timeout_s=5, node_dir=str(agents.node_dir("n0")), electorate=granted)
+    agents.links["n0"].call(
+        "set_voters", timeout_s=5, node_dir=str(agents.node_dir("n0")), electorate=granted
+    )
     assert agents.wait("n0", "running")["world_size"] == 1
 
 
@@ -271,7 +273,7 @@ def test_a_fence_ends_a_generation_and_the_call_into_the_next_one_begins_it(agen
     assert agents.wait("n0", "fenced")["workers"] == []
     assert not Path(f"/proc/{before['pid']}").exists()
     spec = agents.spec("n0", generation=1, master_port=agents.status("n0")["held_port"])
-    agents.links["n0"].call("call_in", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
+    agents.links["n0"].call("join", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
     assert agents.wait("n0", "running")["attempt"].startswith("1.")
 
 
@@ -364,7 +366,7 @@ def test_an_agent_deep_in_torch_without_workers_is_not_waited_for(agents: Agents
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts, and never answers
         agents.start(FOREVER, num_nodes=1, go=False)
         spec = agents.spec("n0", "job.py", master_port=nobody.getsockname()[1])
-        agents.links["n0"].call("go", timeout_s=10, node_dir=spec.node_dir, spec=spec.to_dict())
+        agents.links["n0"].call("start", timeout_s=10, node_dir=spec.node_dir, spec=spec.to_dict())
         agents.wait("n0", "starting")
         start = time.monotonic()
         found = agents.links["n0"].call("stop", timeout_s=60, node_dir=spec.node_dir, grace_s=40.0)

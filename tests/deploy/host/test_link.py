@@ -87,7 +87,7 @@ def test_a_held_port_is_nobody_elses(link: Link) -> None:
 
 def test_an_error_there_keeps_its_type_and_names_the_host(link: Link) -> None:
     with pytest.raises(RemoteError) as caught:
-        link.call("go", timeout_s=5, node_dir="/nonexistent", spec={})
+        link.call("start", timeout_s=5, node_dir="/nonexistent", spec={})
     assert (caught.value.host, caught.value.type) == ("here", "KeyError")
 
 
@@ -416,8 +416,8 @@ def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nexec cat\n")
     agent.chmod(0o755)
-    link.call("warm", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
-    link.call("go", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0})
+    link.call("prestart", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
+    link.call("start", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0})
     assert (node_dir / "spec.json").stat().st_mode & 0o777 == 0o600
     assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"], "generation": 0}
 
@@ -453,11 +453,11 @@ def test_a_node_lets_in_no_generation_that_is_over(
     (tmp_path / "agent").write_text("#!/bin/sh\nexec cat\n")
     (tmp_path / "agent").chmod(0o755)
     node = {"node_dir": str(tmp_path / "node")}
-    link.call("warm", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
+    link.call("prestart", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
     (tmp_path / "node/spec.json").write_text(json.dumps({"generation": own}))
     link.call("fence", timeout_s=5, generation=fence, **node)
     with pytest.raises(RemoteError, match=over) if over else contextlib.nullcontext():
-        link.call("go", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
+        link.call("start", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
     assert link.call("status", timeout_s=5, **node)["fence"] == (fence if over else generation)
     assert json.loads((tmp_path / "node/spec.json").read_text())["generation"] == (
         own if over else generation

@@ -75,7 +75,7 @@ def test_of_requests_that_come_at_once_the_older_never_comes_last(
         lambda number=number: fence.fence(node_dir, number) for number in range(1, 6)
     ]
     calls += [
-        lambda number=number: fence.grant(node_dir, {**electorate, "version": number})
+        lambda number=number: fence.set_voters(node_dir, {**electorate, "version": number})
         for number in range(1, 6)
     ]
     threads = [threading.Thread(target=call) for call in calls]

@@ -106,5 +106,5 @@ def test_secrets_that_cannot_be_removed_are_told(
 
 def test_no_agent_starts_without_the_secrets_it_was_to_have(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="were removed when it ended") as caught:
-        agents.warm(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
+        agents.prestart(str(tmp_path / "n0"), sys.executable, "/kit", {}, str(tmp_path / "secrets-1.json"))
     assert cure_of(caught.value) == "kit up brings them again"

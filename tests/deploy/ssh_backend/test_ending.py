@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.host import treefiles as tree
-from nodekit.deploy.host.node import made
+from nodekit.deploy.host.node import artifacts
 from nodekit.deploy.launch.ending import rows
 from nodekit.inventory.errors import HostError
 
@@ -29,14 +29,16 @@ def placed(folder: Path, **files: str) -> Path:
 
 def look(code: Path) -> dict[str, Any]:
     node = code.parent / "n1"
-    return made.list_made(str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")])
+    return artifacts.list_artifacts(
+        str(node), str(code), str(node / "snapshots"), [str(node / "output" / "best")]
+    )
 
 
 def test_what_came_with_the_code_was_not_written_by_the_script(tmp_path: Path) -> None:
     code = placed(tmp_path, train="x", other="y")
     (code / "__pycache__").mkdir()
     (code / "__pycache__" / "m.pyc").write_text("…")
-    assert made.written(str(code)) == {"entries": [], "is_all": True}
+    assert artifacts.written(str(code)) == {"entries": [], "is_all": True}
 
 
 def test_what_a_script_wrote_is_found_by_its_first_folder_the_largest_first(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_what_a_script_wrote_is_found_by_its_first_folder_the_largest_first(tmp_
     (code / "out" / "deep" / "log").write_bytes(b"0" * 50)
     (code / "other").write_text("changed by the job")
     (code / "a\nb").touch()
-    assert made.written(str(code)) == {
+    assert artifacts.written(str(code)) == {
         "entries": [["out/", 2, 550], ["other", 1, 18], ["a\nb", 1, 0]],
         "is_all": True,
     }
@@ -56,18 +58,20 @@ def test_nothing_is_said_of_a_folder_whose_code_is_not_known(tmp_path: Path) -> 
     code = placed(tmp_path)
     Path(f"{code}.tree.json").unlink()
     (code / "out").touch()
-    assert made.written(str(code)) is None
+    assert artifacts.written(str(code)) is None
 
 
 def test_a_folder_of_very_many_files_is_looked_through_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made, "MOST_FILES", 3)
+    monkeypatch.setattr(artifacts, "MOST_FILES", 3)
     code = placed(tmp_path)
     (code / "out").mkdir()
     for number in range(5):
         (code / "out" / str(number)).touch()
-    assert made.written(str(code)) == {"entries": [["out/", 2, 0]], "is_all": False}, "data is one of three"
+    assert artifacts.written(str(code)) == {"entries": [["out/", 2, 0]], "is_all": False}, (
+        "data is one of three"
+    )
 
 
 @pytest.mark.parametrize(

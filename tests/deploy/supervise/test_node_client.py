@@ -27,15 +27,15 @@ def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
     recorded: list[tuple[str, NodePlan, int]] = []
 
     def record(name: str, node: NodePlan) -> None:
-        recorded.append((name, node, len(nodes.of("warm"))))
+        recorded.append((name, node, len(nodes.of("prestart"))))
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
     before = (nodes.run.folder / "run.json").read_bytes()
-    nodes.client.start("c", state(nodes), is_new=True, record=record)
+    nodes.client.start_anew("c", state(nodes), is_new=True, record=record)
 
     ((name, node, num_warm),) = recorded
     assert (name, num_warm) == ("c", 0)
-    ((_, given),) = nodes.of("go")
+    ((_, given),) = nodes.of("start")
     assert (given["spec"]["generation"], given["spec"]["local_addr"]) == (3, node.local_addr)
     assert (nodes.run.folder / "run.json").read_bytes() == before, "that is the supervisor's to write"
 
@@ -45,8 +45,8 @@ def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
         raise NotWritten("no room")
 
     with pytest.raises(KitError, match="no room"):
-        nodes.client.start("b", state(nodes), is_new=False, record=record)
-    assert nodes.of("warm") == nodes.of("go") == []
+        nodes.client.start_anew("b", state(nodes), is_new=False, record=record)
+    assert nodes.of("prestart") == nodes.of("start") == []
 
 
 def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:

@@ -240,11 +240,11 @@ def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_don
         if args["spec"]["generation"] > record["generation"] or name not in record["nodes"]:
             early.append(f"{name} in {args['spec']['generation']}, on record is {record['generation']}")
 
-    nodes.answers = {"go": given, "call_in": given}
+    nodes.answers = {"start": given, "join": given}
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         # Until some node was started, too: on a quick machine that takes longer than 30 decisions.
-        if number > 30 and (nodes.of("go") or number > 10_000):
+        if number > 30 and (nodes.of("start") or number > 10_000):
             return state, [Finish("succeeded")]
         if chance.random() < 0.4:
             state = generation_after(state)
@@ -263,8 +263,8 @@ def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_don
     assert generations[-1] == runs.find(None).generation > 0
     for (_, before), (_, after) in itertools.pairwise(written):
         assert set(before["nodes"]) <= set(after["nodes"]), "a node that runs is not forgotten"
-    assert nodes.of("go")
-    assert {name for name, _ in nodes.of("go")} <= set(runs.find(None).nodes)
+    assert nodes.of("start")
+    assert {name for name, _ in nodes.of("start")} <= set(runs.find(None).nodes)
 
 
 def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
@@ -272,7 +272,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch)
     may_end, over = threading.Event(), threading.Event()
-    start = supervise.NodeClient.start
+    start = supervise.NodeClient.start_anew
 
     def late(*args: Any, **named: Any) -> None:
         may_end.wait(30)
@@ -281,7 +281,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
         finally:
             over.set()
 
-    monkeypatch.setattr(supervise.NodeClient, "start", late)
+    monkeypatch.setattr(supervise.NodeClient, "start_anew", late)
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         return state, [Start("c", is_new=True)] if number == 1 else [Finish("succeeded")]
@@ -290,7 +290,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
         supervisor.watch()
         may_end.set()
         until(over.is_set, what="the end of who wanted to start c")
-    assert nodes.of("warm") == []
+    assert nodes.of("prestart") == []
     assert "c" not in runs.find(None).nodes
 
 
@@ -387,15 +387,15 @@ def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_rec
                 watching.start()
                 until(lambda: len(asked_while_full) > 20, what="supervision")
                 assert watching.is_alive()
-                assert nodes.of("call_in") == []
+                assert nodes.of("join") == []
                 assert json.loads((nodes.run.folder / "run.json").read_text())["generation"] == 0
                 is_full.clear()
             watching.join(30)
             assert not watching.is_alive()
-            until(lambda: nodes.of("call_in"), what="what was decided")
+            until(lambda: nodes.of("join"), what="what was decided")
 
         assert runs.find(None).generation == 1
-        assert len(nodes.of("call_in")) == 1
+        assert len(nodes.of("join")) == 1
         told = [text for text in view.said if "written" in text]
         assert len(told) == 2
         assert told[0].startswith(
@@ -424,5 +424,5 @@ def test_a_node_whose_plan_finds_no_room_is_not_started(
         with supervising(nodes, monkeypatch, decide) as (supervisor, view), full(tmp_path / "small"):
             supervisor.watch()
 
-    assert nodes.of("warm") == []
+    assert nodes.of("prestart") == []
     assert any("c: not started" in text and "No space left on device" in text for text in view.said)

@@ -14,7 +14,7 @@ MOST_S = 2.0
 _NOT_SNAPSHOTS = ("fence",)  # kit's own, beside them
 
 
-def list_made(node_dir: str, code_dir: str, snapshots: str, weights: Sequence[str]) -> Dict[str, Any]:
+def list_artifacts(node_dir: str, code_dir: str, snapshots: str, weights: Sequence[str]) -> Dict[str, Any]:
     """Look at a node's folders of a run.
 
     Returns:
