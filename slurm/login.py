@@ -14,7 +14,7 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
-CALL_TIMEOUT_S = 60.0
+LOGIN_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -59,14 +59,14 @@ def execute(
         RemoteError: it is not there, or took too long.
     """
     done: dict[str, Any] = link.call(
-        "execute", timeout_s=CALL_TIMEOUT_S + 5, limit_s=CALL_TIMEOUT_S, argv=argv, text=text, env=env
+        "execute", timeout_s=LOGIN_TIMEOUT_S + 5, limit_s=LOGIN_TIMEOUT_S, argv=argv, text=text, env=env
     )
     return done
 
 
 def write(link: Link, path: str, text: str) -> None:
     """Write a file there, 0600, in one step; its folder is made."""
-    link.call("write_file", timeout_s=CALL_TIMEOUT_S, path=path, text=text)
+    link.call("write_file", timeout_s=LOGIN_TIMEOUT_S, path=path, text=text)
 
 
 def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) -> None:
@@ -88,4 +88,4 @@ def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) ->
 
 def read(link: Link, path: str) -> str:
     """What is in a file there; "" if there is none."""
-    return str(link.call("read_file", timeout_s=CALL_TIMEOUT_S, path=path) or "")
+    return str(link.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path) or "")

@@ -32,8 +32,8 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.accounts import account_problem
 from nodekit.slurm.jobs import Slurm, beyond_limits, choose_partition, time_limit
 from nodekit.slurm.login import (
-    CALL_TIMEOUT_S,
     LOGIN,
+    LOGIN_TIMEOUT_S,
     execute,
     host_of,
     login,
@@ -99,7 +99,7 @@ def prepare(
     with phases.phase("check") as said:
         found = link.call(
             "hostfacts.facts",
-            timeout_s=CALL_TIMEOUT_S,
+            timeout_s=LOGIN_TIMEOUT_S,
             workdir=settings.shared_dir,
             kit_digest=package.digest,
             modules=NEEDED_MODULES,

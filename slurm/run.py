@@ -27,7 +27,7 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, login
+from nodekit.slurm.login import LOGIN_TIMEOUT_S, login
 from nodekit.slurm.prepare import Ready, prepare
 from nodekit.slurm.shared_folder import fetch_logs, forget_secrets, record_end
 
@@ -166,7 +166,7 @@ class _Shown:
         """Show what is new; whether anything was."""
         self._offsets, found = self._link.call(
             "hostfollow.logs",
-            timeout_s=CALL_TIMEOUT_S,
+            timeout_s=LOGIN_TIMEOUT_S,
             node_dir=self._folder,
             offsets=self._offsets,
             tail_bytes=self._tail_bytes,

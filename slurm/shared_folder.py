@@ -20,7 +20,7 @@ from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.slurm.accounts import usage
 from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import CALL_TIMEOUT_S, read, remove_private
+from nodekit.slurm.login import LOGIN_TIMEOUT_S, read, remove_private
 
 LOST = "lost"  # the line of a node that the leader counts out
 _TAIL_BYTES = 65536
@@ -40,14 +40,14 @@ def record_of(run: Run, link: Link) -> Run | None:
 
 def events_of(run: Run, link: Link) -> list[str]:
     """The lines of the leader's events."""
-    parts = of_node(link, leader_folder(run), timeout_s=CALL_TIMEOUT_S)
+    parts = of_node(link, leader_folder(run), timeout_s=LOGIN_TIMEOUT_S)
     return [line for found in parts for _, _, line in found]
 
 
 def node_statuses(run: Run, link: Link) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
     found: dict[str, NodeStatus] = link.call(
-        "current_status.statuses", timeout_s=CALL_TIMEOUT_S, folder=leader_folder(run)
+        "current_status.statuses", timeout_s=LOGIN_TIMEOUT_S, folder=leader_folder(run)
     )
     return found
 
@@ -114,7 +114,7 @@ class SharedFolder:
         """Those of the leader's record since the last call."""
         found = self._link.call(
             "hostfollow.events",
-            timeout_s=CALL_TIMEOUT_S,
+            timeout_s=LOGIN_TIMEOUT_S,
             node_dir=self._folder,
             file=self._events_at[0],
             offset=self._events_at[1],
@@ -127,7 +127,7 @@ class SharedFolder:
         """Lines of the ranks, as the leader shows them: node, rank, line."""
         self._offsets, found = self._link.call(
             "hostfollow.logs",
-            timeout_s=CALL_TIMEOUT_S,
+            timeout_s=LOGIN_TIMEOUT_S,
             node_dir=f"{self._run.slurm['run_dir']}/slurm",
             offsets=self._offsets,
             tail_bytes=_TAIL_BYTES if self._offsets is None else None,

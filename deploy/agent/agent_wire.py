@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 CHUNK_BYTES = 1 << 20
-SILENCE_S = 10.0
+STALLED_AFTER_S = 10.0
 """How long one send or receive may stand still."""
 CONNECT_S = 5.0
 _MAX_FRAME_BYTES = 64 << 20
@@ -81,7 +81,7 @@ class Wire:
         if not is_client:
             self._sock.sendall(proof(b"server"))
         self._key = proof(b"frames")
-        self._sock.settimeout(SILENCE_S)
+        self._sock.settimeout(STALLED_AFTER_S)
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one frame."""
@@ -93,7 +93,7 @@ class Wire:
         self._num_sent += 1
         self._sock.sendall(struct.pack("!I", len(data)) + tag + data)
 
-    def receive(self, timeout_s: float = SILENCE_S) -> dict[str, Any]:
+    def receive(self, timeout_s: float = STALLED_AFTER_S) -> dict[str, Any]:
         """The next frame.
 
         Raises:
@@ -101,7 +101,7 @@ class Wire:
         """
         self._sock.settimeout(max(timeout_s, 0.001))
         message = json.loads(self.receive_frame())
-        self._sock.settimeout(SILENCE_S)
+        self._sock.settimeout(STALLED_AFTER_S)
         if not isinstance(message, dict):
             raise ConnectionError("a frame is not an object")
         if "error" in message:

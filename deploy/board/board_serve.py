@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nodekit.deploy.board.board_sync import CALL_TIMEOUT_S, Mirror
+from nodekit.deploy.board.board_sync import Mirror
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, LinkLost, RemoteError, on_all, open_local
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.deploy.connect.tunnel import Tunnel
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run

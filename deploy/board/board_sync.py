@@ -16,7 +16,7 @@ from typing import IO, Any
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, RemoteError, on_all
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, RemoteError, on_all
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
@@ -24,7 +24,6 @@ from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
 
-CALL_TIMEOUT_S = 30.0
 CHUNK_BYTES = 1 << 20
 SLACK_S = 150.0
 """A script may let two minutes pass between its writes."""

@@ -28,7 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
-SILENCE_S = (
+CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
+LOST_AFTER_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
 )
 
@@ -199,7 +200,7 @@ class Link:
         return self.stream(op, lambda _: None, silence_s=timeout_s, **args)
 
     def stream(
-        self, op: str, on_part: Callable[[Any], None], *, silence_s: float = SILENCE_S, **args: Any
+        self, op: str, on_part: Callable[[Any], None], *, silence_s: float = LOST_AFTER_S, **args: Any
     ) -> Any:
         """Run `op`, hand each part it sends to `on_part`, and return its result; errors as in `call`."""
         number, began, outcome = next(self._ids), time.monotonic(), ""

@@ -24,7 +24,7 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
 
 POLL_S = 0.2
-CALL_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 3.0
 FILE_BYTES = 64 << 20
 
 
@@ -118,7 +118,7 @@ class Watch:
         """Poll once more, for what the nodes report at the end, and stop."""
         self._closing.set()
         for thread in self._threads:
-            thread.join(CALL_TIMEOUT_S * 4)
+            thread.join(ANSWER_TIMEOUT_S * 4)
         for name in self._hosts:
             with contextlib.suppress(KitError):
                 self._look(name)
@@ -135,12 +135,12 @@ class Watch:
         node_dir = self.run.nodes[name]["node_dir"]
         link = self.link(name)
         try:
-            status = link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=node_dir)
+            status = link.call("status", timeout_s=ANSWER_TIMEOUT_S, node_dir=node_dir)
             happened = self._new_events(
                 name,
                 lambda file, offset: link.call(
                     "hostfollow.events",
-                    timeout_s=CALL_TIMEOUT_S * 2,
+                    timeout_s=ANSWER_TIMEOUT_S * 2,
                     node_dir=node_dir,
                     file=file,
                     offset=offset,
@@ -177,7 +177,7 @@ class Watch:
 
     def _file(self, link: Link, path: str) -> list[dict[str, Any]]:
         """Return the lines added to a JSON Lines file since the last read; all if it was rewritten."""
-        text = link.call("read_file", timeout_s=CALL_TIMEOUT_S * 2, path=path, limit_bytes=FILE_BYTES) or ""
+        text = link.call("read_file", timeout_s=ANSWER_TIMEOUT_S * 2, path=path, limit_bytes=FILE_BYTES) or ""
         return self._new_lines((link.host, path), text)
 
     def _read_own(self) -> None:

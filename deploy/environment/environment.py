@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nodekit.deploy.connect.link import BOOT, Link, all_or_raise, on_all, program
+from nodekit.deploy.connect.link import BOOT, CALL_TIMEOUT_S, Link, all_or_raise, on_all, program
 from nodekit.deploy.environment import requirements, wheels
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes, numbers
 from nodekit.deploy.environment.wheels import Platform
@@ -24,7 +24,6 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Environment, Host
 
 LOOK_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 15.0
 HERE = "here"  # the name of this machine in the progress
 
 

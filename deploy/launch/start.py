@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
@@ -28,7 +28,6 @@ from nodekit.deploy.story.attempts import of_kind
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.node_client import (
-    CALL_TIMEOUT_S,
     SYNC_TIMEOUT_S,
     NodeClient,
     list_code,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link
 from nodekit.deploy.launch import ending
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
@@ -33,7 +33,7 @@ from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.story.summary import summary
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.supervise import drain
-from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient
+from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
 from nodekit.deploy.supervise.policy import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nodekit.deploy.records.runs import Run
 
 FILE = "fetched.json"
-CALL_TIMEOUT_S = 30.0
 
 
 @dataclass

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.connect.link import Link
 
-CALL_TIMEOUT_S = 30.0
 WINDOW_S = 0.4  # so long a line that has just come waits for older ones of other nodes
 _COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all, open_local
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all, open_local
 from nodekit.deploy.output import terminal
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MODULE = "nodekit.training.apply"
 FACTS = "nodekit.json"
 """In every folder of weights that a run has written."""
-CALL_TIMEOUT_S = 30.0
 _NO_TERMINAL_WIDTH = 10_000
 _SAID_LINES = 20
 

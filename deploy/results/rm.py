@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nodekit.deploy.connect.cluster import SshOptions
     from nodekit.deploy.connect.link import Link
 
-SILENCE_S = 30.0
+REMOVAL_SILENCE_S = 30.0
 _ID = re.compile(r".+-\d{4}-\d{6}-[0-9a-f]{4}(\.\d+)?")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([dhw])")
 _HOURS = {"h": 1, "d": 24, "w": 168}
@@ -126,7 +126,7 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
 
         def look(place: Place) -> Any:
             return links[place.host].stream(
-                "removal.list_run", lambda _: None, silence_s=SILENCE_S, **_arguments(run, place)
+                "removal.list_run", lambda _: None, silence_s=REMOVAL_SILENCE_S, **_arguments(run, place)
             )
 
         told: set[tuple[str, str]] = set()
@@ -173,7 +173,7 @@ def remove(
         lambda place: links[place.host].stream(
             "removal.remove",
             lambda _: None,
-            silence_s=SILENCE_S,
+            silence_s=REMOVAL_SILENCE_S,
             keep_snapshots=keep_snapshots,
             **_arguments(run, place),
         ),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch import watch as leading
@@ -25,7 +25,7 @@ from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
 from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
-from nodekit.deploy.supervise.node_client import CALL_TIMEOUT_S, NodeClient, secrets_of
+from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.deploy.supervise.policy import Rules
 from nodekit.deploy.supervise.supervise import Supervisor, rules_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
@@ -24,7 +24,6 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Inventory
 
 GRACE_S = 30.0
-CALL_TIMEOUT_S = 30.0
 EVENTS_TIMEOUT_S = 5.0  # they are for people to read, and worth no long wait
 SYNC_TIMEOUT_S = 3600.0
 STOP_MARGIN_S = 10.0

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 1.0
-SILENCE_S = 4.0  # a node says something every second; this long without a word, it is out of sight
+UNREACHABLE_AFTER_S = 4.0  # a node says something every second; this long without a word, it is unreachable
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
@@ -318,7 +318,7 @@ class Supervisor:
                     final = self._links[name].stream(
                         "hostfollow.follow",
                         take,
-                        silence_s=SILENCE_S,
+                        silence_s=UNREACHABLE_AFTER_S,
                         node_dir=self._run.nodes[name]["node_dir"],
                         offsets=offsets,
                         tail_bytes=self._tail_bytes if offsets is None else None,
