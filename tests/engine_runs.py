@@ -61,11 +61,16 @@ def killed_once(folder: Path, *, step: int, num_ranks: int = 2) -> list[str]:
 
 
 def train(
-    folder: Path, *arguments: str, num_ranks: int = 2, code: int = 0, launcher: Sequence[str] = ()
+    folder: Path,
+    *arguments: str,
+    num_ranks: int = 2,
+    code: int = 0,
+    launcher: Sequence[str] = (),
+    same: Sequence[str] = SAME,
 ) -> str:
     """Run the module to its end, and give what it said."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *launcher]
-    module = ["-m", "nodekit.training", "--output", str(folder), *SAME, *arguments]
+    module = ["-m", "nodekit.training", "--output", str(folder), *same, *arguments]
     done = subprocess.run(
         [warm_python.program(), *torchrun, *module],
         env={**os.environ, **warm_python.environment()},

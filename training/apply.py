@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--predict", metavar="TEXT", nargs="*", help="label these texts; without any, a JSON list on stdin"
     )
     parser.add_argument(
+        "--data", metavar="DIR", help="the task's data, if they are not where the run had them"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="of --test, the numbers; --predict gives JSON always"
     )
     given = parser.parse_args(arguments)
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--predict: found an empty text, wanted some words")
         texts = given.predict or ([] if given.test else _texts(_stdin()))
         with contextlib.redirect_stdout(sys.stderr):  # what a task prints is not part of the result
-            task, module, facts = load(given.folder)
+            task, module, facts = load(given.folder, given.data)
             found = test(task, module) if given.test else predict(task, module, texts)
     except (ValueError, FileNotFoundError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
@@ -64,8 +67,12 @@ def as_json(result: Mapping[str, Any], *, indent: int | None = None) -> str:
     return text
 
 
-def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
+def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
     """The task of a folder, its model with the folder's weights, on a GPU if there is one, and the folder's facts.
+
+    Args:
+        folder: of weights, as a run writes it.
+        data: the task's, in place of those of the run.
 
     Raises:
         ValueError: the folder is not one of a run, or the task has changed.
@@ -79,10 +86,19 @@ def load(folder: Path) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
     facts = read_facts(folder)
     # A task that has exported its configuration is made from that: vocabulary, sizes, the order of the labels.
     given = {name: facts.get(name) for name in GIVEN}
+    if data is not None:
+        given["data"] = data
     if (folder / "config.json").is_file():
         given["model"] = folder
     rng.seed_all(facts.get("seed", 0), rank=0)  # as the ranks did: the task may split its data at random
     task = load_task(facts["task"], **given)
+    labels = list(map(str, getattr(task, "labels", ())))
+    trained_on = list(map(str, facts.get("labels", labels)))
+    if labels != trained_on:
+        raise ValueError(
+            f"{folder} was trained on the labels {', '.join(trained_on)}, and the task has "
+            f"{', '.join(labels) or 'none'} now: wanted data with the same ones (--data)"
+        )
     module = task.model()
     load_weights(module, read_weights(folder), folder, ignore_mismatched_sizes=False)
     return task, module.to("cuda" if torch.cuda.is_available() else "cpu").eval(), facts

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from nodekit.training import rng
 from nodekit.training.engines import ShardedEngine, State
-from nodekit.training.engines.load import load_engine
+from nodekit.training.engines.load import load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
@@ -65,7 +65,7 @@ class Loop:
         self.module = task.model().to(world.device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        optimizer = optimizer_of(task, self.module, options.peak_lr)
+        optimizer = own_optimizer(options, self.module) or optimizer_of(task, self.module, options.peak_lr)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self._make_loader()
@@ -238,7 +238,7 @@ class Loop:
             self.report.say(f"note: {note}")
         if keep := self.options.save_every_epoch:
             num, each_mb = min(keep, self.options.epochs), size_bytes(self.module) / 1e6
-            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num} epochs"
+            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num}"
             self.report.say(
                 f"model_EPOCH.pth {which}: {each_mb:.1f} MB each, {num * each_mb:.1f} MB in the end, on each node"
             )

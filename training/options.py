@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from nodekit.training import values
 from nodekit.training.engine_info import ALONE, ENGINES
+from nodekit.training.errors import TrainingError
+from nodekit.training.option_files import parse_with_files
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
@@ -152,10 +154,17 @@ class Options:
     )
     deepspeed_config: Path | None = _what(
         None,
-        "for deepspeed: a JSON file of its own settings, for those without an option here",
+        "for deepspeed: its own JSON file; what it says of the options here is their default",
         type=Path,
         metavar="FILE",
         without=_all_but("deepspeed", "does not read it"),
+    )
+    training_args: Path | None = _what(
+        None,
+        "for trainer: a JSON file of TrainingArguments, those without an option here",
+        type=Path,
+        metavar="FILE",
+        without=_all_but("trainer", "has none"),
     )
     epochs: int = _what(20, "times through the training data", may_change=True, **_COUNT)
     seed: int = _what(0, "of weights, order and augmentation", **_FROM_0)
@@ -217,7 +226,7 @@ class Options:
         f"--lr is for a batch of {LINEAR_LR_BATCH} and scaled to ours, linearly or by the square root",
         choices=list(_LR_EXPONENTS),
     )
-    schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "constant"])
+    schedule: str = _how("cosine", "after the warm-up", choices=["cosine", "linear", "constant"])
     warmup_steps: int | None = _how(None, "steps of linear warm-up (default: 5%% of all)", **_FROM_0)
     clip: float | None = _how(None, "largest norm of the gradient (default: no limit)", **_POSITIVE)
     amp: str = _how("off", "mixed precision", choices=["off", "bf16", "fp16"])
@@ -352,8 +361,8 @@ class Options:
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
-        done = (step - warmup) / max(1, total_steps - warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
 _INSTEAD = {"--local-world-size": "--nproc-per-node", "--bert-dir": "--model"}
@@ -381,14 +390,19 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
     """As ``read``; ends the process with exit status 2 if the options are invalid."""
     try:
-        return read(arguments, environ)
+        return read(arguments, environ, folder=Path())
     except OptionsError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Options:
-    """Read the command line (default: this process's).
+def read(
+    arguments: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    folder: Path | None = None,
+) -> Options:
+    """Read the command line (default: this process's), and the files that it names, if there is a ``folder`` for them.
 
     ``environ`` (default: this process's) may hold kit's defaults: ``NODEKIT_SNAPSHOT_EVERY`` for
     ``--snapshot-seconds`` and ``NODEKIT_COLLECTIVE_TIMEOUT_S`` for ``--timeout``.
@@ -399,8 +413,14 @@ def read(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | No
     """
     env = os.environ if environ is None else environ
     parser = _parser(env)
-    given = sys.argv[1:] if arguments is None else arguments
-    options = Options(**vars(parser.parse_args([*map(_with_dashes, given)])))
+    given = [*map(_with_dashes, sys.argv[1:] if arguments is None else arguments)]
+    try:
+        values_given = (
+            parser.parse_args(given) if folder is None else parse_with_files(parser, given, env, folder)
+        )
+    except TrainingError as error:
+        parser.error(str(error))
+    options = Options(**vars(values_given))
     for problem in _problems(options, env):
         parser.error(problem)
     return options

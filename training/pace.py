@@ -32,7 +32,9 @@ def main() -> int:
     """Print the result as JSON; the exit status is 1, with a line for users, if the task cannot be loaded."""
     num_ranks = int(sys.argv[1])
     given = parse(sys.argv[2:], {**os.environ, "WORLD_SIZE": str(num_ranks)})
-    options = replace(given, engine="single", compress="off", zero=None, deepspeed_config=None)
+    options = replace(
+        given, engine="single", compress="off", zero=None, deepspeed_config=None, training_args=None
+    )
 
     from nodekit.training.engines.load import check_engine
     from nodekit.training.tasks import task_of

@@ -38,6 +38,9 @@ def add_weights(command: argparse.ArgumentParser) -> None:
         help="those that were best on the dev data, or the last (%(default)s)",
     )
     command.add_argument(
+        "--data", metavar="DIR", help="the task's data, if they are not where the run had them"
+    )
+    command.add_argument(
         "--timeout", metavar="S", type=float, default=600.0, help="seconds to wait (%(default)g)"
     )
     command.add_argument("--json", action="store_true", help="for programs")
@@ -49,7 +52,11 @@ def options(args: argparse.Namespace) -> Options:
     from nodekit.deploy.results.apply import Options
 
     return Options(
-        weights=args.weights, timeout_s=args.timeout, json=args.json, ssh=arguments.ssh_options(args)
+        weights=args.weights,
+        data=args.data,
+        timeout_s=args.timeout,
+        json=args.json,
+        ssh=arguments.ssh_options(args),
     )
 
 

@@ -23,8 +23,7 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
-from nodekit.training.engine_info import EngineError, lacking
-from nodekit.training.engines.deepspeed_config import read_config
+from nodekit.training.engine_info import lacking
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
@@ -192,7 +191,7 @@ def refuse_options(
     Raises:
         KitError: the module would refuse them.
     """
-    asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)})
+    asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)}, code)
     if asked is None:
         return
     problems = {
@@ -201,12 +200,6 @@ def refuse_options(
     }
     if without := [host for host, problem in problems.items() if problem]:
         raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
-    own = asked.deepspeed_config
-    if own is not None and not own.is_absolute() and (code / own).is_file():
-        try:
-            read_config(dataclasses.replace(asked, deepspeed_config=code / own))
-        except EngineError as error:
-            raise KitError(str(error)) from error
     if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
         return  # a folder outside of the code is the hosts' own
     if (code / asked.data).is_dir():
@@ -216,8 +209,12 @@ def refuse_options(
             raise KitError(str(error)) from error
 
 
-def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Options | None:
+def training_options(
+    argv: Sequence[str], env: Mapping[str, str], code: Path | None = None
+) -> options.Options | None:
     """Return the training module's options in a command; None for another command, or for its --help.
+
+    With ``code``, the folder that is synced, the files in it that the options name are read too.
 
     Raises:
         KitError: the module would refuse them.
@@ -228,7 +225,7 @@ def training_options(argv: Sequence[str], env: Mapping[str, str]) -> options.Opt
     if {"-h", "--help"} & set(arguments):
         return None
     try:
-        return options.read(arguments, env)
+        return options.read(arguments, env, folder=code)
     except options.OptionsError as error:
         raise KitError(str(error)) from None
 

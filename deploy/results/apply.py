@@ -40,6 +40,8 @@ class Options:
     """best or last."""
     timeout_s: float
     json: bool
+    data: str | None = None
+    """The task's, in place of those of the run."""
     ssh: SshOptions
 
 
@@ -196,12 +198,13 @@ def _apply(
     Raises:
         KitError: no node has them, or it fails there.
     """
+    data = [] if options.data is None else ["--data", options.data]
     with _place(source, options) as (about, place, link, node):
         print(f"{about} (waiting {options.timeout_s:g} s at most)", file=sys.stderr, flush=True)
         done = link.stream(
             "attend",
             lambda _: None,
-            argv=[node["python"], "-m", MODULE, place.folder, *arguments],
+            argv=[node["python"], "-m", MODULE, place.folder, *data, *arguments],
             cwd=node["code_dir"],
             kit_dir=node["kit_dir"],
             env=node["env"],

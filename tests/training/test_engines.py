@@ -247,36 +247,41 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest
     check_engine(parse(["--engine", "fsdp"], {}), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "expected"),
-    [
-        ('{"gradient_clipping": 1.0}', [], 'gradient_clipping is said by --clip; leave it out, or "auto"'),
-        ('{"bf16": {"enabled": true}}', [], "bf16 is said by --amp"),
-        ('{"zero_optimization": {"stage": 2}}', ["--zero", "3"], "has stage 2; leave one of them out"),
-        ('{"zero_optimization": {"stage": 4}}', [], "stage is 4; wanted 0 to 3"),
-        ("[]", [], "found a list, wanted an object"),
-        ("{", [], "wanted JSON"),
-    ],
-)
-def test_a_deepspeed_configuration_that_says_what_options_say(
-    config: str, options: list[str], expected: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(config)
-    given = ["--engine", "deepspeed", "--deepspeed-config", str(path), *options]
-    with pytest.raises(EngineError, match=re.escape(expected)):
-        check_engine(parse(given, {}), "cpu")
+# As the tutorial has it, 32 samples on each of two GPUs, with DeepSpeed's Adam; and what their documentation adds.
+OWN_JSON = """
+{
+    "train_micro_batch_size_per_gpu": 32,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.0003, "weight_decay": 0.01, "betas": "auto"}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000, "offload_optimizer": {"device": "cpu"}}
+}
+"""
 
 
 def test_a_deepspeed_configuration_of_ones_own(by_ddp: dict[int, float], tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(
-        '{"train_batch_size": "auto", "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000}}'
-    )
-    given = ["--engine", "deepspeed", "--deepspeed-config", str(path)]
-    train(tmp_path / "run", "--epochs", "1", *given)
+    (tmp_path / "ds.json").write_text(OWN_JSON)
+    argv = ["--engine", "deepspeed", "--deepspeed-config", str(tmp_path / "ds.json")]
+    said_there = ("--lr", "0.0003", "--micro-batch", "16")
+    train(tmp_path / "run", "--epochs", "1", *argv, same=[each for each in SAME if each not in said_there])
     found = losses(tmp_path / "run")
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
+
+
+def test_training_arguments_of_ones_own(by_ddp: dict[int, float], tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text('{"ddp_bucket_cap_mb": 1, "log_level": "error", "disable_tqdm": true}')
+    train(tmp_path / "run", "--epochs", "1", "--engine", "trainer", "--training-args", str(path))
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
+    for config, message in [
+        ('{"log_level": "loud"}', "KeyError: 'loud'"),
+        (
+            '{"gradient_checkpointing": true}',
+            "the task's model, a Sequential, has no gradient_checkpointing_enable()",
+        ),
+    ]:
+        path.write_text(config)
+        said = train(tmp_path, "--engine", "trainer", "--training-args", str(path), num_ranks=1, code=1)
+        assert f"python -m nodekit.training: --training-args {path}: {message}" in said
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])

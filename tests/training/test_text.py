@@ -195,6 +195,19 @@ def test_labels_that_are_numbers_are_in_their_order(folder: Path) -> None:
     assert task.notes() == []
 
 
+def test_of_many_texts_it_is_estimated_how_many_are_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("nodekit.training.tasks.text._MOST_COUNTED", 3)
+    words = ["abcdefgh"] * 4 + ["ab  cd"] * 4  # ten tokens; six, of six characters
+    (folder / "train.tsv").write_text("".join(f"a\t{text}\n" for text in words), encoding="utf-8")
+    (folder / "dev.tsv").write_text("a\t好\n", encoding="utf-8")
+    assert Text(data=folder, max_length=7).notes() == [
+        "about 5 of 8 train texts (62.5%) are cut at --max-length 7 tokens"
+    ]
+
+
 def test_how_many_texts_are_cut_is_told(folder: Path) -> None:
     pytest.importorskip("transformers")
     # With [CLS] and [SEP] 8, 9, 4 and 10 tokens, the last ones' after much white space.

@@ -568,4 +568,6 @@ def test_learning_rate_warms_up_and_falls_to_nothing() -> None:
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert 0 < factors[-1] < 0.01
+    linear = parse(["--schedule", "linear", "--warmup-steps", "4"])
+    assert [linear.lr_factor(step, 14) for step in (3, 4, 9, 13)] == pytest.approx([1.0, 1.0, 0.5, 0.1])
     assert parse(["--lr", "0.1", "--lr-scale", "linear", "--batch-size", "512"]).peak_lr == pytest.approx(0.2)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from nodekit.training.deepspeed_config import read_settings
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import State, single
-from nodekit.training.engines.deepspeed_config import read_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -26,10 +26,9 @@ class Engine(single.Engine):
         """Partition the optimizer's state, and with stage 3 the weights."""
         options, optimizer = self.options, self.optimizer
         deepspeed = importlib.import_module("deepspeed")
-        config = read_config(options)
+        config = read_settings(options.deepspeed_config).engine if options.deepspeed_config else {}
         zero = config.get("zero_optimization", {})
-        stage = zero.get("stage", "auto")
-        self._stage = stage = (1 if options.zero is None else options.zero) if stage == "auto" else stage
+        self._stage = stage = 1 if options.zero is None else options.zero
         if stage and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise EngineError(
                 f"--engine deepspeed --zero {stage}: found {type(optimizer).__name__}, wanted Adam or AdamW, "
@@ -40,6 +39,8 @@ class Engine(single.Engine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # We do not use this: it is compiled for half a minute on the first use, by a compiler that may be missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # The optimizer is ours: with offloading, DeepSpeed would insist on one of its own.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
         config |= {
             "train_micro_batch_size_per_gpu": 1,  # it is used for statistics only
             "managed_gradient_accumulation": False,

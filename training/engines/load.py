@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nodekit.training.deepspeed_config import make_optimizer, read_settings
 from nodekit.training.engine_info import ENGINES, LIBRARIES, EngineError, lacking
 from nodekit.training.engines import Engine
-from nodekit.training.engines.deepspeed_config import read_config
 from nodekit.training.options import Options
+from nodekit.training.trainer_args import read_arguments
 
 if TYPE_CHECKING:  # `kit compare` checks engines without torch
     import torch
@@ -31,7 +32,10 @@ def check_engine(options: Options, device: str) -> None:
         raise EngineError(
             "--compile needs a C++ compiler on a CPU, and there is no g++: apt install g++, or set CXX"
         )
-    read_config(options)
+    if options.deepspeed_config:
+        read_settings(options.deepspeed_config)
+    if options.training_args:
+        read_arguments(options.training_args)
     if options.amp != "fp16":
         return
     if device != "cpu" and name == "deepspeed":
@@ -40,6 +44,12 @@ def check_engine(options: Options, device: str) -> None:
         )
     if device == "cpu" and (does := ENGINES[name].fp16_on_cpu):
         raise EngineError(f"--amp fp16 without a GPU: {name} {does}; take bf16, or --engine ddp")
+
+
+def own_optimizer(options: Options, module: "torch.nn.Module") -> "torch.optim.Optimizer | None":
+    """The optimizer that ``--deepspeed-config`` names, in place of the task's; None if there is none."""
+    path = options.deepspeed_config
+    return make_optimizer(path, module, options.peak_lr) if path else None
 
 
 def load_engine(

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 
 from nodekit.training import rng
+from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import accelerate
 from nodekit.training.engines.ddp import compress
+from nodekit.training.trainer_args import read_arguments
+
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+CHECKPOINTING_METHOD = "gradient_checkpointing_enable"
 
 
 class Engine(accelerate.Engine):
@@ -24,25 +29,39 @@ class Engine(accelerate.Engine):
         transformers = importlib.import_module("transformers")
         # The Trainer requires a folder, and leaves it empty.
         self._folder = tempfile.TemporaryDirectory(prefix="nodekit-trainer-")
-        arguments = transformers.TrainingArguments(
-            output_dir=self._folder.name,
-            max_steps=1,
-            max_grad_norm=options.clip or 0.0,
-            use_cpu=world.device.type == "cpu",
-            ddp_backend=world.backend,
-            ddp_find_unused_parameters=options.find_unused,
-            average_tokens_across_devices=False,
-            remove_unused_columns=False,
-            bf16=options.amp == "bf16",
-            fp16=options.amp == "fp16",
-            save_strategy="no",
-            eval_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
+        own = read_arguments(options.training_args) if options.training_args else {}
+        settings: dict[str, Any] = {
+            "output_dir": self._folder.name,
+            "max_steps": 1,
+            "max_grad_norm": options.clip or 0.0,
+            "use_cpu": world.device.type == "cpu",
+            "ddp_backend": world.backend,
+            "ddp_find_unused_parameters": options.find_unused,
+            "average_tokens_across_devices": False,
+            "remove_unused_columns": False,
+            "bf16": options.amp == "bf16",
+            "fp16": options.amp == "fp16",
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": own.pop("disable_tqdm", True),
+        }
+        if any(own.get(name) for name in CHECKPOINTING) and not hasattr(module, CHECKPOINTING_METHOD):
+            raise EngineError(
+                f"--training-args {options.training_args}: the task's model, a {type(module).__name__}, has no "
+                f"{CHECKPOINTING_METHOD}(): leave {' and '.join(CHECKPOINTING)} out"
+            )
         before = rng.capture(world.device)
-        self._trainer = _trainer(transformers, self, module, arguments)
+        try:
+            arguments = transformers.TrainingArguments(**settings, **own)
+            self._trainer = _trainer(transformers, self, module, arguments)
+        except Exception as error:  # a wrong value raises errors of many classes
+            if not own:
+                raise
+            raise EngineError(
+                f"--training-args {options.training_args}: {type(error).__name__}: {error}"
+            ) from error
         rng.restore(before, world.device)  # it seeds all generators
         self._trainer.remove_callback(transformers.PrinterCallback)
         self.accelerator = self._trainer.accelerator

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
 """The labels of the sentences that come with kit: other, liking, sadness, disgust, anger, joy."""
 
 _log = logging.getLogger("nodekit.training")
+
+_IDEOGRAPH = re.compile("[\u4e00-\u9fff]")  # each is a word to BERT's tokenizers
+_MOST_COUNTED = 5000
+"""Texts whose tokens are counted to tell how many are cut; of more, it is estimated by so many."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -159,10 +164,11 @@ class Text:
                 f"the data has no dev split: {HELD_OUT:.0%} of train's rows ({num:,}) are held out for it"
             )
         for split, samples in self._data.items():
-            if num := self._num_cut([text for text, _ in samples]):
+            num, is_exact = self._num_cut([text for text, _ in samples])
+            if num:
                 notes.append(
-                    f"{num:,} of {len(samples):,} {split} texts ({num / len(samples):.1%}) are cut at --max-length "
-                    f"{self.max_length} tokens"
+                    f"{'' if is_exact else 'about '}{num:,} of {len(samples):,} {split} texts "
+                    f"({num / len(samples):.1%}) are cut at --max-length {self.max_length} tokens"
                 )
         return notes
 
@@ -226,22 +232,26 @@ class Text:
                 f"{name} --local-dir FOLDER`) and give the folder ({str(error).splitlines()[0]})"
             ) from error
 
-    def _num_cut(self, texts: Sequence[str]) -> int:
-        """How many texts have more than ``max_length`` tokens. A token stands for one character or more."""
-        at_most = self.max_length
-        long = [text for text in texts if len(text) + 2 > at_most]
-        # What is long enough in its first characters need not be read further, which saves most of the time.
-        starts = [text[: 2 * at_most] for text in long]
-        sizes = self._num_tokens(starts)
-        more = [
-            text
-            for text, start, size in zip(long, starts, sizes, strict=True)
-            if size <= at_most and len(text) > len(start)
-        ]
-        return sum(size > at_most for size in [*sizes, *self._num_tokens(more)])
+    def _num_cut(self, texts: Sequence[str]) -> tuple[int, bool]:
+        """How many texts have more than ``max_length`` tokens, and whether that is exact."""
+        num, unsure = 0, list[str]()
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        splits_ideographs = getattr(getattr(backend, "normalizer", None), "handle_chinese_chars", False)
+        for text in texts:
+            if len(text) + 2 <= self.max_length:  # with [CLS] and [SEP]; a token has one character or more
+                continue
+            # An ideograph is a token and a word one or more, which is quicker to count than tokens.
+            start = text[: 4 * self.max_length]
+            if splits_ideographs and len(_IDEOGRAPH.sub(" x ", start).split()) + 2 > self.max_length:
+                num += 1
+            else:
+                unsure.append(text)
+        tried = unsure[:: -(-len(unsure) // _MOST_COUNTED) or 1]
+        num_tried = sum(size > self.max_length for size in self._num_tokens(tried))
+        return num + round(num_tried * len(unsure) / max(1, len(tried))), len(tried) == len(unsure)
 
     def _num_tokens(self, texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+        return [len(ids) for ids in self.tokenizer(list(texts), verbose=False)["input_ids"]] if texts else []
 
     def _character_tokenizer(self, texts: Iterable[str]) -> Any:
         """A BERT tokenizer of single characters; within Latin words and numbers they begin with ##."""
@@ -250,8 +260,12 @@ class Text:
             path = Path(folder, "vocab.txt")
             path.write_text("\n".join(SPECIAL_TOKENS), encoding="utf-8")
             backend = make(str(path)).backend_tokenizer
-            tokens = set()
-            for text in texts:  # split into words as the tokenizer does
+            characters, others = set[str](), set[str]()
+            for text in texts:
+                characters.update(text)
+                others.update(_IDEOGRAPH.sub(" ", text).split(" "))
+            tokens = set(filter(_IDEOGRAPH.fullmatch, characters))
+            for text in others:  # split into words as the tokenizer does, which takes a while: each once
                 for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
                     tokens.add(word[0])
                     tokens.update(f"##{character}" for character in word[1:])

@@ -410,8 +410,11 @@ def test_a_deepspeed_configuration_is_read_where_it_is_synced_from(tmp_path: Pat
     arguments = (*TRAIN, "--engine", "deepspeed", "--deepspeed-config", "ds.json")
     found = build(inventory(tmp_path, TWO), TWO_FACTS, command=arguments)
     refuse_options(found, tmp_path)  # on the hosts, perhaps
-    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true}}')
-    with pytest.raises(KitError, match=r"ds\.json: fp16 is said by --amp"):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1, "fp16": {"enabled": true}}')
+    with pytest.raises(KitError, match=r"ds\.json: fp16\.enabled is true; wanted false"):
+        refuse_options(found, tmp_path)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
+    with pytest.raises(KitError, match="--batch-size 1 is less than the 2 ranks"):
         refuse_options(found, tmp_path)
 
 

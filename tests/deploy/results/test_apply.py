@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
 from nodekit.training import apply
-from nodekit.training.tasks import Task, load_task
+from nodekit.training.tasks import Task, load_task, rows
 from nodekit.training.tasks.text import Text
 from nodekit.training.weights.export import write_weights
 
@@ -239,6 +240,28 @@ def test_texts_are_arguments_too(text_folder: Path, capsys: pytest.CaptureFixtur
     assert [each["text"] for each in json.loads(shown)["texts"]] == ["今天真高兴", "气死我了"]
     assert apply.main([str(text_folder), "--predict", "今天真高兴", " "]) == 2
     assert "--predict: found an empty text, wanted some words" in capsys.readouterr().err
+
+
+def test_the_data_may_be_elsewhere_but_have_the_same_labels(
+    text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved, data = tmp_path / "best", tmp_path / "data"
+    shutil.copytree(text_folder, moved)
+    shutil.copytree(Path(rows.__file__).parent / "emotions", data)
+    facts = json.loads((moved / "nodekit.json").read_text(encoding="utf-8"))
+    (moved / "nodekit.json").write_text(json.dumps({**facts, "data": "no such folder"}))
+    assert apply.main([str(moved), "--predict", "今天真高兴"]) == 2
+    assert "no folder no such folder for the data" in capsys.readouterr().err
+    assert apply.main([str(moved), "--data", str(data), "--predict", "今天真高兴"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == facts["labels"]
+    for split in ("train", "dev", "test"):
+        text = (data / f"{split}.tsv").read_text(encoding="utf-8")
+        (data / f"{split}.tsv").write_text(text.replace("高兴\t", "欢喜\t"), encoding="utf-8")
+    assert apply.main([str(moved), "--data", str(data), "--test"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "was trained on the labels 其他, 喜好, 悲伤, 厌恶, 愤怒, 高兴, and the task has 其他, 厌恶, " in said
+    )
 
 
 def test_what_the_python_lacks_is_one_line(

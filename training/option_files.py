@@ -1,0 +1,56 @@
+"""The files that options name: what they say of other options, and whether all of it can be followed."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nodekit.training.deepspeed_config import read_settings
+from nodekit.training.errors import TrainingError
+from nodekit.training.trainer_args import read_arguments
+
+
+def parse_with_files(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    environ: Mapping[str, str],
+    folder: Path,
+) -> argparse.Namespace:
+    """Parse a command line whose files give defaults; files that are not there are left to the ranks.
+
+    Args:
+        parser: of ``Options``.
+        arguments: the command line.
+        environ: of a rank, or of the process that will start the ranks.
+        folder: where the command will run; its copy here, if the ranks run elsewhere.
+
+    Raises:
+        TrainingError: a file cannot be read, or says what cannot be followed; all of that is named.
+    """
+    given = parser.parse_args(arguments)
+    if given.engine == "trainer" and (path := _there(given.training_args, folder)):
+        read_arguments(path)
+    if given.engine != "deepspeed" or not (path := _there(given.deepspeed_config, folder)):
+        return given
+    settings = read_settings(path, _num_ranks(given, environ))
+    parser.set_defaults(**settings.defaults())
+    given = parser.parse_args(arguments)
+    if clashes := settings.clashes(vars(given)):
+        raise TrainingError(f"--deepspeed-config {path}: {'; '.join(clashes)}")
+    return given
+
+
+def _there(path: Path | None, folder: Path) -> Path | None:
+    """The file; not an absolute one for another machine."""
+    if path is None or (path.is_absolute() and folder != Path()):
+        return None
+    return folder / path if (folder / path).is_file() else None
+
+
+def _num_ranks(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if (known := environ.get("WORLD_SIZE", "")).isdecimal():
+        return int(known)
+    if given.launcher == "spawn" and not given.nproc_per_node:
+        import torch  # it knows how many GPUs there are, and will be needed
+
+        return torch.cuda.device_count() or 1
+    return given.nproc_per_node or 1
