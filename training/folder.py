@@ -73,7 +73,8 @@ def held(folder: Path) -> Iterator[None]:
             file.close()
             raise InUse(
                 f"{folder} is in use by {holder or 'another process'}: the same training is running already. Wait for "
-                "its end, end it (its snapshot stays), or give this one another folder with --output"
+                "its end, end it (its snapshot stays), or give this one another folder with --output; if its host is "
+                f"gone, remove {folder / LOCK}"
             )
         with suppress(OSError):  # a full disk: it is locked all the same
             file.truncate(0)

@@ -228,7 +228,7 @@ class Loop:
                 f"{self.sampler.num_samples} samples done) from {self.resumed_from}"
             )
             if self.step == self.total_steps:
-                self.report.say(f"all {self.options.epochs} epochs are done already: only evaluating")
+                self.report.say(f"--epochs {self.options.epochs} is reached already: only evaluating")
             if self.sampler.seed != self.options.seed:
                 self.report.say(
                     f"the order of the data goes on with --seed {self.sampler.seed} of the snapshot, not "

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
@@ -131,7 +131,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
     if not _prints(world):
         return _train(options, world, task, folder, parent)
     try:
-        with held(folder):
+        # A folder from the environment is a run's own already, and NFS may keep a lost node's lock for a while.
+        with held(folder) if world.output_dir is None else nullcontext():
             print(node_lines.start(world, folder, engine=options.engine), flush=True)
             code = _train(options, world, task, folder, parent)
     except InUse as error:

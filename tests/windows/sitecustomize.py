@@ -44,7 +44,10 @@ os.__class__ = signal.__class__ = Windows
 def _locking(number, mode, num_bytes):
     """As on Windows: not waiting, of the bytes from where the file is at."""
     assert mode == _MSVCRT.LK_NBLCK
-    _lockf(number, _NOW, num_bytes, os.lseek(number, 0, os.SEEK_CUR))
+    try:
+        _lockf(number, _NOW, num_bytes, os.lseek(number, 0, os.SEEK_CUR))
+    except BlockingIOError:
+        raise PermissionError(13, "Permission denied") from None
 
 
 _lockf, _NOW = fcntl.lockf, fcntl.LOCK_EX | fcntl.LOCK_NB

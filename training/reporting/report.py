@@ -230,15 +230,24 @@ class Report:
         self.say(f"{when} {step}/{self._total_steps}: test {shown}{mark}")
 
     def result(self, values: dict[str, Any]) -> None:
-        """Write the result of a run that is trained to its end."""
+        """Write the result of a run that is trained to its end; one that made no step leaves what it found."""
         self._is_trained = True
-        if self._world.is_first_on_node:
+        made_steps = values["steps"] > values["resumed_at_step"]
+        if self._world.is_first_on_node and (made_steps or self._steps_of_result() != values["steps"]):
             beside = self._folder / ".result.json.tmp"
             try:
                 beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
                 beside.replace(self._folder / "result.json")
             except OSError as error:  # the weights are in the last snapshot
                 log.warning("%s is not written: %s", self._folder / "result.json", error)
+
+    def _steps_of_result(self) -> int | None:
+        """How many steps the run had made that result.json is of; None if there is none."""
+        try:
+            found: dict[str, Any] = json.loads((self._folder / "result.json").read_text(encoding="utf-8"))
+            return found.get("steps")
+        except (OSError, ValueError):
+            return None
 
     def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
         """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
