@@ -90,18 +90,21 @@ def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
     _, block, _, launchers, gpus, again, _ = BLOCK.findall(PAGE)
     ways = [each for each in commands(block) if not each.endswith(IN_ENGINE_TESTS)]
     single, dp, launch, torchrun, spawn, spawn_with_amp = ways
-    assert spawn_with_amp == f"{spawn} --amp fp16"
-    assert shlex.split(spawn)[3:] == SPAWN  # which test_spawn.py runs: its ranks import torch anew
-    for command in (single, dp, launch):
-        said = train(command, tmp_path, "--epochs", "1", "--output", command[-12:])
-        assert "epoch 1 done at step 23/23" in said, said
+    assert (
+        shlex.split(spawn)[3:-2] == shlex.split(spawn_with_amp)[3:-2] == SPAWN
+    )  # which test_spawn.py runs: its ranks import torch anew
     accelerate, _deepspeed = commands(launchers)  # DeepSpeed's is in test_launchers.py
-    assert "epoch 1 done at step 23/23" in train(
-        accelerate, tmp_path, "--epochs", "1", "--output", "accelerate"
-    )
+    for command in (
+        single,
+        dp,
+        launch,
+        accelerate,
+    ):  # one after the other: none goes on where another has ended
+        assert "epoch 1 done at step 23/23" in train(command, tmp_path, "--epochs", "1")
+    assert len({each.partition(" --output ")[2] for each in (launch, torchrun, spawn)}) == 3
     first, resumed, tested, _predicted = commands(again)
-    assert first == resumed == f"{torchrun} --output runs/first"
-    assert commands(gpus)[0] == f"CUDA_VISIBLE_DEVICES=0,1 {torchrun}"  # without GPUs the same
+    assert first == resumed == torchrun.replace("runs/torchrun", "runs/first")
+    assert commands(gpus)[0] == f"CUDA_VISIBLE_DEVICES=0,1 {torchrun.partition(' --output')[0]}"
     assert "epoch 1 done at step 23/23" in train(first, tmp_path, "--epochs", "1")
     assert "resumed at step 23 " in train(resumed, tmp_path, "--epochs", "2")
     assert "precision" in train(tested, tmp_path)
