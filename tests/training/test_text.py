@@ -185,9 +185,17 @@ def test_without_a_dev_split_a_share_of_train_is_held_out_always_the_same(folder
         read_splits(folder)
 
 
+def test_text_and_label_the_other_way_round_are_told(folder: Path) -> None:
+    (folder / "train.txt").write_text("".join(f"第 {n} 句\t{n % 3}\n" for n in range(100)), encoding="utf-8")
+    with pytest.raises(
+        TaskError, match=r"train.txt has 100 labels and 3 texts: they seem to be the other way round"
+    ):
+        read_splits(folder)
+
+
 def test_labels_that_are_numbers_are_in_their_order(folder: Path) -> None:
     pytest.importorskip("transformers")
-    (folder / "cnews.train.txt").write_text("".join(f"{n}\t句\n" for n in range(12)), encoding="utf-8")
+    (folder / "cnews.train.txt").write_text("".join(f"{n}\t第 {n} 句\n" for n in range(12)), encoding="utf-8")
     (folder / "cnews.val.txt").write_text("10\t句\n", encoding="utf-8")
     task = Text(data=folder)
     assert task.labels == tuple(map(str, range(12)))

@@ -19,6 +19,8 @@ LABEL_NAMES = "labels.txt"
 HELD_OUT = 0.08
 """The share of train that is the dev split where there is no file for it, as in the tutorials' ``ratio = 0.92``."""
 
+_SWAPPED = 5
+"""So many times as many labels as texts are no labels."""
 _STEMS = {"train": ("train",), "dev": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
 
@@ -106,6 +108,14 @@ def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str
     if labels is None and (folder / LABEL_NAMES).is_file():
         labels = names = [name.strip() for name in _read(folder / LABEL_NAMES).splitlines() if name.strip()]
     splits = {"train": read_rows(path, labels, names=names)}
+    num_labels, num_texts = (
+        len({getattr(row, name) for row in splits["train"]}) for name in ("label", "text")
+    )
+    if num_labels > _SWAPPED * num_texts:
+        raise TaskError(
+            f"{path} has {num_labels:,} labels and {num_texts} texts: they seem to be the other way round, wanted the "
+            "label first where there are tabs, and the text first in an array of JSON"
+        )
     known = labels or sorted({row.label for row in splits["train"]})
     for split in ("dev", "test"):
         if has_rows(folder, split):
