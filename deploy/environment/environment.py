@@ -338,7 +338,8 @@ def _on_host(
         _LateError: it exceeded the limit.
     """
     source = program(
-        ("probes.nics", "programs", "probes.hostfacts", "venvs"), f"module.run({do!a}, **{args!a})"
+        ("files", "processes", "programs", "probes.nics", "probes.gpus", "probes.hostfacts", "venvs"),
+        f"module.run({do!a}, **{args!a})",
     ).decode("ascii")
     done = link.stream(
         "attend",
