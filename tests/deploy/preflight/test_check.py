@@ -370,7 +370,7 @@ def test_a_driver_older_than_torchs_cuda_wants_is_a_failure(
 ) -> None:
     own = facts("gpu1", gpus=gpus_there(1, driver=driver), torch_build=f"cuda {cuda}" if cuda else "")
     found = examine(inventory(tmp_path, ONE), {"gpu1": own})
-    assert [each.problem.startswith(f"NVIDIA driver {driver}") for each in found] == (
+    assert [str(each.problem).startswith(f"NVIDIA driver {driver}") for each in found] == (
         [] if is_fine else [True]
     )
     assert examine(inventory(tmp_path, "gpus: 0\n" + ONE), {"gpu1": own}) == []
