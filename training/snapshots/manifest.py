@@ -8,6 +8,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots.commit import HashingFile
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
@@ -124,4 +125,5 @@ def save_payload(state: Any, file: BinaryIO) -> HashingFile:
 
 def load_payload(file: BinaryIO) -> Any:
     """Load a payload; never runs code from a pickle."""
+    refuse_unsafe(torch.__version__)
     return torch.load(file, map_location="cpu", weights_only=True)

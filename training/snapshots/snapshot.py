@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch.serialization import get_unsafe_globals_in_checkpoint
+import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, place, retried, written_beside
@@ -122,6 +123,7 @@ class Snapshots:
             leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
                 is their folder.
         """
+        refuse_unsafe(torch.__version__)
         if keep < 2:
             raise ValueError(
                 f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
@@ -415,6 +417,9 @@ class Snapshots:
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
+        # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
+        from torch.serialization import get_unsafe_globals_in_checkpoint
+
         if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
             raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
         self._is_known_loadable = True

@@ -1,6 +1,6 @@
 """torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
 
-It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
+It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.4 to 2.15);
 tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
@@ -27,7 +27,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
@@ -382,14 +382,19 @@ class _State(upstream._BackendRendezvousStateHolder):
         state: Any = self._state
         for node in state.last_heartbeats:
             if self._rendezvous.is_gone(node):
-                state.last_heartbeats[node] = datetime.min.replace(tzinfo=timezone.utc)
+                state.last_heartbeats[node] = _long_ago(state.last_heartbeats[node])
         super()._sanitize()
         if (
             not state.complete
             and state.deadline is not None
             and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
         ):
-            state.deadline = datetime.min.replace(tzinfo=timezone.utc)
+            state.deadline = _long_ago(state.deadline)
+
+
+def _long_ago(like: datetime) -> datetime:
+    """The earliest time that can be compared with another: upstream's have no time zone before torch 2.6."""
+    return datetime.min.replace(tzinfo=like.tzinfo)
 
 
 def answers(address: str, port: int) -> bool:
