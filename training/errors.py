@@ -1,5 +1,6 @@
-"""What a user can mend, in one line."""
+"""What is said to users: an error that they can mend, in one line, and warnings."""
 
+import logging
 import re
 
 SAFE_TORCH = (2, 10)
@@ -24,3 +25,10 @@ def refuse_unsafe(torch: str) -> None:
             f"{'.'.join(map(str, SAFE_TORCH))} or newer. A script of your own runs with it, and keeps checkpoints "
             "of its own below $NODEKIT_SNAPSHOT_DIR (docs/releases.md)"
         )
+
+
+def log_to_stderr() -> None:
+    """Show what the training module logs; other libraries show their own as they do without it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("nodekit: %(message)s"))
+    logging.getLogger("nodekit").addHandler(handler)

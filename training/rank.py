@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.training.errors import TrainingError, refuse_unsafe
+from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options import ONE_FOLDER, Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
@@ -121,7 +121,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.reporting import node_lines
 
-    logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
+    log_to_stderr()
     try:
         world, task = check(options)
     except (ValueError, FileNotFoundError) as error:

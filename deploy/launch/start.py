@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
+from nodekit.deploy.launch import broken_hosts
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
@@ -158,10 +160,13 @@ def start(
     """
     starting = _Starting(inventory, resumed, options, placed)
     links = starting.connect(stack)
+    links, broken = starting.leave_out_broken(links)
     if inventory.environment is not None:
         starting.enter_environment(links, inventory.environment)
     facts, planned = starting.check_and_plan(links)
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
+    if run.drained or broken:  # a node that the user had out may come back with a new start
+        run.drain(broken)
     starting.tell(run, planned, facts)
     client = NodeClient(run, inventory, links)
     try:
@@ -224,6 +229,21 @@ class _Starting:
                 self.phases.say(f"warning: without {problem}")
             said.append(count(len(links), "host"))
         return {host.name: links[host.name] for host in hosts if host.name in links}
+
+    def leave_out_broken(self, links: Mapping[str, Link]) -> tuple[dict[str, Link], dict[str, str]]:
+        """The links without those of hosts that an earlier run has let go of as broken; host → what is broken.
+
+        Raises:
+            KitError: the job needs them.
+        """
+        broken = broken_hosts.remembered(links, self._inventory)
+        left = {name: link for name, link in links.items() if name not in broken}
+        cure = f"when it is mended: kit clean --forgive {shlex.quote(str(self._inventory.path))}"
+        if len(left) < self._inventory.nodes.min:
+            raise KitErrors(HostError(name, why, cure=cure) for name, why in broken.items())
+        for name, why in broken.items():
+            self.phases.say(f"warning: without {name}: {why}; {cure}")
+        return left, broken
 
     def enter_environment(self, links: Mapping[str, Link], asked: Environment) -> None:
         """Have the links answer by the inventory's environment, made where it is not there yet."""
@@ -406,8 +426,6 @@ def _record(
             for each in run.nodes.values():
                 each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
     run.say_stop("")
-    if run.drained:
-        run.drain(())
     return run
 
 

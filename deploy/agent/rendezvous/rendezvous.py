@@ -132,8 +132,12 @@ class Rendezvous:
     `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
     """
 
-    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Say) -> None:
+    def __init__(
+        self, spec: AgentSpec, pause: Callable[[], None], say: Say, on_news: Callable[[], None] = lambda: None
+    ) -> None:
         """Reach the store on the rendezvous host, or be it.
+
+        `on_news` is called, by another thread, when a node is lost or a round broken, so that it is looked at once.
 
         Raises:
             StoreLost: there is no rendezvous at the place the spec names.
@@ -141,6 +145,8 @@ class Rendezvous:
         self._spec = spec
         self._pause = pause
         self._say = say
+        self._on_news = on_news
+        self._broken_round = -1
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
@@ -207,7 +213,7 @@ class Rendezvous:
             # The port is the store's by now, so this cannot be begun again.
             self._keepalive_server = descriptors.when_there(
                 lambda: KeepaliveServer(
-                    spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say
+                    spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say, self._hear
                 ),
                 self._pause,
             )
@@ -224,6 +230,7 @@ class Rendezvous:
                 keep_alive_s=spec.keep_alive_s,
                 lost_after=spec.lost_after,
                 on_lost=lambda: cut_connections(spec.master_addr, spec.master_port),
+                on_news=self._hear,
             )
         except OSError as error:
             raise StoreLost(str(error)) from error
@@ -270,6 +277,22 @@ class Rendezvous:
             master_addr=master_addr,
             master_port=master_port,
         )
+
+    def tell_broken(self, number: int) -> None:
+        """Have all agents know that a round is broken: a rank of this node has failed, or ended too early."""
+        if self._keepalive_server is not None:
+            self._keepalive_server.tell(number)
+        elif self._keepalive is not None:
+            self._hear(number)
+            self._keepalive.tell(number)
+
+    def is_broken(self, number: int) -> bool:
+        """Whether an agent has told so of a round."""
+        return self._broken_round >= number
+
+    def _hear(self, broken: int | None) -> None:
+        self._broken_round = max(self._broken_round, -1 if broken is None else broken)
+        self._on_news()
 
     def num_nodes_waiting(self) -> int:
         """Nodes that wait to come in, plus those this round was formed with that are gone since.
