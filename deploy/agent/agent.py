@@ -109,7 +109,7 @@ class Agent:
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
-        self._is_meeting = self._is_orphan = self._has_told_of_descriptors = False
+        self._is_meeting = self._is_orphan = self._is_done = self._has_told_of_descriptors = False
         self._say_where()
 
     def run(self) -> int:
@@ -164,7 +164,7 @@ class Agent:
 
     def _round(self, rendezvous: Rendezvous) -> int | None:
         """Meet the others and run the workers once; the exit status, None for another round."""
-        spec = self._spec
+        spec, self._is_done = self._spec, False
         self._leave_if_broken()
         self._record.update(state="rendezvous", workers=[], members=[])
         self._is_meeting = True
@@ -190,6 +190,7 @@ class Agent:
         self._share_snapshots(formed)
         self._start(formed)
         why = self._watch(rendezvous, formed)
+        self._is_done = why == "done"
         if why == "done":
             why = self._wait_for_the_others(rendezvous, formed)
         if why == "done":
@@ -275,7 +276,8 @@ class Agent:
     def _pause(self) -> None:
         """Called wherever the agent waits: what ends the wait is raised here."""
         self._check_stop()
-        self._leave_if_broken(self._record.gpus.fatal)
+        if not self._is_done:
+            self._leave_if_broken(self._record.gpus.fatal)
         self._orders.check(self._spec)
         if self._rendezvous is not None and self._is_meeting:
             self._record.update(blocked=self._spec.who_is_missing(self._rendezvous.present))

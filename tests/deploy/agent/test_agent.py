@@ -135,10 +135,13 @@ def test_a_crash_of_a_broken_gpu_is_not_the_users(
     agents: Agents, fake_nvml: FakeNvml, script: str, state: str, cause: str
 ) -> None:
     agents.start(script, num_nodes=1, gpus=(0,))
-    status = until(
-        lambda: (found := agents.status("n0")) and not found["alive"] and "message" in found and found
-    )
-    assert (status["state"], status["cause"] if cause else status.get("cause", "")) == (state, cause)
+
+    def ended() -> dict[str, Any] | None:
+        found = agents.status("n0")
+        return found if not found["alive"] and found.get("state") in ("ended", "failed") else None
+
+    status = until(ended)
+    assert (status["state"], status.get("cause", "")) == (state, cause)
     assert len(status["failures"]) == 1
     if cause:
         assert status["message"] == "GPU ?: rank 0 failed with: uncorrectable ECC error"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import processes_of, until
+from agents import freeze, processes_of, until
 
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 
@@ -559,26 +559,6 @@ def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) ->
     os.kill(pid, signal.SIGSTOP)
     until(lambda: b") T " in Path(f"/proc/{pid}/stat").read_bytes())
     assert light.call("stop", 5 if heard else 0.2) is not heard
-
-
-@pytest.fixture
-def freezer() -> Iterator[Path]:
-    """A cgroup whose processes are in state D while it is frozen, and not even SIGKILL ends them."""
-    folder = Path(f"/sys/fs/cgroup/freezer/kit-test-{os.getpid()}")
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup v1 freezer: {error}")
-    yield folder
-    (folder / "freezer.state").write_text("THAWED")
-    until(lambda: not (folder / "cgroup.procs").read_text())
-    folder.rmdir()
-
-
-def freeze(folder: Path, pid: int) -> None:
-    (folder / "cgroup.procs").write_text(str(pid))
-    (folder / "freezer.state").write_text("FROZEN")
-    until(lambda: (folder / "freezer.state").read_text() == "FROZEN\n")
 
 
 @pytest.mark.parametrize("preload", [[], None])
