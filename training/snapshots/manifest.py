@@ -8,6 +8,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots.commit import HashingFile
 from nodekit.training.snapshots.hostcopy import map_tensors
 
@@ -127,6 +128,7 @@ def save_payload(state: Any, file: BinaryIO) -> HashingFile:
 
 def load_payload(file: BinaryIO) -> Any:
     """Load a payload; never runs code from a pickle."""
+    refuse_unsafe(torch.__version__)
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch.serialization import get_unsafe_globals_in_checkpoint
+import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, place, retried, written_beside
@@ -123,6 +124,7 @@ class Snapshots:
             leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
                 is their folder.
         """
+        refuse_unsafe(torch.__version__)
         if keep < 2:
             raise ValueError(
                 f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
@@ -316,11 +318,10 @@ class Snapshots:
         manifest = self._manifest_in(name)
         path = self.folder / manifest.payload
         try:
-            if not is_verified:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
-                    list(pool.map(partial(self._verify, manifest), manifest.sha256))
             if manifest.is_sharded:
-                return self._read_shards(manifest, path)
+                return self._read_shards(manifest, path, is_verified=is_verified)
+            if not is_verified:
+                self._verify(manifest, manifest.payload)
             if is_mapped and os.name == "posix":  # Windows does not remove mapped files
                 return Loaded(map_payload(path), manifest, str(path))
             with path.open("rb") as file:
@@ -328,7 +329,10 @@ class Snapshots:
         except commit.NOT_FOUND as error:
             raise _Damaged(str(error)) from error
 
-    def _read_shards(self, manifest: Manifest, path: Path) -> Loaded:
+    def _read_shards(self, manifest: Manifest, path: Path, *, is_verified: bool) -> Loaded:
+        if not is_verified:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+                list(pool.map(partial(self._verify, manifest), manifest.sha256))
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
         if self.leave_shards:
@@ -424,6 +428,9 @@ class Snapshots:
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
+        # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
+        from torch.serialization import get_unsafe_globals_in_checkpoint
+
         if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
             raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
         self._is_known_loadable = True

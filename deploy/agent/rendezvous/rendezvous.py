@@ -1,6 +1,6 @@
 """torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
 
-It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
+It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.4 to 2.15);
 tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
@@ -13,7 +13,9 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 - a round is complete as soon as all who are connected are in it, not after the last call;
 - the loss of the store's host ends every call that waits for it;
 - what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
-- a state that has to be asked for again is asked for after 0.05 s, not 1 s.
+- a state that has to be asked for again is asked for after 0.05 s, not 1 s;
+- the name of the caller, for an event that is recorded nowhere, is not looked up in the source files of the whole stack
+  (by `inspect.stack`, twice for each event: half a second of a core for each round).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import json
 import os
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
@@ -126,6 +129,11 @@ class Formed:
                     told.add(rank)
 
 
+def method_name(depth: int = 2) -> str:
+    """Return the name of the function that many calls up from here, as upstream's function of this purpose does."""
+    return sys._getframe(depth).f_code.co_name
+
+
 class Rendezvous:
     """One generation's rendezvous, as one node sees it.
 
@@ -188,6 +196,7 @@ class Rendezvous:
             node, settings, backend.name, self._store, self._state
         )
         upstream._delay = self._delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
+        upstream.get_method_name = method_name
 
     def _wait_for(self, read: Callable[[], _T | None], what: str) -> _T:
         """Return what `read` returns, once that is not None.
@@ -418,14 +427,19 @@ class _State(upstream._BackendRendezvousStateHolder):
         state: Any = self._state
         for node in state.last_heartbeats:
             if self._rendezvous.is_gone(node):
-                state.last_heartbeats[node] = datetime.min.replace(tzinfo=timezone.utc)
+                state.last_heartbeats[node] = _long_ago(state.last_heartbeats[node])
         super()._sanitize()
         if (
             not state.complete
             and state.deadline is not None
             and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
         ):
-            state.deadline = datetime.min.replace(tzinfo=timezone.utc)
+            state.deadline = _long_ago(state.deadline)
+
+
+def _long_ago(like: datetime) -> datetime:
+    """The earliest time that can be compared with another: upstream's have no time zone before torch 2.6."""
+    return datetime.min.replace(tzinfo=like.tzinfo)
 
 
 def answers(address: str, port: int) -> bool:

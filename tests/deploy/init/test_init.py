@@ -238,6 +238,16 @@ def test_the_network_that_hosts_share(
             [{"/a/python": "2.13.0"}, {"/a/python": "2.12.0"}],
             defaults.Pythons(of_host={}),
         ),
+        (
+            "an older torch where there is no other",
+            [{"/a/python": "2.6.0", "/b/python": "2.13.0"}, {"/a/python": "2.6.0", "/b/python": "2.13.0"}],
+            defaults.Pythons(everywhere="/b/python", of_host={}, torch="2.13.0"),
+        ),
+        (
+            "only an older torch",
+            [{"/a/python": "2.6.0"}] * 2,
+            defaults.Pythons(everywhere="/a/python", of_host={}, torch="2.6.0"),
+        ),
         ("too old for kit", [{"/a/python": "2.1.0"}] * 2, defaults.Pythons(of_host={})),
         ("no torch", [{"/a/python": None}, {}], defaults.Pythons(of_host={})),
         ("no host", [], defaults.Pythons(of_host={})),

@@ -546,11 +546,14 @@ def test_a_detached_run_is_supervised_and_can_be_stopped(kit: Kit, lab: Lab) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     lab.crash("node1")
 
-    def survivors() -> bool:
-        status = json.loads(kit.run("status", "--json").stdout)["status"]
-        return all(status.get(name, {}).get("world_size") == 2 for name in ("node2", "node3"))
+    folder = lab.folder / "hosts/node2/upper/root/nodekit/runs" / run_id(done.stdout) / "node2"
 
-    until(survivors, timeout_s=30, what="going on without node1")
+    def world_size() -> int:
+        return current_status.statuses(str(folder)).get("node2", {}).get("world_size", 0)
+
+    until(lambda: world_size() == 2, timeout_s=30, what="going on without node1")
+    told = json.loads(kit.run("status", "--json").stdout)["status"]
+    assert {name: told[name].get("world_size") for name in ("node2", "node3")} == {"node2": 2, "node3": 2}
     lab.revive("node1")
     assert kit.run("down").returncode == 0
     until(lambda: not kit.leftovers(), timeout_s=10)
