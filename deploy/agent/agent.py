@@ -40,11 +40,11 @@ from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
-from nodekit.deploy.agent.telemetry.gpu_health import CURE, FORGIVE, Fault
+from nodekit.deploy.agent.telemetry.gpu_health import Fault
+from nodekit.deploy.agent.unfit import Broken, Unfit, unfit
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
-from nodekit.inventory.errors import KitError
 
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
@@ -57,19 +57,6 @@ _POLL_S = 0.05
 # A rank's end is told at once.
 _LOOK_S = 0.5
 _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
-
-
-class Unfit(KitError):
-    """This node cannot take part now; others may go on without it, and it is tried again."""
-
-
-class Broken(Unfit):
-    """Something of this node is broken: no node is to count on it until it is mended."""
-
-
-def _unfit(text: str, error: OSError) -> Exception:
-    """What is raised of an error of this node's: itself, where it will pass."""
-    return error if descriptors.are_used_up(error) else Unfit(text, cure=cure_of(error))
 
 
 Why = Literal["done", "failed", "again"]
@@ -292,11 +279,8 @@ class Agent:
         """Raise Broken, without ranks, for a GPU that they cannot go on with or a rank that cannot be ended."""
         if fault is not None:
             self._attempts.end(0, str(fault))
-        found = [str(fault)] if fault is not None else []
-        if stuck := self._attempts.workers.stuck:
-            found.append("SIGKILL does not end " + ", ".join(map(str, stuck)))
-        if found:
-            raise Broken("; ".join(found), cure=f"reboot the host; {FORGIVE}" if stuck else CURE)
+        if fault is not None or self._attempts.workers.stuck:
+            raise Broken.of(fault, self._attempts.workers.stuck)
 
     # --- electorate ---
 
@@ -354,13 +338,13 @@ class Agent:
         try:
             self._attempts.prepare(spec, formed)
         except OSError as error:
-            raise _unfit(str(error), error) from error
+            raise unfit(str(error), error) from error
         self._pause()
         try:
             self._orders.check_fence(spec, self._pause)  # fenced meanwhile, it must not start any
         except OSError as error:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
-            raise _unfit(text, error) from error
+            raise unfit(text, error) from error
         self._attempts.start(spec, formed)
 
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
