@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nodekit.deploy.agent.ranks import forkserver, worker
+from nodekit.deploy.agent.ranks import children, forkserver, worker
 
 PRELOAD = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
@@ -194,7 +194,7 @@ class _Maker(forkserver._Server):
         with contextlib.suppress(ProcessLookupError):
             if not said:
                 self._selector.unregister(connection)
-                forkserver.signal_groups({0: pid}, signal.SIGKILL)
+                children.signal_groups({0: pid}, signal.SIGKILL)
             for line in said.splitlines():
                 os.kill(pid, int(line))
 

@@ -151,6 +151,23 @@ def test_who_are_all_there_do_not_wait_for_a_last_call(connect: Any) -> None:
     assert time.monotonic() - start < 10  # the first round has a last call of 15 s
 
 
+def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any) -> None:
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    rung = [threading.Event() for _ in nodes]
+    for node, bell in zip(nodes, rung, strict=True):
+        node._on_news = bell.set
+    form_all(nodes)
+    for teller, number in ((1, 0), (0, 1)):  # one of the others; the one that has the store
+        assert not any(node.is_broken(number) for node in nodes)
+        nodes[teller].tell_broken(number)
+        until(lambda number=number: all(node.is_broken(number) for node in nodes))
+    for bell in rung:
+        bell.clear()
+    hang_up(nodes.pop(), others=nodes[0])
+    assert all(bell.wait(20) for bell in rung[:2])
+    assert not any(node.is_broken(2) for node in nodes)
+
+
 def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
     host, other = connect(0, nodes=2), connect(1, nodes=2)
     waiting = threading.Thread(target=host.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import processes_of, until
+from agents import freeze, processes_of, until
 
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 
@@ -27,6 +28,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RL
 preload = json.loads(sys.argv[1])
 if "torch" in (preload or []):
     import torch
+from nodekit.deploy.agent.ranks import children
+children.STUCK_S = float(os.environ.get("TEST_STUCK_S", children.STUCK_S))
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 server = ForkServer.start(preload) if preload is not None else None
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
@@ -41,7 +44,7 @@ for line in sys.stdin:
     else:
         result = getattr(workers, name)
         result = result(*args) if callable(result) else result
-    print(json.dumps(result), flush=True)
+    print(json.dumps(result, default=str), flush=True)
 """
 TORCH = ["torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data", "no.such.module"]
 
@@ -556,6 +559,26 @@ def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) ->
     os.kill(pid, signal.SIGSTOP)
     until(lambda: b") T " in Path(f"/proc/{pid}/stat").read_bytes())
     assert light.call("stop", 5 if heard else 0.2) is not heard
+
+
+@pytest.mark.parametrize("preload", [[], None])
+def test_a_worker_that_cannot_be_ended_is_told_and_not_waited_for(
+    driver: Drivers, freezer: Path, monkeypatch: pytest.MonkeyPatch, preload: list[str] | None
+) -> None:
+    monkeypatch.setenv("TEST_STUCK_S", "0.3")
+    light = driver(preload)
+    pids = light.start(light.script(UP), light.script(UP))
+    light.said("up")
+    light.said("up", 1)
+    freeze(freezer, pids[1])
+    assert light.call("stop", 0.1) is True
+    (stuck,) = light.call("stuck")
+    assert re.fullmatch(rf"local rank 1 \(pid {pids[1]}, state D( in \w+)?\)", stuck)
+    assert not Path(f"/proc/{pids[0]}").exists()
+    light.start(light.script(UP))  # and it hears what it is asked
+    light.said("up")
+    assert light.call("stop", 5) is False
+    assert len(light.call("stuck")) == 1
 
 
 def test_a_stop_right_after_the_start_is_heard(light: Driver) -> None:

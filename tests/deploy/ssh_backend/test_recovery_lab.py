@@ -22,7 +22,7 @@ from typing import Any
 import listeners
 import pytest
 import strangers
-from agents import until
+from agents import freeze, until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
@@ -432,6 +432,40 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     run.wait_step("node3", 40)
     run.end()
     run.trained_as(unbroken, same_world=False)
+
+
+def test_a_node_with_a_rank_that_cannot_be_ended_is_drained_and_the_next_kit_up_remembers(
+    story: Callable[..., Story], freezer: Path, unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="2")
+    run.wait_step("node2", 30)
+    (rank,) = run.processes("node2", "-m nodekit.training")
+    freeze(freezer, rank)
+    (other,) = run.processes("node1", "-m nodekit.training")
+    os.kill(other, signal.SIGKILL)
+    run.wait_step("node3", 40)
+    status = run.status("node2")
+    assert (status["state"], status["cause"]) == ("ended", "broken")
+    (told,) = run.events("node2", "unkillable")
+    assert (told["rank"], told["state"]) == (1, "D")
+    assert re.search(
+        r"^ *\S* ?node2 is drained: SIGKILL does not end local rank 0 \(pid \d+, state D", run.kit.log(), re.M
+    )
+    (freezer / "freezer.state").write_text("THAWED")
+    run.end()
+    run.trained_as(unbroken, same_world=False)
+
+    def planned() -> tuple[str, str]:
+        found = run.kit.run("up", run.file, "--dry-run", "--", *run.command)
+        return found.stdout, found.stderr
+
+    out, said = planned()
+    assert "node1" in out
+    assert "node2" not in out
+    assert re.search(rf"without node2: SIGKILL does not end .* \(drained by {run.run_id}, ", said)
+    forgiven = run.kit.run("clean", "--forgive", run.file)
+    assert (forgiven.returncode, forgiven.stdout[:45]) == (0, "node2: forgiven: SIGKILL does not end local r")
+    assert "node2" in planned()[0]
 
 
 def test_a_node_that_flaps_is_left_out_for_longer_and_longer(story: Callable[..., Story]) -> None:
