@@ -90,6 +90,12 @@ def where_it_waits(pid: int) -> Tuple[str, str]:
     return "Z", ""
 
 
+def unkillable(pid: int) -> str:
+    """Return that SIGKILL does not end a process, in words, with where it waits."""
+    state, place = where_it_waits(pid)
+    return "SIGKILL does not end pid %d (state %s%s)" % (pid, state, " in " + place if place else "")
+
+
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, or to the group ``-pid``; one that is gone, or another user's, is left alone."""
     try:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
+from nodekit.inventory.errors import HostError, KitErrors
 from nodekit.inventory.schema import Inventory
 
 
-def remembered(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
+def leave_out(
+    links: Mapping[str, Link], inventory: Inventory, say: Callable[[str], None]
+) -> tuple[dict[str, Link], dict[str, str]]:
+    """The links of the hosts that are fit; of the others, host → what is broken.
+
+    Raises:
+        KitError: the job needs them.
+    """
+    broken = _remembered(links, inventory)
+    left = {name: link for name, link in links.items() if name not in broken}
+    cure = f"when it is mended: kit clean --forgive {shlex.quote(str(inventory.path))}"
+    if len(left) < inventory.nodes.min:
+        raise KitErrors(HostError(name, why, cure=cure) for name, why in broken.items())
+    for name, why in broken.items():
+        say(f"warning: without {name}: {why}; {cure}")
+    return left, broken
+
+
+def _remembered(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
     """Host → what is broken, of those that an earlier run has let go of for it and nobody has forgiven since."""
     hosts = {host.name: host for host in inventory.hosts}
 

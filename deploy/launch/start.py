@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +110,8 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
         KitError: a host cannot be reached, or will not do.
     """
     package = sync.package()
-    with cluster.links(inventory.hosts, options.ssh) as links:
+    with cluster.links(inventory.hosts, options.ssh) as all_links:
+        links, _ = broken_hosts.leave_out(all_links, inventory, options.ssh.notice)
         unmade = check.enter_what_is_there(links, inventory)
         facts, peers, warnings = gather_facts(links, inventory, package.digest, options, unmade=unmade)
         planned = plan.build(
@@ -160,7 +160,7 @@ def start(
     """
     starting = _Starting(inventory, resumed, options, placed)
     links = starting.connect(stack)
-    links, broken = starting.leave_out_broken(links)
+    links, broken = broken_hosts.leave_out(links, inventory, starting.phases.say)
     if inventory.environment is not None:
         starting.enter_environment(links, inventory.environment)
     facts, planned = starting.check_and_plan(links)
@@ -229,21 +229,6 @@ class _Starting:
                 self.phases.say(f"warning: without {problem}")
             said.append(count(len(links), "host"))
         return {host.name: links[host.name] for host in hosts if host.name in links}
-
-    def leave_out_broken(self, links: Mapping[str, Link]) -> tuple[dict[str, Link], dict[str, str]]:
-        """The links without those of hosts that an earlier run has let go of as broken; host → what is broken.
-
-        Raises:
-            KitError: the job needs them.
-        """
-        broken = broken_hosts.remembered(links, self._inventory)
-        left = {name: link for name, link in links.items() if name not in broken}
-        cure = f"when it is mended: kit clean --forgive {shlex.quote(str(self._inventory.path))}"
-        if len(left) < self._inventory.nodes.min:
-            raise KitErrors(HostError(name, why, cure=cure) for name, why in broken.items())
-        for name, why in broken.items():
-            self.phases.say(f"warning: without {name}: {why}; {cure}")
-        return left, broken
 
     def enter_environment(self, links: Mapping[str, Link], asked: Environment) -> None:
         """Have the links answer by the inventory's environment, made where it is not there yet."""

@@ -17,6 +17,7 @@ from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
+from nodekit.training import Snapshots
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
@@ -361,6 +362,9 @@ def test_a_fused_optimizer_goes_on_from_one_that_is_not_and_back(
         zero = ["--zero", str(epochs // 2)] if engine == "deepspeed" else []
         said = train(tmp_path, "--epochs", str(epochs), "--engine", engine, *zero, *own)
         assert epochs == 1 or "resumed at step" in said
+        saved = Snapshots(tmp_path / "snapshots").load()
+        assert saved
+        assert bool(saved.state["optimizer"]["param_groups"][0]["fused"]) == fused
     found = losses(tmp_path)
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=5e-4)
 

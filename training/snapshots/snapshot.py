@@ -318,11 +318,10 @@ class Snapshots:
         manifest = self._manifest_in(name)
         path = self.folder / manifest.payload
         try:
-            if not is_verified:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
-                    list(pool.map(partial(self._verify, manifest), manifest.sha256))
             if manifest.is_sharded:
-                return self._read_shards(manifest, path)
+                return self._read_shards(manifest, path, is_verified=is_verified)
+            if not is_verified:
+                self._verify(manifest, manifest.payload)
             if is_mapped and os.name == "posix":  # Windows does not remove mapped files
                 return Loaded(map_payload(path), manifest, str(path))
             with path.open("rb") as file:
@@ -330,7 +329,10 @@ class Snapshots:
         except commit.NOT_FOUND as error:
             raise _Damaged(str(error)) from error
 
-    def _read_shards(self, manifest: Manifest, path: Path) -> Loaded:
+    def _read_shards(self, manifest: Manifest, path: Path, *, is_verified: bool) -> Loaded:
+        if not is_verified:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+                list(pool.map(partial(self._verify, manifest), manifest.sha256))
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
         if self.leave_shards:

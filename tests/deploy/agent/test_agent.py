@@ -135,10 +135,13 @@ def test_a_crash_of_a_broken_gpu_is_not_the_users(
     agents: Agents, fake_nvml: FakeNvml, script: str, state: str, cause: str
 ) -> None:
     agents.start(script, num_nodes=1, gpus=(0,))
-    status = until(
-        lambda: (found := agents.status("n0")) and not found["alive"] and "message" in found and found
-    )
-    assert (status["state"], status["cause"] if cause else status.get("cause", "")) == (state, cause)
+
+    def ended() -> dict[str, Any] | None:
+        found = agents.status("n0")
+        return found if not found["alive"] and found.get("state") in ("ended", "failed") else None
+
+    status = until(ended)
+    assert (status["state"], status.get("cause", "")) == (state, cause)
     assert len(status["failures"]) == 1
     if cause:
         assert status["message"] == "GPU ?: rank 0 failed with: uncorrectable ECC error"
@@ -197,6 +200,39 @@ def test_ranks_that_wait_in_nccl_are_ended_as_soon_as_another_has_failed(agents:
         assert len([event for event in events if event["kind"] == "rendezvous"]) == 2, (
             "all have met in one more round"
         )
+
+
+DIES_AFTER_ITS_PEER = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["NODEKIT_TEST"])
+if os.environ["RANK"] == "0":
+    (folder / "pid.new").write_text(str(os.getpid()))
+    (folder / "pid.new").rename(folder / "pid")
+    while not (folder / "raised").exists():
+        time.sleep(0.01)
+    raise RuntimeError("Connection reset by peer")
+while not (folder / "pid").exists():
+    time.sleep(0.01)
+try:
+    raise ValueError("boom")
+except ValueError:
+    import traceback
+    traceback.print_exc()
+(folder / "raised").touch()
+peer = pathlib.Path("/proc", (folder / "pid").read_text(), "stat")
+while peer.exists() and ") Z " not in peer.read_text():
+    time.sleep(0.005)
+time.sleep(0.2)
+os._exit(1)
+"""
+
+
+def test_a_rank_that_ends_after_the_peer_that_it_has_brought_down_still_says_why(agents: Agents) -> None:
+    agents.start(DIES_AFTER_ITS_PEER)
+    agents.wait("n1", "failed")
+    (failure,) = agents.status("n1")["failures"]
+    assert (failure["rank"], failure["exitcode"]) == (1, 1)
+    assert failure["error"].endswith("ValueError: boom")
 
 
 SAVES_AND_FAILS = """

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 from kit_runs import Kit
@@ -341,7 +342,12 @@ def project(tmp_path: Path) -> Kit:
     """A project with a job of its own and two nodes on this machine."""
     kit = Kit(tmp_path / "my 'project' $HOME; \"x\"", None)
     (kit.folder / "job.py").write_text(COUNTER)
-    values = {"connection": "local", "workdir": str(tmp_path / "work"), "hosts": {"n1": None, "n2": None}}
+    values = {
+        "connection": "local",
+        "python": warm_agents.program(),
+        "workdir": str(tmp_path / "work"),
+        "hosts": {"n1": None, "n2": None},
+    }
     (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return kit
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import warm_agents
 import warm_python
 from agents import processes_of, until
 from kit_runs import Kit
@@ -404,7 +405,8 @@ def local(tmp_path: Path, own_home: Path, text_folder: Path) -> Iterator[Kit]:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     (kit.folder / "job.py").write_text(JOB)
     (kit.folder / "lab.yaml").write_text(
-        f"connection: local\nworkdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+        f"connection: local\npython: {warm_agents.program()}\n"
+        f"workdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
         f"job: {{command: [job.py], env: {{TRAINED: {str(text_folder)!r}}}}}\n"
     )
     yield kit
