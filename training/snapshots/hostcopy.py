@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class HostCopy:
     """Copies nested dicts, lists and tuples of tensors and plain values; one copy is valid at a time.
@@ -82,3 +84,20 @@ def map_tensors(
     if isinstance(value, list | tuple):
         return type(value)(map(mapped, value))
     return other(value)
+
+
+def nan_in(value: Any, name: str = "") -> str:
+    """Return where nested dicts, lists and tuples have a tensor that holds nan, as ``model.bias``; "" if none does."""
+    if isinstance(value, torch.Tensor):
+        # The minimum is nan if any is; infinity may be meant, as in a mask.
+        has_nan = value.dtype in _FLOATS and value.numel() and bool(value.min().isnan())
+        return name * has_nan
+    parts = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    found = (nan_in(each, f"{name}.{key}" if name else str(key)) for key, each in parts)
+    return next(filter(None, found), "")
