@@ -59,7 +59,7 @@ def check_ranks(world: World, what: str, step: int, own: float) -> None:
 
 
 def check_loss(
-    world: World, step: int, total: float, own: torch.Tensor, *, batches: tuple[Batch, Batch | None]
+    world: World, step: int, total: float, own: torch.Tensor, batches: tuple[Batch, Batch | None]
 ) -> None:
     """Raise `NotFinite` if the sum of all ranks' losses is not finite, which all ranks see alike.
 

@@ -52,7 +52,7 @@ def test_the_ranks_and_the_step_are_named(
 ) -> None:
     world = cast(World, Ranks(*others))
     with pytest.raises(NotFinite) as raised:
-        check_loss(world, 7, own + sum(others), torch.tensor(own), batches=((2, 64), (2, 0)))
+        check_loss(world, 7, own + sum(others), torch.tensor(own), ((2, 64), (2, 0)))
     assert said in str(raised.value)
     assert list(raised.value.batches) == batches
     assert raised.value.ranks == tuple(
@@ -61,7 +61,7 @@ def test_the_ranks_and_the_step_are_named(
 
 
 def test_while_the_sum_is_finite_the_device_is_not_waited_for() -> None:
-    check_loss(cast(World, None), 7, 0.5, cast(torch.Tensor, None), batches=((0, 0), None))
+    check_loss(cast(World, None), 7, 0.5, cast(torch.Tensor, None), ((0, 0), None))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -81,7 +81,7 @@ def test_weights_that_are_not_finite_are_found_in_any_part(bad: float) -> None:
 
 def test_kit_does_not_start_a_training_again_that_was_to_stop_then() -> None:
     with pytest.raises(NotFinite) as raised:
-        check_loss(cast(World, Ranks(NAN)), 7, NAN, torch.tensor(0.5), batches=((0, 0), None))
+        check_loss(cast(World, Ranks(NAN)), 7, NAN, torch.tensor(0.5), ((0, 0), None))
     before, after = str(raised.value), str(raised.value.final("on_nan: stop"))
     names = "python -m nodekit.training", "nodekit.training.not_finite.NotFinite", "NotFinite"
     for name in names:
