@@ -35,16 +35,18 @@ static int told(void *device, const char *wanted, unsigned long long *value) {
   snprintf(name, sizeof name, "%llu", (unsigned long long)device - BASE);
   do {
     FILE *file = opened(name);
-    int blocks = 0, lost = 0;
+    int blocks = 0, lost = 0, forbidden = 0;
     found = 0;
     if (!started || !file) return 2;
     while (fscanf(file, "%63s %llu", key, &each) == 2) {
       if (!strcmp(key, wanted)) { *value = each; found = 1; }
       if (!strcmp(key, "block")) blocks = (int)each;
       if (!strcmp(key, "lost")) lost = (int)each;
+      if (!strcmp(key, "forbidden")) forbidden = (int)each;
     }
     fclose(file);
     if (lost) return 15;
+    if (forbidden) return 4;
     if (!blocks) return found ? 0 : 3;
     usleep(10000);
   } while (1);

@@ -49,7 +49,7 @@ from nodekit.inventory.errors import KitError
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-TOLD_S = 0.1  # the same, where another node has told why they have lost one
+TOLD_S = 0.1  # the same, where it is known why they have, or they are in NCCL and would not say
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
@@ -376,15 +376,14 @@ class Agent:
             attempts.look()
             self._pause_briefly()
             if any(exits.values()):
-                rendezvous.tell_broken(formed.round)
-                return self._after_failure()
+                rendezvous.tell_broken(formed.round, is_explained=attempts.say_why(exits))
+                return self._after_failure(rendezvous, formed)
             if len(exits) == len(attempts.ranks):
                 self._record.update(workers=[])
                 attempts.tell_end("done")
                 return "done"
             if rendezvous.is_broken(formed.round):
-                self._end_attempt(self._dying_s(TOLD_S), "a rank of another node failed")
-                return self._again_or_give_up()
+                return self._after_failure(rendezvous, formed)
             if time.monotonic() < members_at:
                 continue
             members_at = time.monotonic() + _MEMBERS_S
@@ -418,14 +417,16 @@ class Agent:
         gone = sorted(set(formed.names) - rendezvous.here) if lost else []
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
-            self._end_attempt(self._dying_s(DYING_S), "a node is lost")
+            # Those that wait in NCCL do not find out.
+            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost")
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in")
         return self._again_or_give_up()
 
-    def _after_failure(self) -> Why:
-        """Some worker has ended badly: take down what it said, and judge whose fault it was."""
-        failures = self._attempts.failures(TOLD_S if self._spec.gpus else DYING_S)
+    def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
+        """Some worker, here or elsewhere, has ended badly: take down what was said, and judge whose fault it was."""
+        is_explained = self._spec.gpus or rendezvous.is_explained(formed.round)
+        failures = self._attempts.failures(TOLD_S if is_explained else DYING_S)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
@@ -443,10 +444,6 @@ class Agent:
             return "again"
         self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
         return "failed"
-
-    def _dying_s(self, seconds: float) -> float:
-        """How long ranks that have lost a peer may take to say so: those that wait in NCCL do not find out."""
-        return 0.0 if self._spec.gpus else seconds
 
     def _end_attempt(self, grace_s: float, why: str) -> None:
         self._attempts.end(grace_s, why)

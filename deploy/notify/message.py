@@ -143,6 +143,9 @@ def _problem(event: Event, away: Collection[str]) -> str:
         last = _short(error.splitlines()[-1]) if error else "it wrote nothing"
         how = f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit status {code}"
         return f"failed on {node}: rank {event.get('rank')} ended with {how}: {last}"
+    if event.kind == "gpu-error" and event.get("fatal"):
+        gpu = "a GPU" if event.get("gpu") is None else f"GPU {event.get('gpu')}"
+        return f"loses {node}, of which {gpu} is broken: {_short(str(event.get('text')))}"
     if event.kind == "hang":
         return f"hangs: {_short(str(event.get('text') or 'no rank gets on'))}"
     if event.kind == "membership" and event.get("lost"):

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +184,21 @@ class Attempts:
         Where one has said why it failed, nobody is waited for: those that wait in NCCL would not end. Who ended after a
         snapshot, asked to, or because it was fenced, has not failed.
         """
-        deadline = time.monotonic() + wait_s
-        judged: set[int] = set()
+        deadline, num_ended = time.monotonic() + wait_s, 0
         while len(exits := self.poll()) < len(self.ranks) and time.monotonic() < deadline:
-            for rank in exits.keys() - judged:
-                judged.add(rank)
-                error, _ = self._last_words(rank, exits[rank])
-                if exits[rank] not in _EXITS_NO_FAILURE and is_cause(error, exits[rank]):
-                    deadline = min(deadline, time.monotonic() + ALSO_S)
+            if len(exits) > num_ended and self.say_why(exits):
+                deadline = min(deadline, time.monotonic() + ALSO_S)
+            num_ended = len(exits)
             time.sleep(_POLL_S)
         self._logbook.look()
         return [self._failure(rank, code) for rank, code in exits.items() if code not in _EXITS_NO_FAILURE]
+
+    def say_why(self, exits: Mapping[int, int]) -> bool:
+        """Whether one of these ranks, which have ended, says why the whole round has."""
+        return any(
+            code not in _EXITS_NO_FAILURE and is_cause(self._last_words(rank, code)[0], code)
+            for rank, code in exits.items()
+        )
 
     def end(self, grace_s: float, why: str) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`)."""

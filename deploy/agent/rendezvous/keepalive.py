@@ -18,7 +18,8 @@ import resource
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.host import ports
@@ -26,6 +27,8 @@ from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import Say
 
 _MAX_WIDENING = 8
+News = Mapping[str, Any]
+"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. Without, a node is lost."""
 
 
 def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
@@ -51,7 +54,7 @@ class KeepaliveServer:
         keep_alive_s: float,
         lost_after: int,
         say: Say,
-        on_news: Callable[[int | None], None] = lambda _: None,
+        on_news: Callable[[News], None] = lambda _: None,
     ) -> None:
         """Listen at `address`, for who knows the token; `say` is told of false alarms, `on_news` as a `Keepalive`'s."""
         self._token = token
@@ -106,7 +109,7 @@ class KeepaliveServer:
                 with self._lock:
                     self._wires[identity] = wire
                 while True:
-                    self.tell(_news_in(wire.receive_frame()), but=identity)
+                    self.tell(json.loads(wire.receive_frame()), but=identity)
             finally:
                 with self._lock:
                     if is_lost := bool(identity) and self._connected.get(identity) is connection:
@@ -114,16 +117,16 @@ class KeepaliveServer:
                         self._wires.pop(identity, None)
                         self._lost.add(identity)
                 if is_lost:
-                    self.tell(None)
+                    self.tell({})
 
-    def tell(self, broken: int | None, *, but: str = "") -> None:
-        """Tell all agents but one, and this one, that a round is broken; None: that a node is lost."""
+    def tell(self, news: News, *, but: str = "") -> None:
+        """Tell all agents, this one too, but for the one that it comes from."""
         with self._lock:
             for identity, wire in self._wires.items():
                 if identity != but:
                     with contextlib.suppress(OSError):  # it is being lost
-                        wire.send({"broken": broken})
-        self._on_news(broken)
+                        wire.send(dict(news))
+        self._on_news(news)
 
     def _widen(self) -> None:
         """After a false alarm, be slower to raise the next one."""
@@ -148,9 +151,9 @@ class Keepalive:
         keep_alive_s: float,
         lost_after: int,
         on_lost: Callable[[], None],
-        on_news: Callable[[int | None], None] = lambda _: None,
+        on_news: Callable[[News], None] = lambda _: None,
     ) -> None:
-        """Connect; `on_news` is called, by a thread, with the round that is broken, None where a node is lost."""
+        """Connect; `on_news` is called, by a thread, with what the other agents `tell`, and where a node is lost."""
         self.lost = threading.Event()
         self._on_lost, self._on_news = on_lost, on_news
         self._closed = False
@@ -170,10 +173,10 @@ class Keepalive:
             ) from error
         threading.Thread(target=self._watch, name="keepalive", daemon=True).start()
 
-    def tell(self, broken: int) -> None:
-        """Have all agents know that a round is broken; for one thread."""
+    def tell(self, news: News) -> None:
+        """Have all other agents know; for one thread."""
         with contextlib.suppress(OSError):  # they will see it, or this node's end
-            self._wire.send({"broken": broken})
+            self._wire.send(dict(news))
 
     def close(self) -> None:
         """Hang up; `on_lost` is not called."""
@@ -184,18 +187,13 @@ class Keepalive:
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             while True:
-                self._on_news(_news_in(self._wire.receive_frame()))
+                self._on_news(json.loads(self._wire.receive_frame()))
         self._connection.close()
         try:
             if not self._closed:
                 self._on_lost()
         finally:
             self.lost.set()
-
-
-def _news_in(frame: bytes) -> int | None:
-    broken = json.loads(frame).get("broken")
-    return broken if isinstance(broken, int) else None
 
 
 def cut_connections(address: str, port: int) -> None:

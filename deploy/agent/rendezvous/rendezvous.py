@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, cut_connections
+from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, News, cut_connections
 from nodekit.deploy.agent.rendezvous.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import ports
@@ -154,7 +154,7 @@ class Rendezvous:
         self._pause = pause
         self._say = say
         self._on_news = on_news
-        self._broken_round = -1
+        self._broken_round = self._explained_round = -1
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
@@ -287,20 +287,33 @@ class Rendezvous:
             master_port=master_port,
         )
 
-    def tell_broken(self, number: int) -> None:
-        """Have all agents know that a round is broken: a rank of this node has failed, or ended too early."""
+    def tell_broken(self, number: int, *, is_explained: bool) -> None:
+        """Have all agents know that a round is broken, for a rank of this node has ended badly.
+
+        Args:
+            number: the round's.
+            is_explained: whether the rank says why, so that nobody need wait for what others say.
+        """
+        news = {"broken": number, "explained": is_explained}
         if self._keepalive_server is not None:
-            self._keepalive_server.tell(number)
+            self._keepalive_server.tell(news)
         elif self._keepalive is not None:
-            self._hear(number)
-            self._keepalive.tell(number)
+            self._hear(news)
+            self._keepalive.tell(news)
 
     def is_broken(self, number: int) -> bool:
         """Whether an agent has told so of a round."""
         return self._broken_round >= number
 
-    def _hear(self, broken: int | None) -> None:
-        self._broken_round = max(self._broken_round, -1 if broken is None else broken)
+    def is_explained(self, number: int) -> bool:
+        """Whether an agent has told that a round is broken, and that it knows why."""
+        return self._explained_round >= number
+
+    def _hear(self, news: News) -> None:
+        number = news.get("broken", -1)
+        if news.get("explained"):
+            self._explained_round = max(self._explained_round, number)
+        self._broken_round = max(self._broken_round, number)
         self._on_news()
 
     def num_nodes_waiting(self) -> int:

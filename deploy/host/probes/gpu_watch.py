@@ -27,7 +27,11 @@ SLOW = {
     0x80: "hw_power_brake_slowdown",
 }
 """Bit of NVML's clocks event reasons → its name to nvidia-smi: the power cap, and those that no load explains."""
-_TIMEOUT, _GPU_IS_LOST = 10, 15
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _TIMEOUT, _GPU_IS_LOST = 2, 3, 10, 15
+_REASONS = (
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)  # since 12.2; before
 _SM, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
 _XID_EVENT = ctypes.c_ulonglong(8)
 
@@ -79,18 +83,21 @@ class Nvml:
             return None
 
     def find(self, index: int) -> bool:
-        """Whether the driver lists a GPU of this number.
+        """Look for a GPU by its number; whether the driver lists it. One that is not ours to ask is not `usable`.
 
         Raises:
             Lost: it lists it as lost.
         """
-        if index in self._devices:
-            return True
         device = ctypes.c_void_p()
-        if self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device)):
-            return False
-        self._devices[index] = device
-        return True
+        status = self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        if status == 0:
+            self._devices[index] = device
+        return status != _INVALID_ARGUMENT
+
+    @property
+    def usable(self) -> List[int]:
+        """The GPUs that were found and can be asked."""
+        return list(self._devices)
 
     def bus(self, index: int) -> str:
         """Return a GPU's PCI address as the kernel's log has it; "" where the driver does not tell it."""
@@ -116,7 +123,10 @@ class Nvml:
             "memory": memory.used,
             "memory_total": memory.total,
         }
-        reasons = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", device, kind=ctypes.c_ulonglong)
+        reasons = None
+        for name in _REASONS:
+            if reasons is None:
+                reasons = self._number(name, device, kind=ctypes.c_ulonglong)
         power, limit = (
             self._number(name, device)
             for name in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
@@ -170,7 +180,7 @@ class Nvml:
     def _call(self, name: str, *arguments: Any) -> int:
         """Return the status of a call, 0 for success; a function that the driver does not have fails."""
         function = getattr(self._library, name, None)
-        status = 3 if function is None else int(function(*arguments))
+        status = _NOT_SUPPORTED if function is None else int(function(*arguments))
         if status == _GPU_IS_LOST:
             raise Lost
         return status
@@ -205,18 +215,19 @@ class KernelLog:
 
 def looks(nvml: Nvml, indices: Sequence[int], log: KernelLog) -> Iterator[Dict[str, Any]]:
     """Look every second: ``gpus`` (samples), ``xids`` (GPU or null, number, text), ``lost`` and ``missing`` (GPUs)."""
-    there: List[int] = []
     lost: List[int] = []
+    missing: List[int] = []
     buses: Dict[str, int] = {}
     for index in indices:
         try:
-            if nvml.find(index):
+            if not nvml.find(index):
+                missing.append(index)
+            elif index in nvml.usable:
                 buses[nvml.bus(index)] = index
-                there.append(index)
         except Lost:
             lost.append(index)
-    missing = [index for index in indices if index not in (*there, *lost)]
     buses.pop("", None)
+    there = [index for index in nvml.usable if index not in lost]
     with contextlib.suppress(Lost):
         nvml.watch_for_xids()
     xids: List[Tuple[Optional[int], int, str]] = []

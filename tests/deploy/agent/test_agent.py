@@ -202,6 +202,39 @@ def test_ranks_that_wait_in_nccl_are_ended_as_soon_as_another_has_failed(agents:
         )
 
 
+DIES_AFTER_ITS_PEER = """
+import os, pathlib, time
+folder = pathlib.Path(os.environ["NODEKIT_TEST"])
+if os.environ["RANK"] == "0":
+    (folder / "pid.new").write_text(str(os.getpid()))
+    (folder / "pid.new").rename(folder / "pid")
+    while not (folder / "raised").exists():
+        time.sleep(0.01)
+    raise RuntimeError("Connection reset by peer")
+while not (folder / "pid").exists():
+    time.sleep(0.01)
+try:
+    raise ValueError("boom")
+except ValueError:
+    import traceback
+    traceback.print_exc()
+(folder / "raised").touch()
+peer = pathlib.Path("/proc", (folder / "pid").read_text(), "stat")
+while peer.exists() and ") Z " not in peer.read_text():
+    time.sleep(0.005)
+time.sleep(0.2)
+os._exit(1)
+"""
+
+
+def test_a_rank_that_ends_after_the_peer_that_it_has_brought_down_still_says_why(agents: Agents) -> None:
+    agents.start(DIES_AFTER_ITS_PEER)
+    agents.wait("n1", "failed")
+    (failure,) = agents.status("n1")["failures"]
+    assert (failure["rank"], failure["exitcode"]) == (1, 1)
+    assert failure["error"].endswith("ValueError: boom")
+
+
 SAVES_AND_FAILS = """
 import os, pathlib, sys, time
 folder = pathlib.Path(os.environ["NODEKIT_PROGRESS_FILE"]).parents[1] / "snapshots"

@@ -63,9 +63,18 @@ def test_a_gpu_says_how_it_is_and_why_its_clock_is_low(fake_nvml: FakeNvml) -> N
         92,
     )
     assert "uncorrectable" not in found
+    assert nvml.usable == [0, 1]
     fake_nvml.gpu(1, lost=1)
     with pytest.raises(Lost):
         nvml.sample(1)
+
+
+def test_a_gpu_that_is_not_ours_to_ask_is_not_taken_for_missing(fake_nvml: FakeNvml) -> None:
+    fake_nvml.gpu(1, forbidden=1)
+    nvml = Nvml.load()
+    assert nvml is not None
+    look = next(gpu_watch.looks(nvml, [0, 1], KernelLog("/nonexistent")))
+    assert ([each["index"] for each in look["gpus"]], look["missing"], look["lost"]) == ([0], [], [])
 
 
 def test_a_look_tells_of_our_gpus_alone(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

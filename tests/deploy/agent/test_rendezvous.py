@@ -159,8 +159,11 @@ def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any
     form_all(nodes)
     for teller, number in ((1, 0), (0, 1)):  # one of the others; the one that has the store
         assert not any(node.is_broken(number) for node in nodes)
-        nodes[teller].tell_broken(number)
+        nodes[teller].tell_broken(number, is_explained=False)
         until(lambda number=number: all(node.is_broken(number) for node in nodes))
+        assert not any(node.is_explained(number) for node in nodes)
+        nodes[1 - teller].tell_broken(number, is_explained=True)
+        until(lambda number=number: all(node.is_explained(number) for node in nodes))
     for bell in rung:
         bell.clear()
     hang_up(nodes.pop(), others=nodes[0])

@@ -176,6 +176,20 @@ def test_a_lost_node_is_named_and_one_out_of_sight_is_no_failure() -> None:
     assert (told.kind, told.text.split("\n")[0]) == ("failure", "lab-1 has lost gpu2 (step 4,120 of 9,000)")
 
 
+def test_a_broken_gpu_is_told_with_its_node() -> None:
+    story = Story("lab-1")
+    for each in STORY[:4]:
+        story.tell(each)
+    slight = {"gpu": 3, "what": "xid", "number": 63, "text": "Xid 63", "fatal": False}
+    assert story.tell(event("gpu-error", 111, "gpu2", **slight)) is None
+    told = story.tell(event("gpu-error", 112, "gpu2", **{**slight, "text": "it is lost", "fatal": True}))
+    assert told is not None
+    assert (told.kind, told.node) == ("failure", "gpu2")
+    assert told.text.startswith(
+        "lab-1 loses gpu2, of which GPU 3 is broken: it is lost (step 4,120 of 9,000)"
+    )
+
+
 def test_a_run_that_goes_on_begins_a_new_story() -> None:
     story = Story("lab-1")
     for each in STORY:
