@@ -40,6 +40,7 @@ from nodekit.inventory.fields import (
     Network,
     Nodes,
     Occasion,
+    OnNan,
     Port,
     PositiveCount,
     RunTime,
@@ -209,6 +210,8 @@ class Job(_Model):
     """Processes per node. Default: one per GPU, or 1 on a host without GPUs."""
     max_restarts: Count = 3
     """How often in a row a node's processes may crash, with no progress in between, before the job has failed. A lost node is not counted."""  # noqa: E501
+    on_nan: OnNan = "stop"
+    """What is done when a loss is not a number, or infinite: stop ends the job; rollback goes back to the newest snapshot, and kit's training module leaves that batch out. No snapshot holds it."""  # noqa: E501
     start: StartMethod = "forkserver"
     """How processes start: forkserver forks them from one that has torch imported already, which saves seconds at every restart; spawn starts each from nothing."""  # noqa: E501
 

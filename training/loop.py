@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimi
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
+from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
@@ -42,8 +43,20 @@ _ANEW = "To train anew, give another folder with --output, or a new run with kit
 class Loop:
     """Model, optimizer, data and snapshots of one rank; all ranks make the same steps."""
 
-    def __init__(self, options: Options, world: World, task: Task, folder: Path, stop: Stop) -> None:
-        """Create everything and load the newest snapshot; the process group exists already."""
+    def __init__(
+        self,
+        options: Options,
+        world: World,
+        task: Task,
+        folder: Path,
+        stop: Stop,
+        *,
+        without: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """Create everything and load the newest snapshot; the process group exists already.
+
+        ``without`` has the epochs and offsets of batches that are not to be trained with.
+        """
         self.options = options
         self.world = world
         self.task = task
@@ -80,8 +93,8 @@ class Loop:
             )
         elif options.resume_from:
             left_out = self._resume_checkpoint(options.resume_from, optimizer)
-        later_epochs = options.epochs - self.sampler.epoch - 1
-        self.total_steps = self.step + self.sampler.steps_left + later_epochs * self.sampler.steps_per_epoch
+        self.sampler.leave_out(without)
+        self.total_steps = self.step + self.sampler.steps_to(options.epochs)
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
@@ -90,6 +103,7 @@ class Loop:
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
         )  # fmt: skip
+        self._last_batch: tuple[int, int] | None = None  # of the last step whose loss is known
         self._sums = StepSums(world, may_be_late=not options.local_steps)
         self._is_prepared = False
         self._owes_snapshot = False
@@ -117,7 +131,7 @@ class Loop:
         options, world = self.options, self.world
         snapshots = Snapshots(
             world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
-            leave_shards=options.engine == "fsdp",
+            leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device
         )  # fmt: skip
         writes = writes_snapshots(snapshots, world)
         if self.is_sharded:
@@ -290,12 +304,14 @@ class Loop:
 
     def _start_sum(self, loss_sum: torch.Tensor) -> None:
         """Start the all-reduce of loss and flags; it overlaps the optimizer's step."""
-        offset = self.sampler.offset
+        epoch, offset = self.sampler.epoch, self.sampler.offset
+        num_samples = min(self.sampler.batch_size, self.sampler.num_samples - offset)
         self.sampler.advance()
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
-        num_samples = self.sampler.offset - offset
-        self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples)
+        self._newest = Step(
+            self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=(epoch, offset)
+        )
         self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
         if syncs or self._epoch_ends or self._evaluates:
@@ -350,6 +366,8 @@ class Loop:
         stops = is_due = False
         for steps, (stop, step_s, *saver_sums) in self._sums.read(but=but):
             for each, loss in steps:
+                check_loss(self.world, each.step, loss, each.loss_sum, (each.batch, self._last_batch))
+                self._last_batch = each.batch
                 self.report.step(
                     each.step,
                     epoch=self.sampler.epoch + 1,
@@ -365,6 +383,7 @@ class Loop:
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
+        check_weights(self.world, self.step, self.module, self._last_batch)
         self._same_buffers()
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
@@ -384,6 +403,7 @@ class Loop:
         """Save a snapshot of this step on every node; the learning rate follows from the step."""
         self._saved_step = self.step
         with self.saver.measured():
+            check_weights(self.world, self.step, self.module, self._last_batch)
             self._same_buffers()
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)

@@ -67,6 +67,8 @@ class World:
     """Where this rank writes its step; only kit reads it."""
     events_file: Path | None = None
     """Where it writes events for kit, one JSON object per line."""
+    on_nan: str = "stop"
+    """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
 
     @classmethod
     def from_env(
@@ -121,6 +123,7 @@ class World:
             output_dir=_path(env, "NODEKIT_OUTPUT_DIR"),
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
+            on_nan=env.get("NODEKIT_ON_NAN") or "stop",
         )
 
     @property

@@ -15,6 +15,7 @@ EndCause = Literal["", "ended-elsewhere", "too-few-nodes", "broken"]
 EventKind = Literal[
     # Of a node.
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",
+    "not-finite",
     "snapshot", "replicas-gathered", "replica-kept", "replica-failed", "replica-refused", "replica-damaged",
     "replica-lost", "worker-failed", "hang", "lingering", "membership", "no-quorum", "store-lost", "no-descriptors",
     "false-alarm", "logs-removed", "logs-cut", "logs-not-bounded", "attempt-ended", "agent-ended", "gpu-error",
