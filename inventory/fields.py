@@ -59,6 +59,7 @@ HangSeconds = Annotated[
     _wanted("auto, never, or seconds, a number above 0"),
 ]
 StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
+OnSlow = Annotated[Literal["tell", "drain"], _wanted("tell or drain")]
 Flag = Annotated[bool, Strict(), _wanted("true or false")]
 # A mistaken one is not shown: a password may be in it.
 IndexUrl = Annotated[

@@ -20,6 +20,7 @@ from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
+from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
 from nodekit.training.snapshots.manifest import Loaded
@@ -61,6 +62,7 @@ class Loop:
         self.stop = stop
         self.step = 0
         self.trained_s = 0.0
+        world.stage("making the model and reading the data")
         rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
         self.module = task.model().to(world.device)
         if options.sync_bn:
@@ -71,11 +73,13 @@ class Loop:
         self._make_loader()
         rng.seed_all(options.seed, rank=1 + world.rank)
         self.is_sharded = options.snapshot_format == "sharded"
+        world.stage("looking for the newest snapshot")
         snapshots, writes = self._open_snapshots(folder)
         found = newest_of_all(snapshots, world, writes=writes)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
+            world.stage("loading the snapshot")
             self._resume(found, optimizer)
         elif options.init_from:
             left_out = load_weights(
@@ -88,6 +92,7 @@ class Loop:
             left_out = self._resume_checkpoint(options.resume_from, optimizer)
         later_epochs = options.epochs - self.sampler.epoch - 1
         self.total_steps = self.step + self.sampler.steps_left + later_epochs * self.sampler.steps_per_epoch
+        world.stage("making the engine")
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
@@ -170,6 +175,7 @@ class Loop:
             track=options.track,
             settings=asdict(options),
         )
+        self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
         self.evaluation = Evaluation(
             self.task,
             self.task.test_data(),
@@ -184,6 +190,7 @@ class Loop:
         with self.report:
             self._say_what_begins()
             started_s, started_step = time.monotonic(), self.step
+            self.world.stage("the first step")
             if self._evaluates_first:
                 self._evaluate("at step")
             while self.sampler.epoch < self.options.epochs and not self._why_early:
@@ -270,11 +277,13 @@ class Loop:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             loss_sum.zero_()
-            for micro, batch in micro_batches:
+            for micro, batch in self.waits.loading(micro_batches):
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
-                    self.engine.backward(loss * micro.weight)
+                    loss_part = loss * micro.weight
+                    with self.waits.backward(loss_part):
+                        self.engine.backward(loss_part)
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
                     self._start_sum(loss_sum)
@@ -326,7 +335,9 @@ class Loop:
         self._unreported[-1].ended = time.time()
         if self._sums is None:
             return False
-        sums, self._sums = self._sums(), None
+        with self.waits.for_others():
+            sums, self._sums = self._sums(), None
+        self.waits.step()
         steps, self._unreported = self._unreported, []
         for each, loss in zip(steps, sums, strict=False):
             self.report.step(

@@ -19,7 +19,7 @@ TOP_KEYS = (
     "notify, port, python, slurm, snapshots, timings, user, workdir"
 )
 HOST_KEYS = "address, connection, env, gpu_model, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
-JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, secrets, start"
+JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, on_slow, secrets, start"
 SLURM_KEYS = (
     "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, max_requeues, mem_gb, nodes, partition, "
     "qos, setup, shared_dir, srun_args, time"
