@@ -4,7 +4,7 @@
 # tests that start hosts or jobs spend a good part of their time waiting.
 PYTEST = .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help up test quick check bench docs pictures releases
+.PHONY: help up test quick check bench docs pictures releases releases-venvs
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
@@ -12,6 +12,7 @@ help:
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
 	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about an hour)"
 	@echo "make check  ruff and mypy alone"
+	@echo "make releases-venvs  install torch releases one after the other, and run the agent's tests with each"
 	@echo "make releases  try the mends of torch's rendezvous against every line of torch releases"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make pictures  its pictures, from a real run on three lab hosts (root)"
@@ -60,3 +61,7 @@ pictures:
 releases:
 	@.ci/setup dev
 	@.venv/bin/python tests/releases.py
+
+releases-venvs:
+	@.ci/setup dev
+	@.venv/bin/python tests/releases.py --venvs $(RELEASES)

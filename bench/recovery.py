@@ -53,7 +53,8 @@ disk), of 2 to 3 nodes, under
   ft_launcher         of NVIDIA's resiliency extension, tuned, and told of every step by the script
 
 They take turns, round by round. Counted is to the first step that all ranks of a newly met world have made, if it goes
-on. What a contestant (other than kit) does not recover from is not tried again in later rounds.
+on. "In NCCL": the other ranks spin, ignore SIGTERM and see no connection end. What a contestant (other than kit) does
+not recover from is not tried again in later rounds.
 The tables are for the README and docs/recovery.md.
 """
 EPILOG = """\
@@ -176,6 +177,11 @@ def _kill_worker(session: Session) -> float:
     return session.kill_worker(VICTIM)
 
 
+def _kill_worker_in_nccl(session: Session) -> float:
+    session.have_others_wait_as_in_nccl(VICTIM)
+    return session.kill_worker(VICTIM)
+
+
 def _crash(session: Session, host: str) -> float:
     when = time.time()
     session.bench.lab.crash(host)
@@ -198,6 +204,7 @@ def _return(session: Session) -> float:
 
 FAULTS = {
     "worker": Fault("a worker killed", 3.0, _kill_worker),
+    "nccl": Fault("a worker killed, the others in NCCL", 1.0, _kill_worker_in_nccl),
     "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM)),
     "return": Fault("it is back", 8.0, _return, is_return=True),
     "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM)),

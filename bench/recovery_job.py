@@ -11,6 +11,7 @@ import contextlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import secrets  # noqa: E402
+import signal  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -53,6 +54,23 @@ def save(step: int) -> None:
         old.unlink(missing_ok=True)
 
 
+def train() -> None:
+    """One step."""
+    loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    optimizer.step()
+
+
+def wait_as_in_nccl(*_: object) -> None:
+    """From now on a lost peer is not noticed, and SIGTERM does nothing, as where a rank waits in NCCL's kernel."""
+    global is_nccl_like
+    is_nccl_like = True
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+is_nccl_like = False
+signal.signal(signal.SIGUSR1, wait_as_in_nccl)
 heartbeat = contextlib.nullcontext
 if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:  # ft_launcher, which is told of every step, as it wants to be
     import nvidia_resiliency_ext.fault_tolerance as ft
@@ -86,10 +104,12 @@ say(**where, pid=os.getpid(), step=step, **times)
 torch.manual_seed(1 + rank)  # every rank has data of its own
 while True:
     begin = time.time()
-    loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-    optimizer.step()
+    try:
+        train()
+    except RuntimeError:
+        while is_nccl_like:
+            time.sleep(0.01)
+        raise
     step += 1
     say(**where, step=step, time=time.time())
     heartbeat()

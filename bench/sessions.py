@@ -87,13 +87,24 @@ class Session:
 
     def kill_worker(self, host: str) -> float:
         """SIGKILL the last worker that began to train there; when."""
+        worker = self._worker(host)
+        when = time.time()
+        kill(worker)
+        return when
+
+    def have_others_wait_as_in_nccl(self, host: str) -> None:
+        """Have the workers of the other hosts wait, from the next fault on, as ranks in NCCL's kernels do."""
+        for other in self.bench.lab.hosts:
+            if other != host:
+                os.kill(self._worker(other).pid, signal.SIGUSR1)
+        time.sleep(0.1)  # python's handlers run between two steps
+
+    def _worker(self, host: str) -> ProcessRecord:
         own = max((line for line in self.read() if line["host"] == host and "pid" in line), key=_when)["pid"]
         for pid in self.bench.lab.processes(host):
             status = Path(f"/proc/{pid}/status").read_text()
             if re.search(rf"^NSpid:.*\s{own}$", status, re.MULTILINE):
-                when = time.time()
-                kill(ProcessRecord.of(pid))
-                return when
+                return ProcessRecord.of(pid)
         raise BenchError(f"no worker with pid {own} on {host}")
 
     def end(self) -> None:

@@ -153,3 +153,24 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     started = Agents(tmp_path / "a 'b\" $HOME;c")
     yield started
     started.close()
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A cgroup whose processes are in state D while it is frozen (`freeze`), and not even SIGKILL ends them."""
+    folder = Path(f"/sys/fs/cgroup/freezer/kit-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup v1 freezer: {error}")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    until(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def freeze(folder: Path, pid: int) -> None:
+    """Put a process into the cgroup, and into state D."""
+    (folder / "cgroup.procs").write_text(str(pid))
+    (folder / "freezer.state").write_text("FROZEN")
+    until(lambda: (folder / "freezer.state").read_text() == "FROZEN\n")

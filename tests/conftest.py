@@ -13,7 +13,7 @@ import warm_python
 # Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-pytest_plugins = ["agents", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
+pytest_plugins = ["agents", "fake_nvml", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 
 LONGEST_FIRST = (
     *(

@@ -1,8 +1,13 @@
-"""Whether the mends of torch's rendezvous hold for every line of torch releases that pyproject.toml allows.
+"""Whether kit works with every line of torch releases, old ones too; writes the tables of docs/releases.md.
 
-``make releases`` runs tests/deploy/agent/test_rendezvous.py against each and writes the table of docs/releases.md. It
-is no part of the suite, for which releases can be had is the package index's to say. A wheel is a gigabyte, but its
-rendezvous is twelve files of plain python that go by the interpreter's own torch: only these are read from the index.
+It is no part of the suite, for which releases can be had is the package index's to say.
+
+``make releases`` runs tests/deploy/agent/test_rendezvous.py against the rendezvous of each. A wheel is a gigabyte, but
+its rendezvous is twelve files of plain python that go by the interpreter's own torch: only these are read.
+
+``make releases-venvs``, or ``python tests/releases.py --venvs [RELEASE…]``, installs each into a venv of its own (3 to
+6 GB, removed afterwards; everything else comes from .venv), and runs the tests of the agent, the rendezvous and the
+recovery of a user's own script there.
 
 ``python tests/releases.py FOLDER ARG…`` runs pytest with what is in FOLDER in place of the installed
 ``torch.distributed.elastic.rendezvous``.
@@ -16,9 +21,12 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 import zipfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,8 +34,19 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-RELEASES = ("2.10.0", "2.11.0", "2.12.1", "2.14.0", "2.15.0")
-"""One of each line of releases that pyproject.toml allows, besides the installed one."""
+RELEASES = (
+    "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.14.0", "2.15.0",
+)  # fmt: skip
+"""One of each line of releases that kit runs a user's script with, besides the installed one."""
+IN_VENVS = ("2.4.1", "2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.14.0", "2.15.0")
+VENV_TESTS = (
+    "tests/deploy/agent/test_rendezvous.py",
+    "tests/deploy/agent/test_agent.py",
+    "tests/deploy/agent/test_workers.py",
+    "tests/deploy/drill/test_drill.py::test_a_script_with_ddp_goes_on_from_its_own_checkpoint",
+)
+VENVS = "--venvs"
+MENDS_TABLE, VENVS_TABLE = "the tests of the rendezvous", "agent, ranks, rendezvous and recovery"
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs/releases.md"
 PACKAGE = "torch.distributed.elastic.rendezvous"
@@ -111,23 +130,74 @@ def try_release(release: str) -> str:
     return re.sub(r" in [\d.]+s.*", "", done.stdout.strip().splitlines()[-1])
 
 
-def rows() -> dict[str, str]:
-    """The committed table: release → what the tests said."""
-    return dict(re.findall(r"^\| (\d[\w.]*) +\| (.*?) +\|$", TABLE.read_text(), re.MULTILINE))
+def try_in_venv(release: str) -> str:
+    """What `VENV_TESTS` say in a venv with a release, in a line; "not to be had: …" if it cannot be installed."""
+    with tempfile.TemporaryDirectory(prefix="torch-") as base:
+        venv.create(base, with_pip=False)
+        python = f"{base}/bin/python"
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-cache-dir"]
+        done = subprocess.run(
+            [*pip, f"torch=={release}", "numpy", "setuptools"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1800,
+        )
+        if done.returncode:
+            return f"not to be had: {done.stderr.strip().splitlines()[-1]}"
+        # All else is the project's own, kit included; what is in the venv comes first.
+        (own,) = Path(base).glob("lib/python*/site-packages")
+        everything_else = sysconfig.get_path("purelib")
+        (own / "nodekit.pth").write_text(f"import site; site.addsitedir({everything_else!r})\n")
+        argv = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={base}/pytest",
+            *VENV_TESTS,
+        ]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        print(done.stdout, done.stderr, file=sys.stderr)
+    return re.sub(r" in [\d.]+s.*", "", done.stdout.strip().splitlines()[-1])
 
 
-def main() -> int:
-    """Try all releases, two at a time, and write down what was found; 1 if one failed or could not be had."""
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(RELEASES, pool.map(try_release, RELEASES), strict=True))
-    found[torch.__version__.partition("+")[0]] = "the installed one: with every `make test`"
-    for release, said in sorted(found.items(), key=lambda each: line_of(each[0])):
-        print(f"{release:8}  {said}")
-    table = rows() | {release: said for release, said in found.items() if "not to be had" not in said}
-    lines = [f"| {each:8} | {table[each]:45} |\n" for each in sorted(table, key=line_of)]
-    text, start = TABLE.read_text(), "| -------- |"
-    before = text[: text.index("\n", text.index(start)) + 1]
-    TABLE.write_text(before + "".join(lines))
+def rows(table: str = MENDS_TABLE) -> dict[str, str]:
+    """A committed table, by the heading of its second column: release → what the tests said."""
+    _, _, text = TABLE.read_text().partition(f"| {table} ")
+    return dict(re.findall(r"^\| (\d[\w.]*) +\| (.*?) +\|$", text.partition("\n\n")[0], re.MULTILINE))
+
+
+def write(table: str, found: Mapping[str, str]) -> None:
+    """Write what was found into a table; rows of other releases stay."""
+    merged = rows(table) | {release: said for release, said in found.items() if "not to be had" not in said}
+    lines = [f"| {each:8} | {merged[each]:45} |" for each in sorted(merged, key=line_of)]
+    before, heading, rest = TABLE.read_text().partition(f"| {table} ")
+    head, _, after = rest.partition("\n\n")
+    first_lines = head.splitlines()[:2]  # the rest of the heading, and the rule below it
+    TABLE.write_text(
+        before + heading + "\n".join([*first_lines, *lines]) + ("\n\n" + after if after else "\n")
+    )
+
+
+def main(releases: Sequence[str], *, in_venvs: bool) -> int:
+    """Try the releases, and write down what was found; 1 if one failed or could not be had."""
+    if in_venvs:
+        found = {}
+        for release in releases or IN_VENVS:  # one at a time: each is gigabytes
+            found[release] = try_in_venv(release)
+            print(f"{release:8}  {found[release]}", flush=True)
+            write(VENVS_TABLE, found)
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            found = dict(zip(RELEASES, pool.map(try_release, RELEASES), strict=True))
+        found[torch.__version__.partition("+")[0]] = "the installed one: with every `make test`"
+        for release, said in sorted(found.items(), key=lambda each: line_of(each[0])):
+            print(f"{release:8}  {said}")
+        write(MENDS_TABLE, found)
     return int(any("failed" in said or "not to be had" in said for said in found.values()))
 
 
@@ -138,8 +208,8 @@ def line_of(release: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        sys.exit(main())
+    if len(sys.argv) == 1 or sys.argv[1] == VENVS:
+        sys.exit(main(sys.argv[2:], in_venvs=len(sys.argv) > 1))
     elif sys.argv[1] == READ:
         _read_wheel(sys.argv[2], Path(sys.argv[3]))
     else:

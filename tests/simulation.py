@@ -26,6 +26,7 @@ from nodekit.deploy.supervise.policy import begin, decide
 from nodekit.deploy.supervise.state import (
     Action,
     Drain,
+    Exclude,
     Fence,
     Finish,
     Join,
@@ -125,6 +126,7 @@ class Node:
         self.snapshot = (-1, 0)  # (generation, step)
         self.written_state = ""
         self.ran = ""  # the last agent
+        self.broken = ""
 
     def end(self) -> None:
         """No agent any more."""
@@ -148,7 +150,8 @@ class Node:
         store = self.store
         members = store.round.members if store and store.round and self.name in store.round.set else ()
         fields = (self.agent or self.ran, self.generation, self.state or self.written_state, self.blocked)
-        now = (*fields, members, self.fence, self.electorate, self.port, self.snapshot, bool(self.agent))
+        rest = (self.fence, self.electorate, self.port, self.snapshot, bool(self.agent), self.broken)
+        now = (*fields, members, *rest)
         if now != self.seen or self.problem != self.last_seen.problem:
             self.seen = now
             self.last_seen = Observation(
@@ -163,6 +166,7 @@ class Node:
                 port=self.port,
                 held=self.snapshot,
                 problem=self.problem,
+                broken=self.broken,
             )
         return self.last_seen
 
@@ -496,6 +500,7 @@ class Simulation:
             node.processes += 1
             node.agent = node.ran = f"{node.name}.{node.processes}"
             node.port = 1000 + self.random.randrange(9000)
+            node.broken = ""
             self.take_up(node, call)
             if node.name in self.flappers:
                 node.ends_at, node.ends_as = self.now + self.random.uniform(1, 8), ""
@@ -636,6 +641,9 @@ class Simulation:
             self.send(action.node, self.stop)
         elif isinstance(action, Drain):
             self.send(action.node, self.drain)
+        elif isinstance(action, Exclude):
+            self.rules = dataclasses.replace(self.rules, drained=self.rules.drained | {action.node})
+            self.at(self.now + self.breaking.expovariate(1 / 20), self.take_back, action.node)
         elif isinstance(action, Finish):
             self.finish = action
             self.supervisor = None
@@ -662,6 +670,10 @@ class Simulation:
             self.broken(f"{action}, which is drained")
         if isinstance(action, Drain) and action.node not in self.rules.drained:
             self.broken(f"{action}, which is not to be drained")
+        if isinstance(action, Exclude):
+            left = set(self.names) - self.rules.drained - {action.node}
+            if len(left) < self.rules.min_nodes or action.node in self.rules.drained:
+                self.broken(f"{action}, and {_few(left)} are left")
         group = self.group
         if group is None or self.now - group.progress_at > 2 * TICK_S or group.store.done:
             return
@@ -728,6 +740,10 @@ class Simulation:
         while when < self.faults_s:
             self.at(when, rng.choice(kinds))
             when += rng.expovariate(1 / every_s)
+        # By numbers of its own, so that a seed's other faults are what they were before there were these.
+        self.breaking = random.Random(self.seed + 1)
+        for _ in range(self.breaking.choice([0, 0, 1, 5])):
+            self.at(self.breaking.uniform(5, max(6.0, self.faults_s)), self.break_gpu)
 
     def strike(self) -> None:
         """Faults when they hurt most: while a generation or an electorate changes."""
@@ -832,6 +848,14 @@ class Simulation:
             self.rules = dataclasses.replace(self.rules, drained=self.rules.drained | {name})
             self.at(self.now + for_s, self.take_back, name)
 
+    def break_gpu(self) -> None:
+        """A node's agent leaves, because a GPU of it is broken."""
+        node = self.nodes[self.breaking.choice(self.names)]
+        if node.agent and self.now < self.faults_s:
+            node.broken = f"GPU 3: Xid 79 at {self.now:.0f}"
+            self.log(f"{node.name}: {node.broken}")
+            self.end_agent(node, "ended")
+
     def take_back(self, name: str) -> None:
         self.rules = dataclasses.replace(self.rules, drained=self.rules.drained - {name})
 
@@ -920,6 +944,8 @@ class Simulation:
         self.no_starts.clear()
         self.flappers.clear()
         self.rules = dataclasses.replace(self.rules, drained=frozenset())
+        for node in self.nodes.values():
+            node.broken = ""
         self.loss = self.repeat = self.slow = 0.0
         self.death_rate = 0.0
         if self.supervisor is None:

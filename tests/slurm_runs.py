@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 from kit_runs import RUN_ID, slow_training
@@ -64,6 +65,8 @@ class Site:
     def __init__(self, folder: Path, lab: Lab) -> None:
         self.folder, self.lab = folder, lab
         self.shared = lab.slurm.shared / 'kit\'s "folder" $HOME;'
+        self.python = warm_agents.program(lab)
+        """Slurm does not see that agents, their ranks below them, are its job's; `sys.executable` where it is to."""
         self.started: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True)
         (folder / "slow.py").write_text(TASK)
@@ -82,7 +85,8 @@ class Site:
             job["max_restarts"] = max_restarts
         known = yaml.safe_load(self.lab.inventory.read_text())
         values = {
-            **{key: known[key] for key in ("network", "identity_file", "known_hosts", "python")},
+            **{key: known[key] for key in ("network", "identity_file", "known_hosts")},
+            "python": self.python,
             "name": name,
             "slurm": {"time": 20, "shared_dir": str(self.shared), **slurm},
             "job": job,

@@ -41,7 +41,9 @@ files = [*numbers, *(os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in {
 connection = socket.socket(socket.AF_UNIX)
 connection.connect("\\0{address}")
 limits = [(each, resource.getrlimit(each)) for each in range(16)]
+ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
 asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers, "limits": limits}}
+asked["ignored"] = ignored
 said = json.dumps(asked).encode() + b"\\n"
 socket.send_fds(connection, [said[:1]], files)
 connection.sendall(said[1:])
@@ -160,6 +162,7 @@ class _Maker(warm_python._Maker):
                 _end_as(pid)
             _die_with_parent()
             os.setsid()
+            self._ignore(asked["ignored"])
             for number, limit in asked["limits"]:
                 resource.setrlimit(number, tuple(limit))
             self._hand_over(dict(zip(asked["numbers"], files, strict=False)))

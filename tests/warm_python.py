@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nodekit.deploy.agent.ranks import forkserver, worker
+from nodekit.deploy.agent.ranks import children, forkserver, worker
 
 PRELOAD = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
@@ -40,7 +40,7 @@ FORWARDED = tuple(
 )
 # How a client goes on once it has asked: signals are passed on, and it ends as its child does.
 IN_ITS_PLACE = f"""\
-for number in {FORWARDED}:
+for number in set({FORWARDED}) - set(ignored):
     signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
 status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
 if status < 0:
@@ -54,7 +54,9 @@ CLIENT = """\
 import json, os, signal, socket, sys
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
-asked = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode() + b"\\n"
+ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
+asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "ignored": ignored}}
+asked = json.dumps(asked).encode() + b"\\n"
 socket.send_fds(connection, [asked[:1]], [0, 1, 2])
 connection.sendall(asked[1:])
 """
@@ -120,6 +122,10 @@ class _Maker(forkserver._Server):
         for name in preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+        # Upstream's, for an event that goes nowhere, reads the sources of the whole stack: half of what torchrun costs.
+        dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
         gc.collect()
         gc.freeze()
@@ -163,6 +169,7 @@ class _Maker(forkserver._Server):
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             argv, env = ["python", *asked["argv"]], asked["env"]
             target = forkserver._Target.parse(argv)
+            self._ignore(asked["ignored"])
             # Every test has a HOME of its own, and nothing that is imported has read it.
             as_ours = {**env, "HOME": self._env["HOME"]}
             if forkserver._refusal(target, as_ours, asked["cwd"], self._env):
@@ -170,6 +177,12 @@ class _Maker(forkserver._Server):
             self._become({**asked, "argv": argv}, target)
         finally:
             os._exit(1)
+
+    @staticmethod
+    def _ignore(numbers: Iterable[int]) -> None:
+        """Ignore what the client was started to ignore, as what is started by Slurm does with its warning."""
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
     def _heard(self, connection: socket.socket, pid: int) -> None:
         """A signal, or the client's own end."""
@@ -181,7 +194,7 @@ class _Maker(forkserver._Server):
         with contextlib.suppress(ProcessLookupError):
             if not said:
                 self._selector.unregister(connection)
-                forkserver.signal_groups({0: pid}, signal.SIGKILL)
+                children.signal_groups({0: pid}, signal.SIGKILL)
             for line in said.splitlines():
                 os.kill(pid, int(line))
 

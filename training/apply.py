@@ -264,7 +264,7 @@ def _as_text(result: dict[str, Any]) -> str:
             f"{each['label']}\t{each['precision']:.4f}\t{each['recall']:.4f}\t{each['f1']:.4f}\t{each['support']}"
         )
     lines.append(f"accuracy\t{result['accuracy']:.4f}")
-    lines.append("\t".join(["right \\ said", *(each["label"] for each in result["classes"])]))
+    lines.append("\t".join(["true \\ predicted", *(each["label"] for each in result["classes"])]))
     for each, row in zip(result["classes"], result["confusion"], strict=True):
         lines.append("\t".join([each["label"], *map(str, row)]))
     return "\n".join(lines)

@@ -111,14 +111,16 @@ def read_object(path: Path, option: str) -> dict[str, Any]:
     return found
 
 
-def make_optimizer(path: Path, module: "torch.nn.Module", lr: float) -> "torch.optim.Optimizer | None":
+def make_optimizer(
+    path: Path, module: "torch.nn.Module", lr: float, *, fused: bool = False
+) -> "torch.optim.Optimizer | None":
     """The optimizer that the file names, as torch has it; None if it names none."""
     if not (arguments := read_settings(path).optimizer):
         return None
     import torch
 
     kind = torch.optim.AdamW if arguments.pop("is_decoupled") else torch.optim.Adam
-    made: torch.optim.Optimizer = kind(module.parameters(), lr=lr, **arguments)
+    made: torch.optim.Optimizer = kind(module.parameters(), lr=lr, fused=fused or None, **arguments)
     return made
 
 

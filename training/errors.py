@@ -1,5 +1,34 @@
-"""What a user can mend, in one line."""
+"""What is said to users: an error that they can mend, in one line, and warnings."""
+
+import logging
+import re
+
+SAFE_TORCH = (2, 10)
+"""The oldest torch whose ``weights_only`` keeps a file from running code (CVE-2025-32434, CVE-2026-24747)."""
 
 
 class TrainingError(ValueError):
     """The message is for users: a rank reports it in one line, without a traceback."""
+
+
+def is_safe(torch: str) -> bool:
+    """Whether snapshots and weights may be loaded with this version of torch."""
+    return tuple(int(part) for part in re.findall(r"\d+", torch.partition("+")[0])[:2]) >= SAFE_TORCH
+
+
+def refuse_unsafe(torch: str) -> None:
+    """Raise TrainingError where `is_safe` is false."""
+    if not is_safe(torch):
+        raise TrainingError(
+            f"torch {torch} can be made to run code by a file that it loads (CVE-2025-32434, CVE-2026-24747), so "
+            "nodekit loads no snapshot or weights with it: found that, wanted "
+            f"{'.'.join(map(str, SAFE_TORCH))} or newer. A script of your own runs with it, and keeps checkpoints "
+            "of its own below $NODEKIT_SNAPSHOT_DIR (docs/releases.md)"
+        )
+
+
+def log_to_stderr() -> None:
+    """Show what the training module logs; other libraries show their own as they do without it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("nodekit: %(message)s"))
+    logging.getLogger("nodekit").addHandler(handler)

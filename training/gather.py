@@ -1,10 +1,10 @@
 """``python -m nodekit.training.gather FOLDER OUT.pt``: write the weights of the newest snapshot to a plain file."""
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
+from nodekit.training.errors import log_to_stderr
 from nodekit.training.snapshots import shards
 from nodekit.training.snapshots.commit import place, written_beside
 from nodekit.training.snapshots.manifest import save_payload
@@ -26,7 +26,7 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT.pt", help="not there yet")
     given = parser.parse_args()
-    logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
+    log_to_stderr()
     try:
         if given.out.exists():
             raise FileExistsError(f"{given.out} is there already: remove it, or name another file")

@@ -4,28 +4,31 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nodekit.training import rng
+from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engines import ShardedEngine, State
-from nodekit.training.engines.load import load_engine, own_optimizer
+from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
+from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
+from nodekit.training.snapshots.hostcopy import gather_for_others
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.snapshots.snapshot import Snapshots
+from nodekit.training.step_sums import Step, StepSums
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights.best import Best
@@ -33,20 +36,6 @@ from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step that is not reported yet."""
-
-    step: int
-    loss_sum: torch.Tensor
-    """This rank's part of the mean loss, a scalar."""
-    lr: float
-    num_samples: int
-    ended: float = 0.0
-    """Seconds since 1970; 0 while the optimizer steps."""
-
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -64,10 +53,15 @@ class Loop:
         self.trained_s = 0.0
         world.stage("making the model and reading the data")
         rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
-        self.module = task.model().to(world.device)
+        # Some engines share the weights out before they go to the device, which may have no room for the whole.
+        self.begins_on_cpu = begins_on_cpu(options)
+        self.module = task.model().to("cpu" if self.begins_on_cpu else world.device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        optimizer = own_optimizer(options, self.module) or optimizer_of(task, self.module, options.peak_lr)
+        fused = is_fused(options, world.device)
+        optimizer = own_optimizer(options, self.module, fused=fused) or optimizer_of(
+            task, self.module, options.peak_lr, fused=fused
+        )
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self._make_loader()
@@ -75,7 +69,7 @@ class Loop:
         self.is_sharded = options.snapshot_format == "sharded"
         world.stage("looking for the newest snapshot")
         snapshots, writes = self._open_snapshots(folder)
-        found = newest_of_all(snapshots, world, writes=writes)
+        found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
@@ -101,8 +95,8 @@ class Loop:
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
         )  # fmt: skip
-        self._unreported: list[_Step] = []
-        self._sums: Callable[[], list[float]] | None = None
+        self._sums = StepSums(world, may_be_late=not options.local_steps)
+        self._is_prepared = False
         self._owes_snapshot = False
         self._saved_step: int | None = None
 
@@ -310,7 +304,8 @@ class Loop:
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
         num_samples = self.sampler.offset - offset
-        self._unreported.append(_Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples))
+        self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples)
+        self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
         if syncs or self._epoch_ends or self._evaluates:
             flags = [
@@ -318,9 +313,7 @@ class Loop:
                 self.local_sgd.step_s if self.local_sgd else 0.0,
                 *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
             ]
-            own = torch.tensor(flags, dtype=torch.float64).to(self.world.device)
-            losses = torch.stack([each.loss_sum for each in self._unreported])
-            self._sums = self.world.start_sum(torch.cat([losses, own]))
+            self._sums.start(flags)
 
     @property
     def _epoch_ends(self) -> bool:
@@ -332,29 +325,22 @@ class Loop:
 
     def _end_step(self) -> bool:
         """Between two steps, agree with all ranks on loss, snapshot and stopping; True to stop."""
-        self._unreported[-1].ended = time.time()
-        if self._sums is None:
+        self._newest.ended = time.time()
+        if not self._sums:
             return False
+        if not self._is_prepared:
+            self._prepare_snapshots()
+        acts_now = self._epoch_ends or self._evaluates or self.saver.is_certain(self.step)
         with self.waits.for_others():
-            sums, self._sums = self._sums(), None
+            stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
+            if stop or is_due:  # what is in a snapshot must be reported, too
+                stop = self._read_sums()[0] or stop
         self.waits.step()
-        steps, self._unreported = self._unreported, []
-        for each, loss in zip(steps, sums, strict=False):
-            self.report.step(
-                each.step,
-                epoch=self.sampler.epoch + 1,
-                loss=loss,
-                lr=each.lr,
-                num_samples=each.num_samples,
-                ended=each.ended,
-            )
-        stop, step_s, *saver_sums = sums[len(steps) :]
-        is_due = self.saver.agree(saver_sums) or self._owes_snapshot
+        is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights
         if self.local_sgd:
-            self.local_sgd.synced(self.step, step_s / self.world.world_size)
             averages = self.local_sgd.averages_after(self.step)
-            is_common = averages or self._epoch_ends or self._evaluates or bool(stop)
+            is_common = averages or self._epoch_ends or self._evaluates or stop
             if is_common:
                 self.local_sgd.average()
         if self._evaluates and not self._epoch_ends and not stop:
@@ -368,7 +354,25 @@ class Loop:
             self.saver.wait()
             self.best.wait()
             self.epoch_weights.wait()
-        return bool(stop) or ends_early
+        return stop or ends_early
+
+    def _read_sums(self, *, but: int = 0) -> tuple[bool, bool]:
+        """Report the steps of all sums but the newest ``but``: whether to stop, and whether to take a snapshot."""
+        stops = is_due = False
+        for steps, (stop, step_s, *saver_sums) in self._sums.read(but=but):
+            for each, loss in steps:
+                self.report.step(
+                    each.step,
+                    epoch=self.sampler.epoch + 1,
+                    loss=loss,
+                    lr=each.lr,
+                    num_samples=each.num_samples,
+                    ended=each.ended,
+                )
+            if self.local_sgd:
+                self.local_sgd.synced(self.step, step_s / self.world.world_size)
+            stops, is_due = stops or bool(stop), self.saver.agree(saver_sums) or is_due
+        return stops, is_due
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
@@ -395,22 +399,29 @@ class Loop:
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
             generators = self.world.gather(rng.capture(self.world.device))
-            trained = self._state()
             if self.saver.writes:
-                state = {
-                    **trained,
-                    "sampler": self.sampler.state_dict(),
-                    "step": self.step,
-                    "rng": generators,
-                    "trained_s": self.saver.trained_s,
-                    "best": self.best.state(),
-                    "outer": self.local_sgd.state() if self.local_sgd else {},
-                }
-                self.saver.save(state, step=self.step)
+                self.saver.save(self._state(generators), step=self.step)
+            else:
+                gather_for_others(self.engine.state())
 
-    def _state(self) -> State:
-        """The engine's state; with --snapshot-format sharded, this rank's part of it."""
-        return cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()
+    def _prepare_snapshots(self) -> None:
+        """Make the memory for snapshots beside the next steps: now the optimizer has its state."""
+        self._is_prepared = True
+        if self.saver.writes:
+            generators = [rng.capture(self.world.device) for _ in range(self.world.world_size)]
+            self.saver.snapshots.prepare(self._state(generators))
+
+    def _state(self, generators: list[dict[str, Any]]) -> State:
+        """What a snapshot has; with --snapshot-format sharded, this rank's part of the tensors."""
+        return {
+            **(cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()),
+            "sampler": self.sampler.state_dict(),
+            "step": self.step,
+            "rng": generators,
+            "trained_s": self.saver.trained_s,
+            "best": self.best.state(),
+            "outer": self.local_sgd.state() if self.local_sgd else {},
+        }
 
     def _resume(self, found: Loaded, optimizer: torch.optim.Optimizer) -> None:
         """Continue from a snapshot: everything but the scaler, which the engine loads."""
@@ -418,7 +429,7 @@ class Loop:
         try:
             if not found.shards:  # else the engine reads them, each rank its own part
                 self.module.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
+                load_state(optimizer, state["optimizer"], is_kept=self.begins_on_cpu)
             self.sampler.load_state_dict(state["sampler"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise TrainingError(
@@ -454,8 +465,7 @@ class Loop:
 
     def _same_buffers(self) -> None:
         """Give all ranks rank 0's buffers (batch norm's means): DDP does so before a step, not after."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, src=0)
+        broadcast_from_first(self.module.buffers(), self.world.device)
 
     def _loading(self) -> dict[str, Any]:
         return {

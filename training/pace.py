@@ -83,9 +83,11 @@ def _step(
 
     from nodekit.training.engines.load import load_engine
     from nodekit.training.evaluate import to_device
+    from nodekit.training.optimizers import is_fused
     from nodekit.training.tasks import optimizer_of
 
-    engine = load_engine(options, world, module, optimizer_of(task, module, options.peak_lr), None)
+    optimizer = optimizer_of(task, module, options.peak_lr, fused=is_fused(options, world.device))
+    engine = load_engine(options, world, module, optimizer, None)
     if options.compile:
         module.compile()
     module.train()

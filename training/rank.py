@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.training.errors import TrainingError
+from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options import ONE_FOLDER, Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
@@ -64,18 +64,19 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
         ValueError: that is not possible here; raised before any rank waits for another.
         FileNotFoundError: likewise.
     """
-    from torch.cuda import device_count
+    import torch
 
     from nodekit.training import rng
     from nodekit.training.engines.load import check_engine
     from nodekit.training.tasks import task_of
     from nodekit.training.world import World
 
+    refuse_unsafe(torch.__version__)
     world = World.from_env(
         environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
     )
     if options.gpus:
-        _check_gpus(options.gpus, device_count(), world.local_world_size, options.engine)
+        _check_gpus(options.gpus, torch.cuda.device_count(), world.local_world_size, options.engine)
     if options.sync_bn and world.device.type == "cpu":
         raise ValueError("--sync-bn needs CUDA: torch has no SyncBatchNorm for the CPU")
     check_engine(options, world.device.type)
@@ -120,7 +121,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.reporting import node_lines
 
-    logging.basicConfig(format="nodekit: %(message)s", level=logging.WARNING)
+    log_to_stderr()
     try:
         world, task = check(options)
     except (ValueError, FileNotFoundError) as error:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nodekit.training import recorder
+from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
 
 STAGE = "starting: "
@@ -211,14 +212,7 @@ class World:
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank."""
-        work = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
-
-        def sums() -> list[float]:
-            if work is not None:
-                work.wait()
-            return [float(value) for value in values.tolist()]
-
-        return sums
+        return start_sum(values, self.world_size)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value`` (small, any picklable type), in the order of ranks, on every rank."""

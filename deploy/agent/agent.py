@@ -33,7 +33,7 @@ from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
-from nodekit.deploy.agent.ranks.failures import is_secondary
+from nodekit.deploy.agent.ranks.failures import is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
@@ -41,14 +41,16 @@ from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.straggler_watch import StragglerWatch
 from nodekit.deploy.agent.telemetry.event_log import EventLog
+from nodekit.deploy.agent.telemetry.gpu_health import CURE, FORGIVE, Fault
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
-from nodekit.deploy.host.schema import EndCause, Finished
+from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
 from nodekit.inventory.errors import KitError
 
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
+TOLD_S = 0.1  # the same, where another node has told why they have lost one
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
@@ -60,6 +62,10 @@ _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after 
 
 class Unfit(KitError):
     """This node cannot take part now; others may go on without it, and it is tried again."""
+
+
+class Broken(Unfit):
+    """Something of this node is broken: no node is to count on it until it is mended."""
 
 
 def _unfit(text: str, error: OSError) -> Exception:
@@ -105,7 +111,7 @@ class Agent:
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
-        self._is_meeting = self._is_orphan = self._has_told_of_descriptors = False
+        self._is_meeting = self._is_orphan = self._is_done = self._has_told_of_descriptors = False
         self._say_where()
 
     def run(self) -> int:
@@ -144,7 +150,8 @@ class Agent:
         self._record.update(state=state, generation=spec.generation, workers=[], blocked="")
         if spec.joins:
             self._attempts.workers.warm_up()  # nobody else is to wait for our imports
-        self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event)
+        wake = self._attempts.workers.wake
+        self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event, wake)
         self._is_orphan = False
         while True:
             try:
@@ -159,7 +166,8 @@ class Agent:
 
     def _round(self, rendezvous: Rendezvous) -> int | None:
         """Meet the others and run the workers once; the exit status, None for another round."""
-        spec = self._spec
+        spec, self._is_done = self._spec, False
+        self._leave_if_broken()
         self._record.update(state="rendezvous", workers=[], members=[])
         self._is_meeting = True
         try:
@@ -184,6 +192,7 @@ class Agent:
         self._share_snapshots(formed)
         self._start(formed)
         why = self._watch(rendezvous, formed)
+        self._is_done = why == "done"
         if why == "done":
             why = self._wait_for_the_others(rendezvous, formed)
         if why == "done":
@@ -269,6 +278,8 @@ class Agent:
     def _pause(self) -> None:
         """Called wherever the agent waits: what ends the wait is raised here."""
         self._check_stop()
+        if not self._is_done:
+            self._leave_if_broken(self._record.gpus.fatal)
         self._orders.check(self._spec)
         if self._rendezvous is not None and self._is_meeting:
             self._record.update(blocked=self._spec.who_is_missing(self._rendezvous.present))
@@ -278,6 +289,16 @@ class Agent:
         self._check_stop()
         if self._orders.may_have_changed():
             self._pause()
+
+    def _leave_if_broken(self, fault: Fault | None = None) -> None:
+        """Raise Broken, without ranks, for a GPU that they cannot go on with or a rank that cannot be ended."""
+        if fault is not None:
+            self._attempts.end(0, str(fault))
+        found = [str(fault)] if fault is not None else []
+        if stuck := self._attempts.workers.stuck:
+            found.append("SIGKILL does not end " + ", ".join(map(str, stuck)))
+        if found:
+            raise Broken("; ".join(found), cure=f"reboot the host; {FORGIVE}" if stuck else CURE)
 
     # --- electorate ---
 
@@ -354,16 +375,20 @@ class Agent:
         members_at = 0.0
         while True:
             if attempts.workers.wait(_LOOK_S):
-                exits = attempts.poll()
+                exits, members_at = attempts.poll(), 0.0
                 self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
             attempts.look()
             self._pause_briefly()
             if any(exits.values()):
+                rendezvous.tell_broken(formed.round)
                 return self._after_failure()
             if len(exits) == len(attempts.ranks):
                 self._record.update(workers=[])
                 attempts.tell_end("done")
                 return "done"
+            if rendezvous.is_broken(formed.round):
+                self._end_attempt(self._dying_s(TOLD_S), "a rank of another node failed")
+                return self._again_or_give_up()
             if time.monotonic() < members_at:
                 continue
             members_at = time.monotonic() + _MEMBERS_S
@@ -373,6 +398,7 @@ class Agent:
                 hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
                 self._straggler_watch.look()
             if hangs:
+                self._leave_if_broken(self._record.gpus.recent())
                 self._end_attempt(0, "a hang")
                 return self._again_or_give_up()
 
@@ -397,18 +423,20 @@ class Agent:
         gone = sorted(set(formed.names) - rendezvous.here) if lost else []
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
-            self._end_attempt(DYING_S, "a node is lost")
+            self._end_attempt(self._dying_s(DYING_S), "a node is lost")
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in")
         return self._again_or_give_up()
 
     def _after_failure(self) -> Why:
         """Some worker has ended badly: take down what it said, and judge whose fault it was."""
-        failures = self._attempts.failures(DYING_S)
+        failures = self._attempts.failures(TOLD_S if self._spec.gpus else DYING_S)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
         if own:
+            said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
+            self._leave_if_broken(self._record.gpus.blamed_for(said))
             reason = self._budget.crashed(min(own, key=lambda each: each["when"]))
             if reason is not None:
                 self._failed_as = reason
@@ -420,6 +448,10 @@ class Agent:
             return "again"
         self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
         return "failed"
+
+    def _dying_s(self, seconds: float) -> float:
+        """How long ranks that have lost a peer may take to say so: those that wait in NCCL do not find out."""
+        return 0.0 if self._spec.gpus else seconds
 
     def _end_attempt(self, grace_s: float, why: str) -> None:
         self._attempts.end(grace_s, why)

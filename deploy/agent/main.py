@@ -15,11 +15,12 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from nodekit.deploy.agent.agent import Agent, Unfit
+from nodekit.deploy.agent.agent import Agent, Broken, Unfit
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.host.errors import cure_of
+from nodekit.deploy.host.schema import EndCause
 
 PRELOAD = (
     "torch._dynamo",
@@ -98,7 +99,8 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
 def _end_unfit(record: EventLog, spec: AgentSpec, error: Unfit) -> int:
     record.update(notice=f"{spec.name}: {error}")
     print(error, file=sys.stderr)
-    record.end("ended", message=error.problem.found, cure=error.problem.cure)
+    cause: EndCause = "broken" if isinstance(error, Broken) else ""
+    record.end("ended", message=error.problem.found, cause=cause, cure=error.problem.cure)
     return EXIT_UNFIT
 
 

@@ -5,25 +5,33 @@ the run has recorded of it (pid, start time and boot), and by nothing else: what
 alone, and so is a run that is running.
 
 What has said something in the last two minutes may still train: that is ended only if you say so.
+
+A host that a run has drained because something of it is broken, such as a GPU, is left out of the runs to
+come. --forgive lets them use it again, when it is mended; nothing is ended then.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nodekit.deploy.commands import arguments
 
 if TYPE_CHECKING:
+    from nodekit.deploy.connect.link import Link
     from nodekit.deploy.preflight.leftovers import Left
+    from nodekit.inventory.schema import Inventory
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     arguments.add_inventory(command)
     command.add_argument("--yes", action="store_true", help="end also what may still train")
     command.add_argument("--dry-run", action="store_true", help="say what would be ended, and end nothing")
+    command.add_argument(
+        "--forgive", action="store_true", help="let kit up use hosts again that were drained as broken"
+    )
     arguments.add_ssh(command)
 
 
@@ -35,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     inventory = load_inventory(arguments.inventory(args))
     with cluster.links(inventory.hosts, arguments.ssh_options(args), some=True) as links:
+        if args.forgive:
+            return _forgive(links, inventory, dry_run=args.dry_run)
         found = leftovers.find(links, inventory)
         failed = [str(each) for each in found.values() if isinstance(each, Exception)]
         here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
@@ -57,6 +67,32 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{len(chosen)} ended" if here else "nothing is left")
     return 1 if failed or refused or len(links) < len(inventory.hosts) else 0
+
+
+def _forgive(links: Mapping[str, Link], inventory: Inventory, *, dry_run: bool) -> int:
+    """Have the hosts forget what was broken; 1 where one could not be asked."""
+    from nodekit.deploy.connect.link import CALL_TIMEOUT_S, on_all
+
+    workdirs = {host.name: host.workdir for host in inventory.hosts}
+    what = "recall" if dry_run else "forgive"
+
+    def ask(link: Link) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = link.call(
+            f"broken.{what}", timeout_s=CALL_TIMEOUT_S, workdir=workdirs[link.host]
+        )
+        return found
+
+    results = on_all(links, ask)
+    failed = [result for result in results.values() if isinstance(result, Exception)]
+    known = {host: found for host, found in results.items() if not isinstance(found, Exception)}
+    for host, found in known.items():
+        for each in found.values():
+            print(f"{host}: {'would be ' * dry_run}forgiven: {each['why']} (drained by {each['run']})")
+    if not any(known.values()):
+        print("nothing is to be forgiven")
+    for error in failed:
+        print(f"kit: {error}", file=sys.stderr)
+    return 1 if failed or len(links) < len(inventory.hosts) else 0
 
 
 def _is_confirmed(refused: Sequence[Left]) -> bool:

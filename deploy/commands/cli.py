@@ -18,7 +18,7 @@ GROUPS = {
     "run a job": ("up", "down", "drain", "export"),
     "look at a run": ("status", "watch", "logs", "board", "runs"),
     "afterwards": ("why", "report", "test", "predict", "rm"),
-    "try out": ("lab", "drill", "bench", "compare"),
+    "try out": ("lab", "drill", "selftest", "bench", "compare"),
 }
 """The commands by what somebody wants, as `kit --help` lists them. Each is a file beside this one."""
 HIDDEN = ("supervise",)

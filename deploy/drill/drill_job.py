@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -80,20 +79,3 @@ class Job:
         with contextlib.suppress(OSError):
             return self.output.read_text(encoding="utf-8", errors="replace")
         return ""
-
-
-def copied(path: Path, *, name: str) -> str:
-    """Return an inventory's text under another name, for another folder, and without `notify:`."""
-    from nodekit.inventory.source import parse
-
-    data = parse(path.read_text(encoding="utf-8")).data
-    assert isinstance(data, dict), "it was loaded before"
-    data["name"] = name
-    data.pop("notify", None)  # an intended fault should notify nobody
-    hosts = data.get("hosts")
-    blocks = list(hosts.values()) if isinstance(hosts, dict) else []
-    for block in [data, *(each for each in blocks if isinstance(each, dict))]:
-        for key in ("identity_file", "known_hosts"):
-            if block.get(key) and not str(block[key]).startswith("~"):
-                block[key] = str(path.resolve().parent / block[key])
-    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings

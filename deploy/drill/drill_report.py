@@ -74,6 +74,8 @@ class Result:
     problem: str = ""
     """Why it was not survived, or not tried."""
     run: str = ""
+    struck_at: float | None = None
+    """When, by this machine's clock; None: it was not tried."""
     detected_s: float | None = None
     detected_by: str = ""
     resumed_s: float | None = None
@@ -236,6 +238,7 @@ def judge(
         outcome="not survived" if problem else "survived",
         problem=problem,
         run=run,
+        struck_at=at,
         detected_s=sign[0] - at if sign else None,
         detected_by=sign[1] if sign else "",
         resumed_s=again.time - at if again else None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.drill import drill_report
-from nodekit.deploy.drill.drill_job import Job, copied
+from nodekit.deploy.drill.drill_job import Job
 from nodekit.deploy.drill.drill_report import Outcome, Result, Trace
 from nodekit.deploy.drill.drill_site import Site
 from nodekit.deploy.drill.drill_watch import Watch
@@ -19,6 +19,7 @@ from nodekit.deploy.drill.faults import Fault, Struck, make_whole
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import NodeClient
+from nodekit.inventory.copied import copied
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 

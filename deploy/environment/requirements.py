@@ -16,7 +16,8 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Environment
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = (2, 4)
+"""For a script of the user's own; kit's training module needs `training.errors.SAFE_TORCH`."""
 _OPTION = re.compile(r"(--?[a-z][a-z-]*?)(?:[ =]\s*|(?<=^-[a-z])(?=\S))(.*)|(--?[a-z][a-z-]*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _INDEX_OPTIONS = {

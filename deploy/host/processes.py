@@ -70,6 +70,32 @@ def below(pid: int) -> Set[int]:
     return {each for each in found if not processes[each].has_ended}
 
 
+def activity(pid: int) -> str:
+    """Return what changes about a process as long as anything moves in it: its time on a processor, its memory."""
+    try:
+        fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return b" ".join(fields[number] for number in (0, 7, 9, 11, 12, 20, 21)).decode("ascii", "replace")
+
+
+def where_it_waits(pid: int) -> Tuple[str, str]:
+    """Return a process's state, as D, and the kernel's function that it waits in; "" where that is not told."""
+    for task in sorted(files.names("/proc/%d/task" % pid), key=lambda task: task != str(pid)):
+        about = "/proc/%d/task/%s/" % (pid, task)
+        state = files.read_text(about + "stat").rpartition(")")[2].split()[:1]
+        if state and state[0] not in "ZX":  # its first thread may have ended before one of the others
+            place = files.read_text(about + "wchan").strip("\0\n ")
+            return state[0], "" if place == "0" else place
+    return "Z", ""
+
+
+def unkillable(pid: int) -> str:
+    """Return that SIGKILL does not end a process, in words, with where it waits."""
+    state, place = where_it_waits(pid)
+    return "SIGKILL does not end pid %d (state %s%s)" % (pid, state, " in " + place if place else "")
+
+
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, or to the group ``-pid``; one that is gone, or another user's, is left alone."""
     try:

@@ -10,7 +10,7 @@ VERSION = 1
 Finished = Literal["succeeded", "failed", "stopped"]
 FINISHED: Tuple[Finished, ...] = ("succeeded", "failed", "stopped")
 """The states of a run, or of a node, that has come to its end."""
-EndCause = Literal["", "ended-elsewhere", "too-few-nodes"]
+EndCause = Literal["", "ended-elsewhere", "too-few-nodes", "broken"]
 """Why an agent ended, where that is known; with its words for people in ``message``."""
 EventKind = Literal[
     # Of a node.
@@ -18,6 +18,7 @@ EventKind = Literal[
     "snapshot", "replicas-gathered", "replica-kept", "replica-failed", "replica-refused", "replica-damaged",
     "replica-lost", "worker-failed", "hang", "slow", "lingering", "membership", "no-quorum", "store-lost",
     "no-descriptors", "false-alarm", "logs-removed", "logs-cut", "logs-not-bounded", "attempt-ended", "agent-ended",
+    "gpu-error", "gpu-slow", "unkillable",
     # Of the supervisor.
     "run-started", "host", "phase", "start", "join", "fence", "grant", "stop", "drain", "undrain", "problem", "refused",
     "unreachable", "reached", "node-state", "first-progress", "said", "notify-failed", "run-ended",
@@ -57,7 +58,24 @@ class WorkerFailure(TypedDict):
     kernel: List[str]
 
 
-class GpuUsage(TypedDict):
+class GpuHealth(TypedDict, total=False):
+    """How one GPU is, without what it does not tell."""
+
+    temperature: int
+    """Degrees Celsius."""
+    clock: int
+    clock_max: int
+    """MHz, of its multiprocessors."""
+    slow: List[str]
+    """Why the clock is low, in nvidia-smi's words (`gpu_watch.SLOW`)."""
+    power: int
+    power_limit: int
+    """Watts."""
+    uncorrectable: int
+    """ECC errors that could not be corrected, since the driver was loaded."""
+
+
+class GpuUsage(GpuHealth):
     """What one GPU is used for."""
 
     index: int

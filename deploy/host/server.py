@@ -98,6 +98,8 @@ def attend(
                 if not is_late and time.monotonic() - begin > limit_s:
                     is_late = True
                     processes.send(-process.pid, signal.SIGKILL)
+                elif is_late and time.monotonic() - begin > limit_s + agents.UNKILLABLE_S:
+                    return {"status": None, "out": "", "err": processes.unkillable(process.pid)}
     finally:
         _attended.discard(process)
 

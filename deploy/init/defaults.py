@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.training.errors import is_safe
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Nic = Mapping[str, Any]
@@ -153,12 +154,18 @@ def fits(python: Mapping[str, Any]) -> bool:
     return bool(torch) and numbers(torch) >= OLDEST_TORCH and numbers(python["version"]) >= OLDEST_PYTHON
 
 
+def _usable(pythons: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return path → torch of those that fit; only those whose torch is safe, if there is one."""
+    found = {each["path"]: str(each["torch"]) for each in pythons if fits(each)}
+    return {path: torch for path, torch in found.items() if is_safe(torch)} or found
+
+
 def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
-    """Choose the interpreter with torch that all hosts have, or list the choices."""
-    usable = {
-        host: {each["path"]: each["torch"] for each in survey["pythons"] if fits(each)}
-        for host, survey in surveys.items()
-    }
+    """Choose the interpreter with torch that all hosts have, or list the choices.
+
+    An older torch, which kit's training module cannot use, is chosen only where there is no other.
+    """
+    usable = {host: _usable(survey["pythons"]) for host, survey in surveys.items()}
     first, *others = usable.values() if usable else [{}]
     common = {
         path: torch for path, torch in first.items() if all(other.get(path) == torch for other in others)

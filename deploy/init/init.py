@@ -243,7 +243,12 @@ def _seen(looked: Looked) -> str:
     survey = looked.survey
     assert survey is not None
     names = sorted({gpu["name"] for gpu in survey["gpus"]})
-    gpus = f"{len(survey['gpus'])} × {' / '.join(names)}" if names else "no GPU"
+    none = (
+        f"its GPUs cannot be listed (nvidia-smi: {survey['gpu_problem']})"
+        if survey["gpu_problem"]
+        else "no GPU"
+    )
+    gpus = f"{len(survey['gpus'])} × {' / '.join(names)}" if names else none
     torches = [f"torch {each['torch']} in {each['path']}" for each in survey["pythons"] if each["torch"]]
     torch = torches[0] if torches else "no torch"
     torch += f" and {len(torches) - 1} more" if len(torches) > 1 else ""

@@ -268,7 +268,7 @@ def _host_lines(
 
 def _mixture_lines(seen: Mapping[str, Survey]) -> list[str]:
     """A comment if only some hosts have GPUs, which `kit up` refuses."""
-    without = [name for name, survey in seen.items() if not survey["gpus"]]
+    without = [name for name, survey in seen.items() if not (survey["gpus"] or survey["gpu_problem"])]
     if not without or len(without) == len(seen):
         return []
     listed = ", ".join(without[:8]) + (" …" if len(without) > 8 else "")
@@ -284,6 +284,10 @@ def _gpu_lines(host: FoundHost, survey: Survey) -> list[str]:
     machine = f"{survey['cpus']} cores, {gib(survey['memory_mib'])} memory"
     if not models:
         slots = f"; slots={host.slots} in {host.where}" if host.slots is not None else ""
+        if survey["gpu_problem"]:
+            return comment(
+                f"{CHOOSE} gpus: N: they cannot be listed (nvidia-smi: {survey['gpu_problem']}); {machine}{slots}"
+            )
         return comment(f"no GPU found; {machine}{slots}")
     found = len(survey["gpus"])
     if host.slots is None or host.slots == found:

@@ -14,6 +14,7 @@ from typing import Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
+from nodekit.deploy.launch import broken_hosts
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
@@ -109,7 +110,8 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
         KitError: a host cannot be reached, or will not do.
     """
     package = sync.package()
-    with cluster.links(inventory.hosts, options.ssh) as links:
+    with cluster.links(inventory.hosts, options.ssh) as all_links:
+        links, _ = broken_hosts.leave_out(all_links, inventory, options.ssh.notice)
         unmade = check.enter_what_is_there(links, inventory)
         facts, peers, warnings = gather_facts(links, inventory, package.digest, options, unmade=unmade)
         planned = plan.build(
@@ -158,10 +160,13 @@ def start(
     """
     starting = _Starting(inventory, resumed, options, placed)
     links = starting.connect(stack)
+    links, broken = broken_hosts.leave_out(links, inventory, starting.phases.say)
     if inventory.environment is not None:
         starting.enter_environment(links, inventory.environment)
     facts, planned = starting.check_and_plan(links)
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
+    if run.drained or broken:  # a node that the user had out may come back with a new start
+        run.drain(broken)
     starting.tell(run, planned, facts)
     client = NodeClient(run, inventory, links)
     try:
@@ -406,8 +411,6 @@ def _record(
             for each in run.nodes.values():
                 each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
     run.say_stop("")
-    if run.drained:
-        run.drain(())
     return run
 
 

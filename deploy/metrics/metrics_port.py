@@ -251,7 +251,14 @@ def _of_nodes(
         ),
         "memory": gauge("gpu_memory_bytes", "The GPU's memory in use.", "node", "gpu"),
         "memory_total": gauge("gpu_memory_size_bytes", "The GPU's memory there is.", "node", "gpu"),
+        "temperature": gauge("gpu_temperature_celsius", "The GPU's temperature.", "node", "gpu"),
+        "clock": gauge("gpu_clock_megahertz", "The clock of the GPU's multiprocessors.", "node", "gpu"),
+        "power": gauge("gpu_power_watts", "What the GPU takes.", "node", "gpu"),
+        "uncorrectable": gauge(
+            "gpu_ecc_uncorrectable", "ECC errors that could not be corrected.", "node", "gpu"
+        ),
     }
+    slowed = gauge("gpu_slowed", "1: the GPU's clock is low, for this reason.", "node", "gpu", "reason")
     for name in dict.fromkeys([*run.nodes, *statuses]):
         status = statuses.get(name, {})
         labels = [run.run_id, name]
@@ -270,7 +277,10 @@ def _of_nodes(
             for key, family in families.items():
                 if (value := found.get(key)) is not None:
                     family.add_metric([*labels, *more], value)
-    yield from (up, state, since, *usage.values(), *network.values(), *gpus.values())
+        for each in sample.get("gpus") or ():
+            for reason in each.get("slow") or ():
+                slowed.add_metric([*labels, str(each.get("index")), reason], 1.0)
+    yield from (up, state, since, *usage.values(), *network.values(), *gpus.values(), slowed)
 
 
 def serve(run: Run, place: Place, say: Callable[[str], None]) -> list[Observer]:

@@ -257,7 +257,7 @@ def _torch_problem(
         return Problem(f"no torch in {python}", cure=cure)
     differs = len(torches) > 1 and found.torch != common
     if numbers(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
-        wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer (older ones load unsafe snapshots)"
+        wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer"
         return Problem(f"torch {found.torch}", wanted, f"{python} -m pip install -U torch")
     if not differs:
         return None

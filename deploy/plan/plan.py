@@ -24,6 +24,7 @@ from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
 from nodekit.training.engine_info import lacking
+from nodekit.training.errors import SAFE_TORCH, is_safe
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
@@ -268,6 +269,7 @@ def build(
     hosts = [host for host in inventory.hosts if host.name in facts]
     kinds = next((found.files for found in facts.values() if found.files), {})
     argv = argv_of(inventory, command, kinds)
+    _refuse_unsafe_torch(argv, facts)
     own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
     _refuse(unclear.values(), own, inventory.job.nproc_per_node)
@@ -307,6 +309,28 @@ def build(
         )
         nodes.append(node)
     return Plan(run_id, tuple(nodes))
+
+
+def _refuse_unsafe_torch(argv: Sequence[str], facts: Mapping[str, Facts]) -> None:
+    """Raise these errors, where kit's own training module would load snapshots with a torch that is not safe."""
+    if tuple(argv[2:4]) != TRAINING_MODULE:
+        return
+    wanted = (
+        f"{'.'.join(map(str, SAFE_TORCH))} or newer for kit's training module: snapshots that an older one loads "
+        "may run code"
+    )
+    errors = [
+        HostError(
+            name,
+            f"torch {found.torch}",
+            wanted=wanted,
+            cure=f"{found.executable} -m pip install -U torch; a script of your own runs with it (docs/releases.md)",
+        )
+        for name, found in facts.items()
+        if found.torch and not is_safe(found.torch)
+    ]
+    if errors:
+        raise KitErrors(errors)
 
 
 def _refuse(

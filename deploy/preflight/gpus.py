@@ -6,29 +6,14 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nodekit.deploy.host.probes.xids import HARDWARE_XIDS, OFF_THE_BUS, Xid, parse_xids
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.plan.gpus import share
 from nodekit.deploy.preflight import nvidia_smi
-from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError, Xid
+from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError
 from nodekit.deploy.preflight.software import differing, unseen
 from nodekit.inventory.schema import Inventory
-
-OFF_THE_BUS = 79
-# Xid → its meaning, for hardware errors only (NVIDIA's list of Xid errors).
-HARDWARE_XIDS = {
-    48: "an ECC error that could not be corrected",
-    62: "its microcontroller halted",
-    63: "a row of its memory is to be replaced",
-    64: "a row of its memory could not be replaced",
-    74: "an NVLink error",
-    79: "it has fallen off the bus",
-    92: "many ECC errors",
-    94: "an ECC error, contained",
-    95: "an ECC error, not contained",
-    119: "its system processor does not answer",
-    120: "an error of its system processor",
-}
 
 _Told = tuple[Level, str, str, str]  # level, found, wanted, cure
 
@@ -115,7 +100,7 @@ def _own_pids(probe: Mapping[str, Any]) -> dict[int, str]:
 def _host(
     host: str, smi: Smi, own: list[Gpu], told: Mapping[str, Any], own_pids: Mapping[int, str]
 ) -> list[Finding]:
-    xids = nvidia_smi.parse_xids(told["xid"])
+    xids = parse_xids(told["xid"])
     found = [
         each
         for gpu in own

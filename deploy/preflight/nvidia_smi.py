@@ -1,4 +1,4 @@
-"""Parses the output of nvidia-smi and the driver's lines in the kernel's log, of drivers 418 to 595; pure."""
+"""Parses the output of nvidia-smi, of drivers 418 to 595; pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU(\d+)")
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 
 class SmiError(Exception):
@@ -56,15 +55,6 @@ class Smi:
 
     driver: str
     gpus: tuple[Gpu, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Xid:
-    """An error that the driver has reported."""
-
-    bus: str
-    number: int
-    text: str
 
 
 def parse(xml: str) -> Smi:
@@ -174,13 +164,3 @@ def links(matrix: Mapping[tuple[int, int], str], gpus: Iterable[int]) -> str:
     used = set(gpus)
     kinds = {cell for (one, other), cell in matrix.items() if one in used and other in used}
     return " ".join(sorted(kinds))
-
-
-def parse_xids(lines: Iterable[str]) -> list[Xid]:
-    """Return the errors in lines of the kernel's log."""
-    matches = (_XID.search(line) for line in lines)
-    return [
-        Xid(bus=match[1].lower()[-len("0000:00:00") :], number=int(match[2]), text=(match[3] or "").strip())
-        for match in matches
-        if match
-    ]

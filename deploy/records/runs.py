@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -117,20 +117,26 @@ class Run:
 
     @property
     def drained(self) -> frozenset[str]:
-        """The nodes that the user wants out of the job (`kit drain`)."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return frozenset(json.loads((self.folder / "drained").read_text(encoding="utf-8")))
-        return frozenset()
+        """The nodes that are to be out of the job (`kit drain`)."""
+        return frozenset(self.drained_because)
 
-    def drain(self, nodes: Collection[str]) -> None:
-        """Tell whoever supervises this run which nodes are to be out of it, and no others.
+    @property
+    def drained_because(self) -> dict[str, str]:
+        """The same, with what is broken of those that kit has taken out itself; "" where the user did."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found = json.loads((self.folder / "drained").read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else dict.fromkeys(found, "")
+        return {}
+
+    def drain(self, nodes: Mapping[str, str]) -> None:
+        """Tell whoever supervises this run which nodes are to be out of it, as `drained_because`, and no others.
 
         Raises:
             NotWritten: the disk is full, or gone.
         """
         path = self.folder / "drained"
         with _told(path):
-            write_private(str(path), json.dumps(sorted(nodes)).encode())
+            write_private(str(path), json.dumps(dict(sorted(nodes.items()))).encode())
 
     def finish_stopped(self) -> None:
         """Record that it was stopped; all who see it end write down the same."""

@@ -96,17 +96,28 @@ def usage(history: History, clock: Clock) -> dict[str, Any]:
     samples = {name: own for name, own in history.samples.items() if own}
     marks = _restarts(history, clock)
 
-    def chart(name: str, title: str, value_of: _Value, *, is_rate: bool = False) -> Chart:
-        text, most = (_rate, None) if is_rate else (share_text, 1.0)
+    def chart(
+        name: str,
+        title: str,
+        value_of: _Value,
+        text: Callable[[float], str] = share_text,
+        most: float | None = 1.0,
+    ) -> Chart:
         return _usage_chart(name, title, _lines(samples, value_of, clock), text, most, marks)
 
     found = [
         chart("gpu", "GPU use", _gpu_use),
         chart("gpu-memory", "GPU memory", _gpu_memory),
+        chart(
+            "gpu-temperature", "Hottest GPU", _gpu_most("temperature"), lambda value: f"{value:.0f} °C", None
+        ),
+        chart(
+            "gpu-clock", "Slowest GPU's clock", _gpu_least("clock"), lambda value: f"{value:.0f} MHz", None
+        ),
         chart("cpu", "CPU use", _of("cpu")),
         chart("memory", "Host memory", _memory),
-        chart("received", "Network, received", _of("received"), is_rate=True),
-        chart("sent", "Network, sent", _of("sent"), is_rate=True),
+        chart("received", "Network, received", _of("received"), _rate, None),
+        chart("sent", "Network, sent", _of("sent"), _rate, None),
     ]
     rows = [_usage_row(name, own) for name, own in samples.items()]
     return {"usage": [each for each in found if each.has_points], "usage_rows": rows}
@@ -202,6 +213,14 @@ def _gpu_memory(sample: Event) -> float | None:
     used = [(as_float(each.get("memory")), as_float(each.get("memory_total"))) for each in _gpus(sample)]
     shares = [part / whole for part, whole in used if whole]
     return max(shares) if shares else None
+
+
+def _gpu_most(field: str) -> _Value:
+    return lambda sample: max(_known(each.get(field) for each in _gpus(sample)), default=None)
+
+
+def _gpu_least(field: str) -> _Value:
+    return lambda sample: min(_known(each.get(field) for each in _gpus(sample)), default=None)
 
 
 def _memory(sample: Event) -> float | None:

@@ -148,7 +148,7 @@ def classes_table(told: Mapping[str, Any]) -> Table:
 def confusion_table(told: Mapping[str, Any]) -> Table:
     """A row for each right class, a column for each that was said."""
     labels = [each["label"] for each in told["classes"]]
-    found = _table("right \\ said", *labels)
+    found = _table("true \\ predicted", *labels)
     for label, row in zip(labels, told["confusion"], strict=True):
         found.add_row(_text(label), *map(str, row))
     return found
@@ -200,7 +200,7 @@ def _apply(
     """
     data = [] if options.data is None else ["--data", options.data]
     with _place(source, options) as (about, place, link, node):
-        print(f"{about} (waiting {options.timeout_s:g} s at most)", file=sys.stderr, flush=True)
+        print(f"loading {about} (stopped after {options.timeout_s:g} s)", file=sys.stderr, flush=True)
         done = link.stream(
             "attend",
             lambda _: None,

@@ -275,6 +275,7 @@ def _columns(nodes: Sequence[Node]) -> list[_Column]:
         _Column("RESTARTS", 30, lambda node: (_number(node.restarts), "yellow" if node.restarts else "dim")),
         _Column(device, 80, _use),
         _Column("MEMORY", 60, _memory),
+        *([_Column("TEMP", 65, _temperature)] if any(map(_temperatures, nodes)) else []),
         _Column("IN", 50, lambda node: (_rate(node.usage.get("received")), "")),
         _Column("OUT", 50, lambda node: (_rate(node.usage.get("sent")), "")),
         _Column("STEP", 90, lambda node: (_number(node.step), "")),
@@ -317,6 +318,20 @@ def _memory(node: Node) -> tuple[str, str]:
         return "–", "dim"
     style = "bold red" if used / total > 0.97 else "yellow" if used / total > 0.9 else ""
     return f"{used / GIB:.{0 if used >= 10 * GIB else 1}f}/{total / GIB:.0f} GiB", style
+
+
+def _temperatures(node: Node) -> list[float]:
+    return [gpu["temperature"] for gpu in node.usage.get("gpus") or () if gpu.get("temperature") is not None]
+
+
+def _temperature(node: Node) -> tuple[str, str]:
+    """Of the hottest GPU, and whether one is slowed down by more than its power limit."""
+    reasons = {reason for gpu in node.usage.get("gpus") or () for reason in gpu.get("slow") or ()}
+    is_slow = bool(reasons - {"sw_power_cap"})
+    found = _temperatures(node)
+    if not found:
+        return "–", "dim"
+    return f"{max(found):.0f} °C" + " slow" * is_slow, "bold red" if is_slow else ""
 
 
 def _quiet(node: Node) -> tuple[str, str]:

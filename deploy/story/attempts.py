@@ -91,6 +91,8 @@ class _Try:
     troubled: float = math.inf
     """The first sign that it ends."""
     why: str = ""
+    end_why: str = ""
+    """What its agents say in the end: less than what happened before."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -184,7 +186,7 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
                 ended=ended,
                 trained_until=until,
                 redone_steps=redone,
-                why=tried.why,
+                why=tried.why or tried.end_why,
                 steps=tuple(known),
             )
         )
@@ -266,7 +268,7 @@ def _read(tried: _Try, event: Event) -> None:
         case "attempt-ended":
             tried.ends.setdefault(event.node, event.time)
             tried.troubled = min(tried.troubled, event.time)
-            tried.why = tried.why or text_of(event.get("why"))
+            tried.end_why = tried.end_why or text_of(event.get("why"))
     if event.kind in ("first-step", "sample", "evaluation") and is_number(step):
         if tried.first is None:  # its own word of it is lost
             tried.first = (event.time, int(step))

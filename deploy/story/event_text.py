@@ -79,6 +79,8 @@ class Narrator:
 
     def _on_drain(self, event: Event) -> list[str]:
         self._drained |= {str(event.about)}
+        if why := _first_line(event.get("why")):
+            return [f"{event.about} is drained: {why}"]
         return [f"{event.about} is drained: its ranks save, and it leaves the job"]
 
     def _on_undrain(self, event: Event) -> list[str]:
@@ -118,6 +120,8 @@ class Narrator:
 
     def _on_agent_ended(self, event: Event) -> list[str]:
         self._breaks(event)
+        if event.get("cause") == "broken":
+            return [f"{event.node} leaves the job: {_first_line(event.get('message'))}"]
         if event.get("state") == "ended" and event.node not in self._drained:
             return [f"{event.node}: its agent was ended by someone else"]
         return []
@@ -236,6 +240,31 @@ class Narrator:
     def _on_lingering(self, event: Event) -> list[str]:
         ranks = sorted(event.get("stacks") or (), key=lambda rank: (len(str(rank)), str(rank)))
         return [f"{event.node}: rank {', '.join(map(str, ranks))} did not end when asked"] if ranks else []
+
+    def _on_gpu_error(self, event: Event) -> list[str]:
+        gpu = "its GPUs" if event.get("gpu") is None else f"GPU {event.get('gpu')}"
+        return [f"{event.node}: {gpu}: {_first_line(event.get('text'))}"]
+
+    def _on_gpu_slow(self, event: Event) -> list[str]:
+        who = f"{event.node}: GPU {event.get('gpu')}"
+        if event.get("over"):
+            return [f"{who} is at its full clock again after {duration(float(event.get('seconds') or 0))}"]
+        told = [("temperature", "{} °C"), ("clock", "{} MHz"), ("clock_max", "of {} MHz"), ("power", "{} W")]
+        figures = ", ".join(
+            text.format(event.get(name)) for name, text in told if event.get(name) is not None
+        )
+        return [
+            f"{who} is slowed down: {', '.join(event.get('reasons') or ())} ({figures})".replace(
+                ", of", " of"
+            )
+        ]
+
+    def _on_unkillable(self, event: Event) -> list[str]:
+        who = "a process of the ranks" if event.get("rank") is None else f"rank {event.get('rank')}"
+        where = f" in {event.get('wchan')}" if event.get("wchan") else ""
+        return [
+            f"{event.node}: SIGKILL does not end {who} (pid {event.get('pid')}, state {event.get('state')}{where})"
+        ]
 
     def _on_false_alarm(self, event: Event) -> list[str]:
         wait = duration(float(event.get("lost_after_s") or 0))

@@ -43,17 +43,27 @@ def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str
         NotWritten: the disk is full, or gone.
     """
     with run.alone():  # of two at once neither may be forgotten, nor both leave too few nodes
-        drained = run.drained
+        drained = run.drained_because
         if undo:
             if node not in drained:
                 return f"{node} is not drained"
-            run.drain(drained - {node})
+            run.drain({name: why for name, why in drained.items() if name != node})
             run.event("undrain", about=node)
             return f"{node} comes back into the job"
         if why := refusal(rules, drained, node, absent=absent):
             return why
-        run.drain(drained | {node})
+        run.drain({**drained, node: ""})
     return f"{node} leaves the job when its ranks have saved, and stays out until it is taken back"
+
+
+def exclude(run: Run, node: str, why: str) -> None:
+    """Have a node drained because something of it is broken.
+
+    Raises:
+        NotWritten: the disk is full, or gone.
+    """
+    with run.alone():
+        run.drain({**run.drained_because, node: why})
 
 
 class SlowNodes:

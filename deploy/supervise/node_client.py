@@ -29,6 +29,10 @@ SYNC_TIMEOUT_S = 3600.0
 STOP_MARGIN_S = 10.0
 
 
+class BrokenHost(HostError):
+    """Something of the host is broken: starting it again is in vain until it is mended."""
+
+
 class NodeClient:
     """The run's nodes, each behind a link that `links` has at the moment.
 
@@ -115,6 +119,7 @@ class NodeClient:
         files = script.hosts_own(self._argv())
         digest = self._package.digest
         facts = check.gather({name: link}, alone, kit_digest=digest, peers=self._peers, files=files)
+        self._refuse_broken(name, facts[name])
         if problems := check.examine(alone, facts):
             raise KitErrors(problems)
         record(name, self._planned(name, facts[name]))
@@ -135,6 +140,25 @@ class NodeClient:
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
         self.start(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+
+    def _refuse_broken(self, name: str, found: check.Facts) -> None:
+        """Raise BrokenHost where GPUs are gone that the node was planned with, as one that a reboot has not brought."""
+        planned = self.run.nodes.get(name, {}).get("gpus", ())
+        there = {gpu.index for gpu in found.gpus.usable}
+        if not planned or there.issuperset(planned):
+            return
+        cure = "see `sudo dmesg | grep -i nvrm` there; when it is mended, kit clean --forgive lets kit up use it again"
+        if found.gpus.problem and "no answer" not in found.gpus.problem:
+            raise BrokenHost(name, f"its GPUs cannot be listed: nvidia-smi: {found.gpus.problem}", cure=cure)
+        if not found.gpus.problem:
+            absent = ", ".join(str(index) for index in planned if index not in there)
+            text = f"of the {len(planned)} GPUs that this node was planned with, nvidia-smi does not list {absent}"
+            raise BrokenHost(name, text, cure=cure)
+
+    def remember(self, name: str, why: str) -> None:
+        """Have a host remember that something of it is broken, for the next `kit up`."""
+        workdir = str(Path(self.node(name).node_dir).parent.parent.parent)
+        self._call(name, "broken.remember", workdir=workdir, node=name, run=self.run.run_id, why=why)
 
     def join(self, name: str, state: State) -> None:
         """Call a live agent into the present generation."""

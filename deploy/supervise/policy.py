@@ -13,6 +13,7 @@ repeat: it is asked for again when its effect has not been seen after a while. T
   again when they are back, so that the next loss is measured against who is there.
 - What cannot be seen from here is left alone: an unreachable node whose peers train with it is fine.
 - A node that the user wants out has its agent ended (`Drain`), which saves with the others, and gets no other one.
+- A node that is broken is drained (`Exclude`), if the job can do without; else it is tried again as one that was lost.
 
 A supervisor may die at any moment and another go on from `State.to_dict`. So whoever calls `decide` must have
 `to_dict` on disk, when it differs from what is there, *before* it carries out the actions that came with it.
@@ -30,6 +31,7 @@ from nodekit.deploy.supervise.generations import regenerate
 from nodekit.deploy.supervise.state import (
     Action,
     Drain,
+    Exclude,
     Finish,
     Join,
     NodeHistory,
@@ -70,6 +72,7 @@ def decide(
     if _has_ended(turn) or _is_led_by_another(turn) or _is_blind(turn):
         turn.change(broken_since=None, stuck_since=None, short_since=None)
     else:
+        _exclude(turn)
         regenerate(turn)
         if turn.state.next_generation is None:
             _adjust_electorate(turn)
@@ -244,16 +247,40 @@ def _fill(turn: Turn) -> None:
             turn.ask(name, "start", START_AGAIN_S, Start(name, is_new=each.fence < 0))
 
 
+def _others_than(turn: Turn, name: str) -> list[str]:
+    """Those that are here, or can come, besides a node and the drained ones."""
+    return [
+        each
+        for each in turn.rules.nodes
+        if each not in (name, *turn.rules.drained)
+        and (each in turn.here or (turn.seen[each].reachable and not turn.is_paused(each)))
+    ]
+
+
+def _exclude(turn: Turn) -> None:
+    """Drain nodes whose agent has left, or was not started, because something is broken."""
+    for name in turn.rules.nodes:
+        each, known = turn.seen[name], turn.known[name]
+        which = (each.agent, each.broken)
+        if not each.broken or each.alive or name in turn.rules.drained or known.excluded == which:
+            continue
+        others = _others_than(turn, name)
+        if len(others) >= turn.rules.min_nodes:
+            turn.known[name] = dataclasses.replace(known, excluded=which)
+            turn.rules = dataclasses.replace(turn.rules, drained=turn.rules.drained | {name})
+            turn.actions.append(Exclude(name, each.broken))
+        else:
+            needed = (
+                f"at least {turn.rules.min_nodes} nodes are needed, and without it {len(others)} are left"
+            )
+            turn.say(f"{name} broken", f"{name}: {each.broken}; it is tried again: {needed}")
+
+
 def _drain(turn: Turn) -> None:
     """End the agents of nodes that the user wants out, where enough others are here or can come."""
     drained, rules = turn.rules.drained, turn.rules
     for name in (name for name in turn.in_sight if name in drained and turn.seen[name].alive):
-        others = [
-            each
-            for each in rules.nodes
-            if each not in drained
-            and (each in turn.here or (turn.seen[each].reachable and not turn.is_paused(each)))
-        ]
+        others = _others_than(turn, name)
         if len(others) >= rules.min_nodes:
             turn.ask(name, "drain", ASK_AGAIN_S * 10, Drain(name))
         else:

@@ -55,6 +55,8 @@ class Observation:
     """The newest snapshot committed there: (generation, step)."""
     problem: str = ""
     """Why its last start failed."""
+    broken: str = ""
+    """What of it is broken, where its agent has left for that, or was not started."""
 
     @property
     def trains(self) -> bool:
@@ -74,6 +76,8 @@ class NodeHistory:
     asked: str = ""
     asked_at: float = 0.0
     problem: str = ""
+    excluded: tuple[str, str] = ("", "")
+    """The agent, and what was broken, that it was taken out for last: once, for the user may have it back."""
 
     @property
     def paused_until(self) -> float:
@@ -217,6 +221,14 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class Exclude:
+    """Have a node drained, in this run and those to come: something of it is broken."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Notice:
     """Tell the user."""
 
@@ -232,5 +244,5 @@ class Finish:
     cause: Cause | None = field(default=None, repr=False)
 
 
-NodeAction = Start | Join | Fence | SetVoters | Stop | Drain
+NodeAction = Start | Join | Fence | SetVoters | Stop | Drain | Exclude
 Action = NodeAction | Notice | Finish

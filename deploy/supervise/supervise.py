@@ -15,7 +15,6 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
-from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
 from nodekit.deploy.connect.link import Link, RemoteError
 from nodekit.deploy.host.schema import NodeStatus
@@ -25,13 +24,14 @@ from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
-from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.drain import SlowNodes
-from nodekit.deploy.supervise.node_client import NodeClient
+from nodekit.deploy.supervise import drain, policy
+from nodekit.deploy.supervise.node_client import BrokenHost, NodeClient
+from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Observer, View
 from nodekit.deploy.supervise.state import (
     Action,
     Drain,
+    Exclude,
     Fence,
     Finish,
     Join,
@@ -122,7 +122,7 @@ class Supervisor:
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
         self._busy: dict[str, str] = {}
         self._first_step = False
-        self._slow_nodes = SlowNodes()
+        self._slow_nodes = drain.SlowNodes()
         self._disk_problem = ""
         """Why nothing could be written, since it could be the last time."""
         self._write_at = 0.0
@@ -235,9 +235,21 @@ class Supervisor:
             self._note("said", text=action.text)
         elif isinstance(action, Start | Join) and self._run.stopped_by:
             pass
+        elif isinstance(action, Exclude):
+            self._exclude(action, state)
         elif not isinstance(action, Finish):
             self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
             threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
+
+    def _exclude(self, action: Exclude, state: State) -> None:
+        try:
+            drain.exclude(self._run, action.node, action.why)
+        except NotWritten as error:
+            self._cannot_write(str(error))
+            return
+        self._view.say(f"{action.node} is drained: {action.why}", is_event=True)
+        self._note("drain", about=action.node, why=action.why)
+        threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 
     def _attempt(self, action: NodeAction, state: State) -> None:
         try:
@@ -254,6 +266,8 @@ class Supervisor:
                     self._client.stop(name)
                 case Drain(name):
                     self._client.stop(name, for_good=False)
+                case Exclude(name, why):
+                    self._client.remember(name, why)
         except KitError as error:
             kind = "problem" if isinstance(action, Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
@@ -374,7 +388,8 @@ class Supervisor:
             self._busy[name] = ""
             if kind == "problem":
                 self._view.say(f"{name}: not started: {why}", is_event=self._acts)
-                self._seen[name] = dataclasses.replace(seen, problem=why)
+                broken = why if isinstance(value, BrokenHost) else ""
+                self._seen[name] = dataclasses.replace(seen, problem=why, broken=broken)
             return
         if kind == "lost":
             if seen.reachable or name not in self._heard:
@@ -392,8 +407,8 @@ class Supervisor:
             self._note("reached", about=name)
         self._heard.add(name)
         if kind == "unknown":
-            self._seen[name] = Observation(problem=seen.problem)
-            self._lines[name] = "spare"
+            self._seen[name] = Observation(problem=seen.problem, broken=seen.broken)
+            self._lines[name] = self._out(name) or "spare"
             return
         status = value["status"] if kind == "part" else value
         if kind == "part":
@@ -405,7 +420,8 @@ class Supervisor:
             offset = self._run.clock_offsets.get(name, 0.0)
             self._gatherer.heard(name, status, clock_offset=offset)
         self._tell(name, status)
-        new = seen_of(status, problem=seen.problem if not status["alive"] else "")
+        left = {"problem": seen.problem, "broken": seen.broken} if not status["alive"] else {}
+        new = seen_of(status, **left)
         if new.state != seen.state:
             self._note("node-state", about=name, state=new.state, attempt=status.get("attempt"))
         said = str(status.get("progress") or "")
@@ -437,14 +453,21 @@ class Supervisor:
             self._ungathered[name].extend(found)
 
     def _line(self, name: str, status: NodeStatus) -> str:
-        if not status["alive"] and name in self._rules.drained:
-            return "drained"
+        if not status["alive"] and (out := self._out(name)):
+            return out
         if not status["alive"] and status.get("state") not in runs.ENDED:
             busy = self._busy.get(name)
             spare = not status.get("agent")
             return busy or ("spare" if spare else "gone")
         now = time.time() + self._run.clock_offsets.get(name, 0.0)
         return status_line(status, now=now)
+
+    def _out(self, name: str) -> str:
+        """The line of a node that is drained; "" of others."""
+        if name not in self._rules.drained:
+            return ""
+        why = self._run.drained_because.get(name, "")
+        return f"drained  {why}" if why else "drained"
 
     def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
@@ -485,27 +508,3 @@ class Supervisor:
         for line in text.split("\n")[:-1]:
             lines.append(line.rstrip("\r").rpartition("\r")[2])  # a progress bar's last state is its line
         self._view.log(node, rank, lines)
-
-
-def seen_of(status: NodeStatus, *, problem: str = "") -> Observation:
-    """What the judge is to know of a node's status."""
-    generation = int(status.get("generation", -1))
-    alive = bool(status.get("alive"))
-    electorates = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
-    fence = int(status.get("fence", -1))
-    held = status.get("snapshot", (-1, 0))
-    is_clear = not alive or generation >= fence or not status.get("workers")
-    return Observation(
-        alive=alive,
-        agent=str(status.get("agent", "")),
-        generation=generation,
-        state=str(status.get("state", "")),
-        blocked=bool(status.get("no_quorum")),
-        members=tuple(status.get("members", ())),
-        # Workers of the old generation may still be ending: only then is it over there.
-        fence=fence if is_clear else min(fence, generation),
-        electorate=max((each for each in electorates if each.generation == generation), default=None),
-        port=int(status.get("port") or 0),
-        held=(held[0], held[1]),
-        problem=problem,
-    )

@@ -17,6 +17,7 @@ from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
+from nodekit.training import Snapshots
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options import parse
@@ -289,6 +290,83 @@ def test_a_compiled_model_has_the_same_losses(engine: str, by_ddp: dict[int, flo
     train(tmp_path, "--epochs", "1", "--engine", engine, "--compile")
     found = losses(tmp_path)
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=1e-5)
+
+
+# As on GPUs, where each step's sums are read at the end of the next one.
+LATE = """
+from nodekit.training import step_sums
+step_sums.LATE_ON.add("cpu")
+def counted(self, *, but=0, read=step_sums.StepSums.read):
+    if but:
+        pathlib.Path(__file__ + ".late").touch()
+    return read(self, but=but)
+step_sums.StepSums.read = counted
+"""
+
+
+def test_sums_that_are_read_a_step_later_change_no_curve_though_a_rank_is_killed(
+    by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    own = [*killed_once(tmp_path, step=34), "--epochs", "2", "--snapshot-every", "8"]
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + LATE)
+    said = train(tmp_path, *own, launcher=["--max-restarts", "1"])
+    assert "resumed at step 32 " in said
+    assert (tmp_path / "own.py.late").exists()
+    assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=CLOSE)
+
+
+STOPPED_ONCE = """
+import os, pathlib, signal
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    num_left = 20
+    def loss(self, model, batch):
+        self.num_left -= 1
+        mark = pathlib.Path(__file__ + ".stopped")
+        if self.num_left == 0 and os.environ["LOCAL_RANK"] == "1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(model, batch)
+"""
+
+
+def test_a_stop_that_is_read_a_step_later_is_the_same_on_all_ranks(
+    by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    own = [*task(tmp_path, STOPPED_ONCE + LATE), "--epochs", "1", "--snapshot-seconds", "0.01"]
+    said = train(tmp_path, *own, code=1)
+    stopped = re.search(r"stopped at step (\d+)/23", said)
+    assert stopped, said
+    assert 10 <= int(stopped[1]) < 23
+    assert f"resumed at step {stopped[1]} " in train(tmp_path, *own)
+    assert (tmp_path / "own.py.late").exists()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 24))
+    assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
+
+
+def test_a_fused_optimizer_goes_on_from_one_that_is_not_and_back(
+    by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    ways = [
+        ("ddp", False),
+        ("fsdp", True),
+        ("ddp", False),
+        ("deepspeed", True),
+        ("fsdp", False),
+        ("deepspeed", True),
+    ]
+    for epochs, (engine, fused) in enumerate(ways, 1):
+        text = "from nodekit.training import loop\nfrom nodekit.training.tasks.digits import Digits as Task\n"
+        own = task(tmp_path, f"{text}loop.is_fused = lambda *_: {fused}\n")
+        zero = ["--zero", str(epochs // 2)] if engine == "deepspeed" else []
+        said = train(tmp_path, "--epochs", str(epochs), "--engine", engine, *zero, *own)
+        assert epochs == 1 or "resumed at step" in said
+        saved = Snapshots(tmp_path / "snapshots").load()
+        assert saved
+        assert bool(saved.state["optimizer"]["param_groups"][0]["fused"]) == fused
+    found = losses(tmp_path)
+    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=5e-4)
 
 
 def test_powersgd_sends_more_than_one_bucket(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ PROGRAM = """
 import json, logging, sys
 from dataclasses import replace
 from pathlib import Path
-from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange
+from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange, snapshot
 exchange._CHUNK_BYTES = 1000
 commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
 def listed(folder):
@@ -27,6 +27,14 @@ def listed(folder):
         raise OSError(5, "Input/output error", str(folder))
     return iterdir(folder)
 Path.iterdir = listed
+verify, map_payload, reads = Snapshots._verify, snapshot.map_payload, []
+def verified(self, manifest, name):
+    reads.append("verified")
+    verify(self, manifest, name)
+def mapped(path):
+    reads.append("mapped")
+    return map_payload(path)
+Snapshots._verify, snapshot.map_payload = verified, mapped
 broadcast, passes = exchange._broadcast, []
 def counted(*arguments):
     passes.append(getattr(getattr(arguments[-1], "__self__", None), "__class__", None).__name__)
@@ -36,6 +44,7 @@ logging.basicConfig()
 with World.from_env() as world:
     for scenario in sorted(Path(sys.argv[1]).iterdir()):
         passes.clear()
+        reads.clear()
         own = "node0" if (scenario / "is one folder").exists() else f"node{world.node_rank}"
         here = replace(world, snapshot_is_shared=(scenario / "is said to be shared").exists())
         snapshots = Snapshots(scenario / own / "snapshots", generation=1)
@@ -45,12 +54,12 @@ with World.from_env() as world:
             here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
         try:
-            found = exchange.newest_of_all(snapshots, here, writes=said["writes"])
+            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source
         except (Fenced, OSError, ValueError) as error:
             said["fenced"] = said["refused"] = f"{type(error).__name__}: {error}"
-        print(json.dumps({**said, "passes": passes}), flush=True)
+        print(json.dumps({**said, "passes": passes, "reads": reads}), flush=True)
 """
 
 
@@ -120,6 +129,10 @@ def test_a_joining_node_writes_it_to_its_disk_and_its_other_ranks_read_it_there(
     assert [rank["step"] for rank in ranks] == [6] * 4
     assert [rank["passes"] for rank in ranks] == [["HashingFile"], ["NoneType"], ["NoneType"], ["NoneType"]]
     assert ["what rank 2 sent" in rank["source"] for rank in ranks] == [True, True, False, False]
+    first, second = ["verified", "mapped"], ["mapped"]
+    assert [rank["reads"] for rank in ranks] == [first * 2, second, first, second], (
+        "node 0 also its older one"
+    )
     ages = [Snapshots(folder / "joins" / node / "snapshots").manifests() for node in ("node0", "node1")]
     assert [each.age for each in ages[0]] == [(0, 6), (0, 4)]
     assert ages[0][0] == ages[1][0], "the manifest, too, is as it was"
@@ -139,6 +152,7 @@ def test_in_a_shared_folder_one_rank_writes_and_nothing_is_sent(outcome: Outcome
     ranks = said["shared"]
     assert [rank["writes"] for rank in ranks] == [True, False, False, False]
     assert [(rank["step"], rank["passes"]) for rank in ranks] == [(7, [])] * 4
+    assert [rank["reads"] for rank in ranks] == [["verified", "mapped"], ["mapped"]] * 2, "once on each node"
     assert not list((folder / "shared").glob("*/snapshots/.seen-*"))
 
 

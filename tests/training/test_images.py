@@ -153,14 +153,38 @@ def test_a_torchvision_that_is_not_for_this_torch_is_told(
         Images(data=folder / "data", model="resnet18")
 
 
-def test_a_model_of_torchvision(folder: Path) -> None:
-    pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
-    draw(folder, 2)
-    task = Images(data=folder, model="resnet18", image_size=64)
+# No build for the CPU alone can be had from PyPI. With the signatures of torchvision 0.28, and nothing else.
+TORCHVISION_MODELS = """
+import sys
+from torch import nn
+
+def list_models(module=None, include=None, exclude=None):
+    assert module is sys.modules[__name__], module
+    return ["alexnet", "resnet18"]
+
+def get_model_builder(name):
+    return {"resnet18": resnet18}[name]
+
+def resnet18(*, weights=None, progress=True, num_classes=1000):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
+"""
+
+
+def test_a_model_of_torchvision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw(folder / "data", 2)
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").touch()
+    (folder / "torchvision" / "models.py").write_text(TORCHVISION_MODELS)
+    monkeypatch.syspath_prepend(folder)
+    for name in ("torchvision", "torchvision.models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    task = Images(data=folder / "data", model="resnet18", image_size=64)
     model = task.model()
     assert task.predict(model, (task.train_data()[0][0][None].repeat(2, 1, 1, 1), torch.zeros(2))).shape == (
         2,
         2,
     )
     with pytest.raises(TaskError, match="torchvision has no such model; it has alexnet, "):
-        Images(data=folder, model="resnet17")
+        Images(data=folder / "data", model="resnet17")
+    for name in ("torchvision", "torchvision.models"):
+        sys.modules.pop(name, None)

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from nodekit.training import Manifest, Snapshots, rng
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.commit import HashingFile
-from nodekit.training.snapshots.manifest import NewerKit
+from nodekit.training.snapshots.manifest import NewerKit, load_payload
 from nodekit.training.snapshots.snapshot import NoneLoads
+from nodekit.training.weights import export
 
 
 def state(step: int) -> dict[str, object]:
@@ -451,3 +453,19 @@ def test_logging_is_a_warning_of_ours(tmp_path: Path, caplog: pytest.LogCaptureF
     assert [(record.name, record.levelno) for record in caplog.records] == [
         ("nodekit.training", logging.WARNING)
     ]
+
+
+def test_with_a_torch_that_loads_unsafe_files_there_are_no_snapshots_and_no_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(folder, 1)
+    torch.save({}, folder / "weights.pt")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    calls: list[Callable[[], object]] = [
+        lambda: Snapshots(folder),
+        lambda: load_payload(io.BytesIO()),
+        lambda: export.read_file(folder / "weights.pt"),
+    ]
+    for call in calls:
+        with pytest.raises(TrainingError, match=r"torch 2\.9\.1.*wanted 2\.10 or newer"):
+            call()

@@ -128,6 +128,7 @@ def world(group: Group, rank: int, *, expected: str, is_shared: bool) -> Any:
     """What the exchange asks of a World."""
     return SimpleNamespace(
         rank=rank,
+        node_rank=rank,
         world_size=group.size,
         is_first_on_node=True,
         is_main=rank == 0,

@@ -1,8 +1,9 @@
 """The ways to train, ``--engine NAME``: one file each, with a class `Engine` that follows the protocol below.
 
 An engine gets a plain module and a plain torch optimizer that have the snapshot's state already, and returns such plain
-state, so that any engine can load what another has saved. It may import `snapshots` and what is below that. To add one,
-write its file, an entry in ``engine_info.ENGINES``, and its name in ``options.py`` at options that it cannot follow.
+state, so that any engine can load what another has saved. They are on the rank's device, or on the CPU for engines that
+share them out (``load.begins_on_cpu``). An engine may import `snapshots` and what is below that. To add one, write its
+file, an entry in ``engine_info.ENGINES``, and its name in ``options.py`` at options that it cannot follow.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,10 @@ class Engine(Protocol):
         """Return the plain module's full state dict, at least on the first rank of each node; all ranks call it."""
 
     def state(self) -> State:
-        """Return everything that a snapshot needs, on all ranks; all ranks call it."""
+        """Return everything that a snapshot needs, on all ranks.
+
+        A tensor of which each rank has a part is a ``Gathered``, which all ranks gather when some of them copy it.
+        """
 
 
 class ShardedEngine(Engine, Protocol):

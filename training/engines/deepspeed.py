@@ -4,9 +4,9 @@ It keeps them in flat partitions of its own. A snapshot's state is gathered from
 put back into them, so that a snapshot is the same as any other engine's. Some names below are private: those of 0.19.
 """
 
-import copy
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from nodekit.training.deepspeed_config import read_settings
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import State, single
+from nodekit.training.snapshots.hostcopy import Gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,7 +36,9 @@ class Engine(single.Engine):
                 "whose state kit can put into snapshots; take --zero 0, or --engine fsdp"
             )
         self.forwards_together = stage == 3
-        before = copy.deepcopy(optimizer.state_dict()["state"])
+        before = optimizer.state_dict()["state"]
+        if stage:  # the whole state never gets to the device
+            optimizer.state.clear()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         # We do not use this: it is compiled for half a minute on the first use, by a compiler that may be missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -67,9 +70,11 @@ class Engine(single.Engine):
     def weights(self) -> Mapping[str, torch.Tensor]:
         if self._stage == 0:
             return super().weights()
-        values = {name: self._whole(each) for name, each in self.module.named_parameters()}
-        values |= {name: each.clone() for name, each in self.module.named_buffers()}
-        return {name: values[name] for name in self.module.state_dict()}
+        whole = (
+            (name, each.gather() if isinstance(each, Gathered) else each)
+            for name, each in self._parts().items()
+        )
+        return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
 
     def state(self) -> State:
         if self._stage == 0:
@@ -89,22 +94,30 @@ class Engine(single.Engine):
             groups.append({**group, "params": list(numbers)})
             for number, each in zip(numbers, members, strict=True):
                 if index in steps:
-                    moments = {name: self._moment(each, name) for name in MOMENTS}
+                    moments = {name: _gathered(each, partial(self._moment, each, name)) for name in MOMENTS}
                     state[number] = {"step": torch.tensor(float(steps[index])), **moments}
             number = numbers.stop
-        return {"model": self.weights(), "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
+        return {"model": self._parts(), "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
+
+    def _parts(self) -> dict[str, Any]:
+        """The module's state dict, with weights that are gathered when they are needed."""
+        values: dict[str, Any] = dict(self.module.named_buffers(remove_duplicate=False))
+        for name, each in self.module.named_parameters(remove_duplicate=False):
+            values[name] = _gathered(each, partial(self._whole, each))
+        return {name: values[name] for name in self.module.state_dict()}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         deepspeed = importlib.import_module("deepspeed")
         value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
         if value is None:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                value = parameter
-        return value.detach().clone().float().view(_shape(parameter))
+                value = parameter.detach().clone()
+        whole: torch.Tensor = value.detach().float().view(_shape(parameter))
+        return whole
 
     def _moment(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
         value = importlib.import_module("deepspeed.utils").safe_get_full_optimizer_state(parameter, name)
-        whole: torch.Tensor = value.detach().clone().view(_shape(parameter))
+        whole: torch.Tensor = value.detach().view(_shape(parameter))
         return whole
 
     def _flats(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -128,7 +141,8 @@ class Engine(single.Engine):
         firsts = [sum(map(len, self._groups[:index])) for index in range(len(self._groups))]
         base.state.clear()
         for group, flat in self._flats():
-            step = torch.tensor(float(state[firsts[group]]["step"]))
+            is_fused = base.param_groups[group].get("fused")  # then the device counts the steps
+            step = torch.tensor(float(state[firsts[group]]["step"]), device=flat.device if is_fused else None)
             base.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
         if self._stage < 3:
             self._relink()
@@ -142,6 +156,10 @@ class Engine(single.Engine):
                 size, rank = parameter.ds_tensor.numel(), self.world.rank
                 padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
+
+
+def _gathered(parameter: torch.nn.Parameter, gather: Callable[[], torch.Tensor]) -> Gathered:
+    return Gathered(_shape(parameter), torch.float32, parameter.device, gather)
 
 
 def _shape(parameter: torch.nn.Parameter) -> torch.Size:

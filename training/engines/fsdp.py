@@ -1,19 +1,19 @@
 """Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights when needed."""
 
-import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engines import State, single
 from nodekit.training.errors import TrainingError
-from nodekit.training.snapshots.hostcopy import map_tensors
+from nodekit.training.optimizers import load_state
+from nodekit.training.snapshots.hostcopy import Gathered, map_tensors
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.shards import assemble, read_into, shapes
 
@@ -25,10 +25,13 @@ class Engine(single.Engine):
     _syncs = True  # FSDP's default
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Shard each member of a ModuleList (a transformer's layers) by itself, and all other parameters together."""
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)  # else the shards would be of different models
-        before = copy.deepcopy(self.optimizer.state_dict())
+        """Shard each member of a ModuleList (a transformer's layers) by itself, and all other parameters together.
+
+        The module is on the CPU, and so is the optimizer's state: a layer and a tensor at a time get to the device.
+        """
+        # Else the shards would be of different models.
+        broadcast_from_first(module.state_dict().values(), self.world.device)
+        before = self.optimizer.state_dict()
         names = {parameter: name for name, parameter in module.named_parameters()}
         groups = [[names[each] for each in group["params"]] for group in self.optimizer.param_groups]
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
@@ -80,7 +83,7 @@ class Engine(single.Engine):
             read_into(found.shards, weights | tensors)
             state = assemble(found.state, tensors)
             self.module.load_state_dict(state["model"])
-            self._plain.load_state_dict(state["optimizer"])
+            load_state(self._plain, state["optimizer"], is_kept=True)
         except (LookupError, ValueError, RuntimeError) as error:
             raise TrainingError(
                 f"the snapshot {found.source} is not of this task or model: {error}"
@@ -92,8 +95,8 @@ class Engine(single.Engine):
         return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
 
     def state(self) -> State:
-        gathered: State = map_tensors(_whole, self.shards())
-        return gathered
+        state: State = map_tensors(_gathered, self.shards())
+        return state
 
 
 def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
@@ -105,7 +108,18 @@ def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
         and value.ndim
     ):
         return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    own = torch.empty_like(parameter.to_local(), dtype=value.dtype, requires_grad=False)
+    parts = value.chunk(parameter.device_mesh.size())  # as FSDP2 does: along the first dimension
+    if own.numel():
+        own.copy_(parts[parameter.device_mesh.get_local_rank()])
+    return DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -117,3 +131,9 @@ def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _gathered(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return Gathered(value.shape, value.dtype, value.device, value.full_tensor)

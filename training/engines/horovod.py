@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 
+from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engine_info import BUILD_HOROVOD, EngineError
 from nodekit.training.engines import single
 from nodekit.training.options import Options
@@ -40,8 +40,7 @@ class Engine(single.Engine):
         self._hvd = _init(self.options, self.world)
         by_name = {"off": self._hvd.Compression.none, "fp16": self._hvd.Compression.fp16}
         self._compression = by_name[self.options.compress]
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)
+        broadcast_from_first(module.state_dict().values(), self.world.device)
         return module
 
     def update(self, clip: float | None) -> None:

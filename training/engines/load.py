@@ -46,10 +46,17 @@ def check_engine(options: Options, device: str) -> None:
         raise EngineError(f"--amp fp16 without a GPU: {name} {does}; take bf16, or --engine ddp")
 
 
-def own_optimizer(options: Options, module: "torch.nn.Module") -> "torch.optim.Optimizer | None":
+def begins_on_cpu(options: Options) -> bool:
+    """Whether the engine gets module and optimizer on the CPU: a device need not have room for the whole of them."""
+    return options.engine == "fsdp" or (options.engine == "deepspeed" and options.zero != 0)
+
+
+def own_optimizer(
+    options: Options, module: "torch.nn.Module", *, fused: bool
+) -> "torch.optim.Optimizer | None":
     """The optimizer that ``--deepspeed-config`` names, in place of the task's; None if there is none."""
     path = options.deepspeed_config
-    return make_optimizer(path, module, options.peak_lr) if path else None
+    return make_optimizer(path, module, options.peak_lr, fused=fused) if path else None
 
 
 def load_engine(
@@ -59,12 +66,13 @@ def load_engine(
     optimizer: "torch.optim.Optimizer",
     scaler: Mapping[str, Any] | None,
 ) -> Engine:
-    """Create the engine that the options name, around a module on this rank's device.
+    """Create the engine that the options name, around a module.
 
     Args:
         options: the command line's.
         world: this rank's; its process group exists.
-        module: with the initial weights; where ranks differ, rank 0's are used.
+        module: with the initial weights, on the rank's device or on the CPU (``begins_on_cpu``); where ranks differ,
+            rank 0's are used.
         optimizer: of the module's parameters, with its initial state.
         scaler: the gradient scaler's initial state, if any.
     """

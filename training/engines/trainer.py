@@ -44,6 +44,7 @@ class Engine(accelerate.Engine):
             "save_strategy": "no",
             "eval_strategy": "no",
             "logging_strategy": "no",
+            "logging_nan_inf_filter": False,  # it would wait for the GPU in each step
             "report_to": "none",
             "disable_tqdm": own.pop("disable_tqdm", True),
         }
@@ -105,6 +106,9 @@ def _trainer(transformers: Any, engine: Engine, module: torch.nn.Module, argumen
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:  # noqa: ARG002
             engine.gradients(model)
             return torch.zeros((), device=self.args.device)
+
+        def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+            """None: it is for logs only, and reading it would wait for the GPU in each step."""
 
     class AtStepEnd(transformers.TrainerCallback):  # type: ignore[misc]  # likewise
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002

@@ -20,16 +20,21 @@ from nodekit.training.world import World
 _CHUNK_BYTES = 32 << 20
 
 
-def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = None) -> Loaded | None:
+def newest_of_all(
+    snapshots: Snapshots, world: World, *, writes: bool | None = None, is_mapped: bool | None = None
+) -> Loaded | None:
     """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
 
     Every rank calls it, with its node's folder. The greatest (generation, step) with a correct hash wins; nodes that
-    lack it get it by broadcast and keep a copy.
+    lack it get it by broadcast and keep a copy. The first rank of each node reads and verifies it, and the node's
+    other ranks load the same file.
 
     Args:
         snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
         world: its process group must exist.
         writes: whether this rank writes to the folder; None: every node's first rank does.
+        is_mapped: leave large tensors in the file, in memory that the ranks of a node share: for a state that is
+            copied and not kept. None: where there is a GPU, to which loading copies it.
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
@@ -40,10 +45,12 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
     if snapshots.generation is not None and snapshots.generation < fence:
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
     writes = world.is_first_on_node if writes is None else writes
+    is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     lost: dict[tuple[int, int], str] = {}
     known, expected = max(world.gather(world.expected_snapshot)), ""
     while True:
-        here = snapshots.look(lost, expected=expected) if world.is_first_on_node else Found()
+        is_first = world.is_first_on_node
+        here = snapshots.look(lost, expected=expected, is_mapped=is_mapped) if is_first else Found()
         own = here.loaded
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
         held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
@@ -60,7 +67,9 @@ def newest_of_all(snapshots: Snapshots, world: World, *, writes: bool | None = N
         if manifest.is_sharded:
             loaded = _in_parts(snapshots, world, own, manifest)
         else:
-            loaded = _everywhere(snapshots, world, own, manifest, source=-negative_rank, writes=writes)
+            loaded = _everywhere(
+                snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
+            )
         if loaded:
             return loaded
         lost[age] = f"{manifest.name}: rank {-negative_rank} could read it once, and not again"
@@ -137,17 +146,29 @@ def _is_there(path: Path) -> bool:
 
 
 def _everywhere(
-    snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest, *, source: int, writes: bool
+    snapshots: Snapshots,
+    world: World,
+    own: Loaded | None,
+    manifest: Manifest,
+    *,
+    source: int,
+    writes: bool,
+    is_mapped: bool,
 ) -> Loaded | None:
     """The snapshot on every rank, or None on every rank."""
-    loaded = own if own and own.manifest.age == manifest.age else snapshots.read_age(manifest.age)
+    loaded = own if own and own.manifest.age == manifest.age else None
+    loaded = _from_node(snapshots, world, manifest, loaded, is_mapped=is_mapped)
     if all(world.gather(loaded is not None)):
         return loaded
     # To the disks first: a state may be as large as a node's memory.
     with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
         _broadcast(snapshots, world, manifest, source, file.write if file else None)
     world.gather(None)  # now the node's other ranks can read it
-    loaded = loaded or _from_rank(source, snapshots.read_age(manifest.age))
+    is_sent = loaded is None
+    if is_sent and world.is_first_on_node:
+        loaded = snapshots.read_age(manifest.age, is_mapped=is_mapped)
+    loaded = _from_node(snapshots, world, manifest, loaded, is_mapped=is_mapped)
+    loaded = _from_rank(source, loaded) if is_sent else loaded
     if all(world.gather(loaded is not None)):
         return loaded
     # Again, into memory, for ranks whose disk cannot store it.
@@ -157,6 +178,16 @@ def _everywhere(
         data.seek(0)
         loaded = _from_rank(source, Loaded(load_payload(data), manifest, manifest.payload))
     return loaded if all(world.gather(loaded is not None)) else None
+
+
+def _from_node(
+    snapshots: Snapshots, world: World, manifest: Manifest, loaded: Loaded | None, *, is_mapped: bool
+) -> Loaded | None:
+    """The same file for the other ranks of a node whose first rank has loaded it, and so has verified it."""
+    nodes = world.gather(world.node_rank if world.is_first_on_node and loaded else None)
+    if loaded is None and world.node_rank in nodes:
+        return snapshots.read_age(manifest.age, is_verified=True, is_mapped=is_mapped)
+    return loaded
 
 
 def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
@@ -173,7 +204,7 @@ def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: 
         world.gather(is_good or not world.is_first_on_node)
     ):  # a rank that verifies all files has rejected it
         return None
-    loaded = own if is_good else snapshots.read_age(manifest.age)
+    loaded = own if is_good else snapshots.read_age(manifest.age, is_verified=True)
     return loaded if all(world.gather(loaded is not None)) else None
 
 

@@ -1,66 +1,158 @@
-"""A copy of a state in host memory, in buffers that are reused."""
+"""A copy of a state in host memory, in one block that is reused."""
 
 import copy
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+
+from nodekit.training.snapshots.background import Background
+
+_ALIGNED_BYTES = 64
+_PAGE_BYTES = 4096
+_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    gather: Callable[[], torch.Tensor]
+    """Returns the whole tensor; all ranks call it, those that do not keep it too."""
+
+
+def gather_for_others(state: Any) -> None:
+    """Take part in gathering the tensors of a state that other ranks copy, and keep none."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, Gathered):
+            leaf.gather()
+        return leaf
+
+    map_tensors(lambda tensor: tensor, state, other=other)
 
 
 class HostCopy:
     """Copies nested dicts, lists and tuples of tensors and plain values; one copy is valid at a time.
 
-    Tied weights stay tied. For CUDA tensors the buffers are pinned, so that the copy runs at the bus's full rate.
+    Tied weights stay tied. For CUDA tensors the block is page-locked, so that the copy runs at the bus's full rate: the
+    block is of the exact size, while torch's own pinned memory would round each tensor up to a power of two.
     """
 
-    def __init__(self) -> None:
-        """No buffers yet: the first copy makes them."""
-        self._buffers: list[torch.Tensor] = []
+    def __init__(self, *, pins: bool = True) -> None:
+        """No memory yet: ``prepare`` or the first copy makes it.
+
+        Args:
+            pins: page-lock the memory for CUDA tensors; locking costs more than one copy gains.
+        """
+        self._pins = pins
+        self._memory: Any = np.empty(0, np.uint8)
+        self._maker = Background("nodekit-host-memory")
+
+    def prepare(self, state: Any) -> None:
+        """Make the memory for such a state in a thread: locking takes long, and the first copy need not wait for it."""
+        self._maker.wait()
+        self._maker.start(partial(self._make, *_needs(state)))
 
     def take(self, state: Any) -> Any:
         """Return the copy; its tensors are on the CPU, and the next ``take`` overwrites them."""
-        old, self._buffers = self._buffers, []
-        copied: dict[tuple[object, ...], torch.Tensor] = {}
+        self._maker.wait()
+        self._make(*_needs(state))
+        copied: dict[object, torch.Tensor] = {}
         devices: set[torch.device] = set()
+        start = 0
+
+        def buffer(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            """The next tensor of the block, with a storage of its own: torch.save writes whole storages."""
+            nonlocal start
+            if not shape.numel():
+                return torch.empty(shape, dtype=dtype)
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=start)
+            start += _aligned(flat.nbytes)
+            return flat.as_strided(shape, stride)
 
         def tensor(source: torch.Tensor) -> torch.Tensor:
-            identity = (
-                source.untyped_storage()._cdata, source.storage_offset(), source.shape, source.stride(),
-                source.dtype, source.device,
-            )  # fmt: skip
-            if (known := copied.get(identity)) is not None:
+            if (known := copied.get(identity := _identity(source))) is not None:
                 return known
-            place = len(self._buffers)
-            buffer = old[place] if place < len(old) and _fits(old[place], source) else _buffer(source)
-            buffer.copy_(source.detach(), non_blocking=True)
-            self._buffers.append(buffer)
-            copied[identity] = buffer
+            copied[identity] = own = buffer(source.shape, _stride(source), source.dtype)
+            fill(own, source)
+            return own
+
+        def fill(own: torch.Tensor, source: torch.Tensor) -> None:
+            own.copy_(source.detach(), non_blocking=True)
             if source.device.type == "cuda":
                 devices.add(source.device)
-            return buffer
 
-        result = map_tensors(tensor, state, other=copy.deepcopy)
+        def other(leaf: Any) -> Any:
+            if not isinstance(leaf, Gathered):
+                return copy.deepcopy(leaf)
+            own = buffer(leaf.shape, torch.empty(leaf.shape, device="meta").stride(), leaf.dtype)
+            fill(own, leaf.gather())
+            return own
+
+        result = map_tensors(tensor, state, other=other)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return result
 
+    def _make(self, size_bytes: int, gpu: torch.device | None) -> None:
+        """Have a block of this size, or a larger one."""
+        if size_bytes <= self._memory.nbytes:
+            return
+        self._memory = np.empty(0, np.uint8)  # not both at the same time
+        memory = torch.empty(size_bytes, dtype=torch.uint8).numpy()
+        memory[::_PAGE_BYTES] = 0  # the system gives memory when it is first written
+        if gpu is not None and self._pins:
+            _lock(memory, gpu)
+        self._memory = memory
 
-def _fits(buffer: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        buffer.shape == source.shape
-        and buffer.dtype == source.dtype
-        and buffer.stride() == torch.empty_like(source, device="meta").stride()
-        and buffer.is_pinned() == (source.device.type == "cuda")
-    )
+
+def _lock(memory: Any, gpu: torch.device) -> None:
+    """Page-lock memory until nothing refers to it; if the system refuses, it stays as it is, which is only slower."""
+    with torch.cuda.device(gpu):  # a thread begins with GPU 0, where it would take memory
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)) == 0:
+            weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data).atexit = False
 
 
-def _buffer(source: torch.Tensor) -> torch.Tensor:
-    if source.device.type == "cuda":
-        try:
-            return torch.empty_like(source, device="cpu", pin_memory=True, requires_grad=False)
-        except RuntimeError:  # the system's limit of pinned memory: unpinned is slower
-            pass
-    return torch.empty_like(source, device="cpu", requires_grad=False)
+def _needs(state: Any) -> tuple[int, torch.device | None]:
+    """The bytes of a state's copy, and the GPU from which it comes, if any."""
+    sizes: dict[object, int] = {}
+    gpus: list[torch.device] = []
+
+    def tensor(source: torch.Tensor) -> torch.Tensor:
+        sizes[_identity(source)] = _aligned(source.numel() * source.itemsize)
+        gpus.extend([source.device] if source.device.type == "cuda" else [])
+        return source
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, Gathered):
+            sizes[len(sizes)] = _aligned(leaf.shape.numel() * leaf.dtype.itemsize)
+            gpus.extend([leaf.device] if leaf.device.type == "cuda" else [])
+        return leaf
+
+    map_tensors(tensor, state, other=other)
+    return sum(sizes.values()), gpus[0] if gpus else None
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _stride(source: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty_like(source, device="meta").stride()
+
+
+def _identity(source: torch.Tensor) -> object:
+    storage = source.untyped_storage()._cdata
+    return storage, source.storage_offset(), source.shape, source.stride(), source.dtype, source.device
 
 
 def map_tensors(

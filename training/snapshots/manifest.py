@@ -8,7 +8,9 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots.commit import HashingFile
+from nodekit.training.snapshots.hostcopy import map_tensors
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
@@ -19,6 +21,8 @@ A whole one is a file, a sharded one a folder (see ``sharded``).
 """
 
 _FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
+
+_SMALL_BYTES = 1 << 20
 
 
 class NewerKit(ValueError):
@@ -124,4 +128,15 @@ def save_payload(state: Any, file: BinaryIO) -> HashingFile:
 
 def load_payload(file: BinaryIO) -> Any:
     """Load a payload; never runs code from a pickle."""
+    refuse_unsafe(torch.__version__)
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def map_payload(path: Path) -> Any:
+    """As ``load_payload``, but large tensors stay in the file, and in memory that the processes of a node share.
+
+    The disk gets the room of a removed file back when no such tensor is left.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Small ones may be kept for long: an optimizer keeps its count of steps as it is loaded.
+    return map_tensors(lambda each: each.clone() if each.nbytes < _SMALL_BYTES else each, state)

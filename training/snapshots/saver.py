@@ -124,6 +124,10 @@ class Saver:
             *unsaved,
         ]
 
+    def is_certain(self, step: int) -> bool:
+        """Whether ``every`` asks for a snapshot of this step: then all ranks know without agreeing."""
+        return bool(self._every) and step % (self._every or 1) == 0
+
     def agree(self, sums: Sequence[float]) -> bool:
         """Whether a snapshot is taken of this step, from the sum of all ranks' ``flags()``.
 

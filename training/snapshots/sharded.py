@@ -75,11 +75,20 @@ class ShardedSnapshots(Snapshots):
         self.wait()
         return self._save(self._staged(state), step=step, world_size=world_size)
 
+    def prepare(self, state: Any) -> None:
+        """As ``Snapshots.prepare``, for this rank's own part."""
+        self._host_copy.prepare(self._own(state))
+
     def _staged(self, state: Any) -> Any:
-        tensors = flat(state)
-        own = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in tensors.items()}
-        copied, others = self._host_copy.take((own, rest(state) if self._commits else None))
-        return {name: self._on_cpu(tensors[name], copied[name]) for name in tensors}, others
+        copied, others = self._host_copy.take(self._own(state))
+        return {name: self._on_cpu(each, copied[name]) for name, each in flat(state).items()}, others
+
+    def _own(self, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        """What this rank saves: its parts of the tensors, and everything else where it commits."""
+        own = {
+            name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat(state).items()
+        }
+        return own, rest(state) if self._commits else None
 
     def _on_cpu(self, source: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
         if not isinstance(source, DTensor):

@@ -17,8 +17,6 @@ import torch
 METADATA = ".metadata"
 REST = "rest.pt"
 """Everything but the tensors of model and optimizer."""
-SMALL = (METADATA, REST)
-"""The files that every rank reads completely."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {

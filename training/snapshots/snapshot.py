@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch.serialization import get_unsafe_globals_in_checkpoint
+import torch
 
+from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, place, retried, written_beside
@@ -36,10 +37,11 @@ from nodekit.training.snapshots.manifest import (
     NewerKit,
     age_of,
     load_payload,
+    map_payload,
     save_payload,
     stem_of,
 )
-from nodekit.training.snapshots.shards import REST, SMALL, assemble, read_whole
+from nodekit.training.snapshots.shards import REST, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
 
@@ -122,6 +124,7 @@ class Snapshots:
             leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
                 is their folder.
         """
+        refuse_unsafe(torch.__version__)
         if keep < 2:
             raise ValueError(
                 f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
@@ -152,6 +155,10 @@ class Snapshots:
         """
         self.wait()
         return self._save(state, step=step, world_size=world_size)
+
+    def prepare(self, state: Any) -> None:
+        """Make the memory for copies of such a state, in a thread: the first ``save_async`` then waits less."""
+        self._host_copy.prepare(state)
 
     def save_async(self, state: Any, *, step: int, world_size: int = 1) -> None:
         """Copy ``state`` to host memory now, and do the rest of ``save`` in a thread.
@@ -228,12 +235,15 @@ class Snapshots:
         check_loss([found], found.loaded.manifest.age if found.loaded else None)
         return found.loaded
 
-    def look(self, but: Collection[tuple[int, int]] = (), *, expected: str = "") -> Found:
+    def look(
+        self, but: Collection[tuple[int, int]] = (), *, expected: str = "", is_mapped: bool = False
+    ) -> Found:
         """Load the newest intact one, and tell why newer ones were skipped.
 
         Args:
             but: ages to skip.
             expected: what is known to have been committed here, as text: then an empty folder is an error.
+            is_mapped: see ``read_age``.
         """
         until_s = time.monotonic() + commit.RETRY_S
         problems: list[str] = []
@@ -246,7 +256,8 @@ class Snapshots:
             if age_of(name) in but:
                 continue
             try:
-                return Found(retried(partial(self._load, name), until_s), tuple(problems), newer_kit)
+                load = partial(self._load, name, is_mapped=is_mapped)
+                return Found(retried(load, until_s), tuple(problems), newer_kit)
             except FileNotFoundError:  # another process has removed it since
                 pass
             except NewerKit as error:
@@ -257,15 +268,19 @@ class Snapshots:
                 self._reject(name, error)
         return Found(None, tuple(problems), newer_kit)
 
-    def read_age(self, age: tuple[int, int]) -> Loaded | None:
+    def read_age(
+        self, age: tuple[int, int], *, is_verified: bool = False, is_mapped: bool = False
+    ) -> Loaded | None:
         """Load the one of this (generation, step), if it is here and intact.
 
-        Of a sharded one with ``leave_shards``, only the files that are read are verified: ``load`` has verified the
-        others, on this node's first rank.
+        Args:
+            age: which one.
+            is_verified: another rank of this node has verified it: reading all of it once is enough.
+            is_mapped: leave large tensors in the file (see ``map_payload``), unless it is sharded.
         """
         name = f"{stem_of(*age)}.json"
         try:
-            return retried(partial(self._load, name, in_part=True))
+            return retried(partial(self._load, name, is_verified=is_verified, is_mapped=is_mapped))
         except FileNotFoundError:
             return None
         except (NewerKit, _Damaged, OSError) as error:
@@ -299,42 +314,40 @@ class Snapshots:
         except (ValueError, TypeError, AttributeError) as error:
             raise _Damaged(f"its manifest is damaged ({error})") from error
 
-    def _load(self, name: str, *, in_part: bool = False) -> Loaded:
+    def _load(self, name: str, *, is_verified: bool = False, is_mapped: bool = False) -> Loaded:
         manifest = self._manifest_in(name)
         path = self.folder / manifest.payload
         try:
             if manifest.is_sharded:
-                return self._read_shards(manifest, path, in_part=in_part and self.leave_shards)
+                return self._read_shards(manifest, path, is_verified=is_verified)
+            if not is_verified:
+                self._verify(manifest, manifest.payload)
+            if is_mapped and os.name == "posix":  # Windows does not remove mapped files
+                return Loaded(map_payload(path), manifest, str(path))
             with path.open("rb") as file:
-                self._verify(manifest, manifest.payload, file)
-                file.seek(0)
                 return Loaded(load_payload(file), manifest, str(path))
         except commit.NOT_FOUND as error:
             raise _Damaged(str(error)) from error
 
-    def _read_shards(self, manifest: Manifest, path: Path, *, in_part: bool) -> Loaded:
-        wanted: Iterable[str] = [f"{path.name}/{name}" for name in SMALL] if in_part else manifest.sha256
-
-        def verify(name: str) -> None:
-            with (self.folder / name).open("rb") as file:
-                self._verify(manifest, name, file)
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
-            list(pool.map(verify, wanted))
+    def _read_shards(self, manifest: Manifest, path: Path, *, is_verified: bool) -> Loaded:
+        if not is_verified:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+                list(pool.map(partial(self._verify, manifest), manifest.sha256))
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
         if self.leave_shards:
             return Loaded(rest, manifest, str(path), path)
         return Loaded(assemble(rest, read_whole(path)), manifest, str(path))
 
-    def _verify(self, manifest: Manifest, name: str, file: BinaryIO) -> None:
+    def _verify(self, manifest: Manifest, name: str) -> None:
         what = name.partition("/")[2] or "its payload"
-        wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
-        if size_bytes != wanted_bytes:
-            raise _Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
-        digest = hashlib.sha256()
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+        with (self.folder / name).open("rb") as file:
+            wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
+            if size_bytes != wanted_bytes:
+                raise _Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
+            digest = hashlib.sha256()
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
         if digest.hexdigest() != manifest.sha256[name]:
             raise _Damaged(f"{what}'s SHA-256 is another than its manifest's")
 
@@ -415,6 +428,9 @@ class Snapshots:
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
+        # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
+        from torch.serialization import get_unsafe_globals_in_checkpoint
+
         if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
             raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
         self._is_known_loadable = True

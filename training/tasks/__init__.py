@@ -44,7 +44,8 @@ class Task(Protocol):
 
     These are optional. For training:
 
-    - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW.
+    - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW, ``fused=True`` on GPUs. It may get
+      the model on the CPU, before an engine moves it to the device.
     - ``collate(samples) -> batch``; default: torch's.
     - ``notes() -> list[str]``: what a user should know of the data; rank 0 prints it, and it is in ``result.json``.
 
@@ -146,13 +147,15 @@ def task_of(options: "Options") -> Task:
     return load_task(options.task, **given, ignore_mismatched_sizes=ignore)
 
 
-def optimizer_of(task: Task, module: "torch.nn.Module", lr: float) -> "torch.optim.Optimizer":
-    """The task's own optimizer, or AdamW."""
+def optimizer_of(
+    task: Task, module: "torch.nn.Module", lr: float, *, fused: bool = False
+) -> "torch.optim.Optimizer":
+    """The task's own optimizer, or AdamW, perhaps fused."""
     import torch
 
     make = getattr(task, "optimizer", None)
     optimizer: torch.optim.Optimizer = (
-        make(module, lr) if make else torch.optim.AdamW(module.parameters(), lr=lr)
+        make(module, lr) if make else torch.optim.AdamW(module.parameters(), lr=lr, fused=fused or None)
     )
     return optimizer
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nodekit.training.errors import TrainingError
+from nodekit.training.optimizers import load_state
 from nodekit.training.weights.export import read_file, weights_in
 
 _EPOCHS = {"epochs_run": 0, "start_epoch": 1, "epoch": 0}
@@ -66,7 +67,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], p
                     f"{path}: its optimizer has no {', '.join(lacking)}, so it is not the task's "
                     f"{type(optimizer).__name__}; {cure}"
                 )
-        optimizer.load_state_dict(dict(state))
+        load_state(optimizer, state, is_kept=True)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, TrainingError):
             raise

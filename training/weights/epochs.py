@@ -36,7 +36,7 @@ class EpochWeights:
         self.wait()
         state = weights()
         if self._world.is_first_on_node:
-            self._writer.start(partial(self._write, epoch, HostCopy().take(dict(state))))
+            self._writer.start(partial(self._write, epoch, HostCopy(pins=False).take(dict(state))))
 
     def wait(self) -> None:
         """Wait until writing has succeeded or failed."""

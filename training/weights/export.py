@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from nodekit.training.errors import TrainingError
+from nodekit.training.errors import TrainingError, refuse_unsafe
 from nodekit.training.snapshots.commit import sync_folder
 from nodekit.training.snapshots.manifest import save_payload
 
@@ -120,6 +120,8 @@ def read_file(path: Path) -> Any:
         raise TrainingError(
             f"{path} {found}: wanted a folder with {' or '.join(_READABLE)}, or a file of a state dict"
         )
+    if file.suffix != ".safetensors":
+        refuse_unsafe(torch.__version__)
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file  # comes with transformers

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from nodekit.deploy.agent.hang import flight
-from nodekit.deploy.agent.ranks.failures import is_secondary, last_words, may_be_the_kernels, tells_its_end
+from nodekit.deploy.agent.ranks.failures import (
+    is_cause,
+    is_secondary,
+    last_words,
+    may_be_the_kernels,
+    tells_its_end,
+)
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed
@@ -27,7 +33,8 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
-_POLL_S = 0.05
+ALSO_S = 0.1  # of a node's ranks several may fail of the same
+_POLL_S = 0.02
 
 
 class Attempts:
@@ -181,17 +188,29 @@ class Attempts:
     def failures(self, wait_s: float) -> list[WorkerFailure]:
         """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so.
 
-        Who ended after a snapshot, asked to, or because it was fenced, has not failed.
+        Where one has said why it failed, nobody is waited for: those that wait in NCCL would not end. Who ended after a
+        snapshot, asked to, or because it was fenced, has not failed.
         """
         deadline = time.monotonic() + wait_s
+        judged: set[int] = set()
         while len(exits := self.poll()) < len(self.ranks) and time.monotonic() < deadline:
+            for rank in exits.keys() - judged:
+                judged.add(rank)
+                error, _ = self._last_words(rank, exits[rank])
+                if exits[rank] not in _EXITS_NO_FAILURE and is_cause(error, exits[rank]):
+                    deadline = min(deadline, time.monotonic() + ALSO_S)
             time.sleep(_POLL_S)
         self._logbook.look()
         return [self._failure(rank, code) for rank, code in exits.items() if code not in _EXITS_NO_FAILURE]
 
     def end(self, grace_s: float, why: str) -> None:
-        """End the ranks, and tell how far they came."""
+        """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`)."""
+        known = len(self.workers.stuck)
         self.workers.stop(grace_s)
+        for each in self.workers.stuck[known:]:
+            rank = None if each.local_rank is None else self.ranks.get(each.local_rank)
+            told = {"rank": rank, "pid": each.pid, "state": each.state, "wchan": each.wchan}
+            self._record.event("unkillable", attempt=self._attempt, **told)
         self.tell_end(why)
 
     def tell_end(self, why: str) -> None:
@@ -209,16 +228,8 @@ class Attempts:
             )
 
     def _failure(self, rank: int, exitcode: int) -> WorkerFailure:
-        log = self._log_of(rank)
         local_rank = next(key for key, each in self.ranks.items() if each == rank)
-        text, written = "", 0.0
-        with contextlib.suppress(OSError), open(log, "rb") as file:  # noqa: PTH123
-            stat = os.fstat(file.fileno())
-            if stat.st_size:
-                written = stat.st_mtime
-                file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
-                text = file.read().decode("utf-8", "replace")
-        error = last_words(text, exitcode)
+        error, written = self._last_words(rank, exitcode)
         # The last words come before the sockets close, so their order is that of cause and effect. What has died
         # without any wrote its last line at some other time.
         has_said = written > 0 and (is_secondary(error, exitcode) or tells_its_end(error))
@@ -229,10 +240,21 @@ class Attempts:
             "world_size": self._world_size,
             "exitcode": exitcode,
             "when": written if has_said else self._ended.get(rank, time.time()),
-            "log": log,
+            "log": self._log_of(rank),
             "error": error,
             "kernel": self._kernel(local_rank, error, exitcode),
         }
+
+    def _last_words(self, rank: int, exitcode: int) -> tuple[str, float]:
+        """What of its log tells why a rank ended, and when its last line was written; 0 for an empty log."""
+        text, written = "", 0.0
+        with contextlib.suppress(OSError), open(self._log_of(rank), "rb") as file:  # noqa: PTH123
+            stat = os.fstat(file.fileno())
+            if stat.st_size:
+                written = stat.st_mtime
+                file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        return last_words(text, exitcode), written
 
     def _kernel(self, local_rank: int, error: str, exitcode: int) -> list[str]:
         """What the kernel says of a rank that it may have ended, or whose GPU or DataLoader worker it may have."""

@@ -238,6 +238,12 @@ def is_secondary(error: str, exitcode: int) -> bool:
     return bool(_SECONDARY.search(_telling(error)))
 
 
+def is_cause(error: str, exitcode: int) -> bool:
+    """Whether these last words alone tell why the round has ended: no other rank's can change that."""
+    said = _telling(error)
+    return not is_secondary(error, exitcode) and not _IN_VAIN.search(said) and not _NETWORK.search(said)
+
+
 def blames_another(failure: Failure) -> bool:
     """Whether a failure is secondary, or names another rank that did not come.
 

@@ -37,10 +37,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from nodekit.deploy.agent.ranks import worker
+from nodekit.deploy.agent.ranks import children, worker
 
 ANSWER_TIMEOUT_S = 120.0  # the first answer waits for the imports, which may come over NFS
-_PR_SET_CHILD_SUBREAPER = 36
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
@@ -118,48 +117,6 @@ class ForkServer:
             os.waitpid(self.pid, 0)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of what workers leave behind, so that `clear_up` finds it."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:
-    """The exit codes of those children that have ended, negative for a signal; they are left unreaped."""
-    found = {}
-    for local_rank, pid in pids.items():
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended:
-            exited = ended.si_code == os.CLD_EXITED
-            found[local_rank] = ended.si_status if exited else -ended.si_status
-    return found
-
-
-def signal_groups(pids: Mapping[int, int], number: int) -> None:
-    """Send a signal to the process groups of workers that are not reaped yet."""
-    for pid in pids.values():
-        try:
-            os.killpg(pid, number)
-        except ProcessLookupError:
-            os.kill(pid, number)  # it has not come to have its own group
-
-
-def clear_up(pids: Mapping[int, int]) -> None:
-    """Kill and reap workers, their groups, and whatever else they left to us: all that is in another session."""
-    signal_groups(pids, signal.SIGKILL)
-    for pid in pids.values():
-        os.waitpid(pid, 0)
-    while strays := [pid for pid in _children() if os.getsid(pid) != os.getsid(0)]:
-        for pid in strays:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _children() -> list[int]:
-    return [
-        int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()
-    ]
-
-
 class _Server:
     """The server's end."""
 
@@ -169,12 +126,13 @@ class _Server:
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
         self._pids: dict[int, int] = {}
         self._agent = 0
+        self._stuck: set[int] = set()
 
     def serve(self, preload: Sequence[str], agent: int) -> None:
         """Answer until the agent is gone."""
         self._agent = agent
         worker.die_with(agent)
-        adopt_orphans()
+        children.adopt_orphans()
         ours = self._socket.fileno()
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
@@ -193,12 +151,13 @@ class _Server:
             if request["op"] == "start":
                 answer["fresh"] = self._start(request["starts"], requests)
             elif request["op"] == "clear":
-                clear_up(self._pids)
+                answer["stuck"] = found = children.clear_up(self._pids, but=self._stuck)
                 self._pids = {}
+                self._stuck |= found.keys()
             answer["pids"] = self._pids
-            answer["ended"] = exit_codes(self._pids)
+            answer["ended"] = children.exit_codes(self._pids)
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
-        clear_up(self._pids)
+        children.clear_up(self._pids, but=self._stuck)
 
     def _start(self, starts: Sequence[Mapping[str, Any]], requests: Any) -> dict[int, str]:
         fresh = {}

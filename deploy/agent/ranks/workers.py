@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.agent.ranks import forkserver
+from nodekit.deploy.agent.ranks import children
 from nodekit.deploy.agent.ranks.forkserver import ForkServer, ServerLost
 
 _POLL_S = 0.01
@@ -36,6 +37,23 @@ class WorkerStart:
     """The file for stdout and stderr: appended to, 0600."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stuck:
+    """A process that waits in the kernel and cannot be ended."""
+
+    pid: int
+    local_rank: int | None
+    """None: it is no rank, but a rank has started it."""
+    state: str
+    """The kernel's letter, mostly D."""
+    wchan: str
+    """The kernel's function that it waits in; "" where that is not told."""
+
+    def __str__(self) -> str:
+        who = "a process of the ranks" if self.local_rank is None else f"local rank {self.local_rank}"
+        return f"{who} (pid {self.pid}, state {self.state}{f' in {self.wchan}' if self.wchan else ''})"
+
+
 class Workers:
     """Starts workers as forks of `server`, or, without one or where it cannot, as fresh processes.
 
@@ -53,9 +71,13 @@ class Workers:
         self._ended: dict[int, int] = {}
         self._ends = select.poll()
         self._handles: dict[int, int] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ends.register(self._bell, select.POLLIN)
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
-        forkserver.adopt_orphans()
+        self.stuck: list[Stuck] = []
+        """Of all rounds, what SIGKILL did not end."""
+        children.adopt_orphans()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -89,7 +111,7 @@ class Workers:
     def wait(self, timeout_s: float) -> bool:
         """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing.
 
-        Returns False if none has ended; True if one may have, which `poll` then tells.
+        Returns False if none has ended; True if one may have, which `poll` then tells, or somebody has called `wake`.
         """
         is_sure = True
         there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
@@ -101,7 +123,14 @@ class Workers:
                 self._ends.register(self._handles[pid], select.POLLIN)
             except OSError:  # it is gone, or the kernel is older than 5.3
                 timeout_s, is_sure = min(timeout_s, _POLL_S), False
-        return bool(self._ends.poll(timeout_s * 1000)) or not is_sure
+        found = self._ends.poll(timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        return bool(found) or not is_sure
+
+    def wake(self) -> None:
+        """End the present `wait`, or the next; from any thread."""
+        os.eventfd_write(self._bell, 1)
 
     def _forget(self, pid: int) -> None:
         handle = self._handles.pop(pid)
@@ -113,7 +142,7 @@ class Workers:
         if self._served and (answer := self._ask("poll")) is not None:
             self._ended = {int(local_rank): code for local_rank, code in answer["ended"].items()}
         else:
-            self._ended = forkserver.exit_codes(self._pids)
+            self._ended = children.exit_codes(self._pids)
         return dict(self._ended)
 
     def stop(self, grace_s: float) -> bool:
@@ -121,13 +150,19 @@ class Workers:
         deadline = time.monotonic() + grace_s
         ended = self.poll()
         if grace_s > 0 and len(ended) < len(self._pids):
-            forkserver.signal_groups(self._pids, signal.SIGTERM)
-            forkserver.signal_groups(self._pids, signal.SIGCONT)  # a stopped one hears only this
+            children.signal_groups(self._pids, signal.SIGTERM)
+            children.signal_groups(self._pids, signal.SIGCONT)  # a stopped one hears only this
             while len(ended := self.poll()) < len(self._pids) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         killed = len(ended) < len(self._pids)
-        if not self._served or self._ask("clear") is None:
-            forkserver.clear_up(self._pids)
+        pids = dict(self._pids)
+        if self._served and (answer := self._ask("clear")) is not None:
+            stuck = {int(pid): where for pid, where in answer["stuck"].items()}
+        else:
+            stuck = children.clear_up(self._pids, but=[each.pid for each in self.stuck])
+        for pid, (state, wchan) in stuck.items():
+            local_rank = next((key for key, each in pids.items() if each == pid), None)
+            self.stuck.append(Stuck(pid=pid, local_rank=local_rank, state=state, wchan=wchan))
         for pid in list(self._handles):
             self._forget(pid)
         self._pids = {}

@@ -4,11 +4,15 @@ A process that dies closes it, and where a cable is cut the kernel's keep-alive 
 know within ``keep_alive_s * lost_after`` seconds. The kernel does the probing, so a node that is only busy is not
 taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this
 run before anything is said (`agent_wire.Wire`). Standard library only.
+
+Over the same connections every agent is told at once that a node is lost, or that a rank of some node has failed and
+the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import socket
@@ -40,15 +44,25 @@ def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int)
 class KeepaliveServer:
     """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
 
-    def __init__(self, address: str, token: str, keep_alive_s: float, lost_after: int, say: Say) -> None:
-        """Listen at `address`, for who knows the token; `say(kind, **fields)` is told of false alarms."""
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        keep_alive_s: float,
+        lost_after: int,
+        say: Say,
+        on_news: Callable[[int | None], None] = lambda _: None,
+    ) -> None:
+        """Listen at `address`, for who knows the token; `say` is told of false alarms, `on_news` as a `Keepalive`'s."""
         self._token = token
         self._keep_alive_s = keep_alive_s
         self._lost_after = lost_after
         self._widest = lost_after * _MAX_WIDENING
         self._say = say
+        self._on_news = on_news
         self._lock = threading.Lock()
         self._connected: dict[str, socket.socket] = {}
+        self._wires: dict[str, Wire] = {}
         self._lost: set[str] = set()
         listener = ports.listen(address)
         self.port: int = listener.getsockname()[1]
@@ -89,13 +103,27 @@ class KeepaliveServer:
                     self._lost.discard(identity)
                 wire.send({"lost_after": self._lost_after})  # as wide as it was found it must be
                 connection.settimeout(None)
-                while connection.recv(64):
-                    pass
+                with self._lock:
+                    self._wires[identity] = wire
+                while True:
+                    self.tell(_news_in(wire.receive_frame()), but=identity)
             finally:
                 with self._lock:
-                    if identity and self._connected.get(identity) is connection:
+                    if is_lost := bool(identity) and self._connected.get(identity) is connection:
                         del self._connected[identity]
+                        self._wires.pop(identity, None)
                         self._lost.add(identity)
+                if is_lost:
+                    self.tell(None)
+
+    def tell(self, broken: int | None, *, but: str = "") -> None:
+        """Tell all agents but one, and this one, that a round is broken; None: that a node is lost."""
+        with self._lock:
+            for identity, wire in self._wires.items():
+                if identity != but:
+                    with contextlib.suppress(OSError):  # it is being lost
+                        wire.send({"broken": broken})
+        self._on_news(broken)
 
     def _widen(self) -> None:
         """After a false alarm, be slower to raise the next one."""
@@ -120,13 +148,15 @@ class Keepalive:
         keep_alive_s: float,
         lost_after: int,
         on_lost: Callable[[], None],
+        on_news: Callable[[int | None], None] = lambda _: None,
     ) -> None:
+        """Connect; `on_news` is called, by a thread, with the round that is broken, None where a node is lost."""
         self.lost = threading.Event()
-        self._on_lost = on_lost
+        self._on_lost, self._on_news = on_lost, on_news
         self._closed = False
         self._connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
         try:
-            wire = Wire(self._connection)
+            self._wire = wire = Wire(self._connection)
             wire.prove(token, is_client=True, timeout_s=HANDSHAKE_S)
             _keep_alive(self._connection, keep_alive_s, lost_after)
             answer = wire.ask({"identity": identity})
@@ -140,6 +170,11 @@ class Keepalive:
             ) from error
         threading.Thread(target=self._watch, name="keepalive", daemon=True).start()
 
+    def tell(self, broken: int) -> None:
+        """Have all agents know that a round is broken; for one thread."""
+        with contextlib.suppress(OSError):  # they will see it, or this node's end
+            self._wire.send({"broken": broken})
+
     def close(self) -> None:
         """Hang up; `on_lost` is not called."""
         self._closed = True
@@ -147,15 +182,20 @@ class Keepalive:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._connection.recv(64):
-                pass
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                self._on_news(_news_in(self._wire.receive_frame()))
         self._connection.close()
         try:
             if not self._closed:
                 self._on_lost()
         finally:
             self.lost.set()
+
+
+def _news_in(frame: bytes) -> int | None:
+    broken = json.loads(frame).get("broken")
+    return broken if isinstance(broken, int) else None
 
 
 def cut_connections(address: str, port: int) -> None:

@@ -1,6 +1,6 @@
 """torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
 
-It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.10 to 2.15);
+It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.4 to 2.15);
 tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
 
 - ranks follow the plan's node_rank, where upstream sorts address *strings* ("10.0.0.10" before "10.0.0.2");
@@ -13,7 +13,9 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 - a round is complete as soon as all who are connected are in it, not after the last call;
 - the loss of the store's host ends every call that waits for it;
 - what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
-- a state that has to be asked for again is asked for after 0.05 s, not 1 s.
+- a state that has to be asked for again is asked for after 0.05 s, not 1 s;
+- the name of the caller, for an event that is recorded nowhere, is not looked up in the source files of the whole stack
+  (by `inspect.stack`, twice for each event: half a second of a core for each round).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import json
 import os
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
@@ -126,14 +129,23 @@ class Formed:
                     told.add(rank)
 
 
+def method_name(depth: int = 2) -> str:
+    """Return the name of the function that many calls up from here, as upstream's function of this purpose does."""
+    return sys._getframe(depth).f_code.co_name
+
+
 class Rendezvous:
     """One generation's rendezvous, as one node sees it.
 
     `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
     """
 
-    def __init__(self, spec: AgentSpec, pause: Callable[[], None], say: Say) -> None:
+    def __init__(
+        self, spec: AgentSpec, pause: Callable[[], None], say: Say, on_news: Callable[[], None] = lambda: None
+    ) -> None:
         """Reach the store on the rendezvous host, or be it.
+
+        `on_news` is called, by another thread, when a node is lost or a round broken, so that it is looked at once.
 
         Raises:
             StoreLost: there is no rendezvous at the place the spec names.
@@ -141,6 +153,8 @@ class Rendezvous:
         self._spec = spec
         self._pause = pause
         self._say = say
+        self._on_news = on_news
+        self._broken_round = -1
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
@@ -182,6 +196,7 @@ class Rendezvous:
             node, settings, backend.name, self._store, self._state
         )
         upstream._delay = self._delay  # type: ignore[attr-defined]  # upstream imports it without exporting it
+        upstream.get_method_name = method_name
 
     def _wait_for(self, read: Callable[[], _T | None], what: str) -> _T:
         """Return what `read` returns, once that is not None.
@@ -207,7 +222,7 @@ class Rendezvous:
             # The port is the store's by now, so this cannot be begun again.
             self._keepalive_server = descriptors.when_there(
                 lambda: KeepaliveServer(
-                    spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say
+                    spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say, self._hear
                 ),
                 self._pause,
             )
@@ -224,6 +239,7 @@ class Rendezvous:
                 keep_alive_s=spec.keep_alive_s,
                 lost_after=spec.lost_after,
                 on_lost=lambda: cut_connections(spec.master_addr, spec.master_port),
+                on_news=self._hear,
             )
         except OSError as error:
             raise StoreLost(str(error)) from error
@@ -270,6 +286,22 @@ class Rendezvous:
             master_addr=master_addr,
             master_port=master_port,
         )
+
+    def tell_broken(self, number: int) -> None:
+        """Have all agents know that a round is broken: a rank of this node has failed, or ended too early."""
+        if self._keepalive_server is not None:
+            self._keepalive_server.tell(number)
+        elif self._keepalive is not None:
+            self._hear(number)
+            self._keepalive.tell(number)
+
+    def is_broken(self, number: int) -> bool:
+        """Whether an agent has told so of a round."""
+        return self._broken_round >= number
+
+    def _hear(self, broken: int | None) -> None:
+        self._broken_round = max(self._broken_round, -1 if broken is None else broken)
+        self._on_news()
 
     def num_nodes_waiting(self) -> int:
         """Nodes that wait to come in, plus those this round was formed with that are gone since.
@@ -382,14 +414,19 @@ class _State(upstream._BackendRendezvousStateHolder):
         state: Any = self._state
         for node in state.last_heartbeats:
             if self._rendezvous.is_gone(node):
-                state.last_heartbeats[node] = datetime.min.replace(tzinfo=timezone.utc)
+                state.last_heartbeats[node] = _long_ago(state.last_heartbeats[node])
         super()._sanitize()
         if (
             not state.complete
             and state.deadline is not None
             and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
         ):
-            state.deadline = datetime.min.replace(tzinfo=timezone.utc)
+            state.deadline = _long_ago(state.deadline)
+
+
+def _long_ago(like: datetime) -> datetime:
+    """The earliest time that can be compared with another: upstream's have no time zone before torch 2.6."""
+    return datetime.min.replace(tzinfo=like.tzinfo)
 
 
 def answers(address: str, port: int) -> bool:

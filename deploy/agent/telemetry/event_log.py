@@ -15,6 +15,7 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.agent.telemetry.gpu_health import GpuHealth
 from nodekit.deploy.agent.telemetry.notes import Notes
 from nodekit.deploy.agent.telemetry.usage import Usage
 from nodekit.deploy.host import current_status, files, schema
@@ -72,7 +73,8 @@ class EventLog:
         self._status_file = current_status.StatusFile(self._events)
         files.end_torn_line(self._events)
         self.event("agent-started", version=schema.VERSION, pid=os.getpid(), address=spec.local_addr)
-        usage = Usage(spec.env.get("GLOO_SOCKET_IFNAME", ""), spec.gpus)
+        self.gpus = GpuHealth(spec.gpus, self.event)
+        usage = Usage(spec.env.get("GLOO_SOCKET_IFNAME", ""), self.gpus.usage)
         self._notes = Notes(
             say=self._noted,
             told=self.told_dir,
@@ -174,6 +176,7 @@ class EventLog:
         """Write the last event and status: why it ended, what to do, and whether restarts had brought nothing."""
         self._ended.set()
         self.look(is_last=True)
+        self.gpus.close()
         result = self._result() if state == "succeeded" else {}
         told = {
             "message": message,

@@ -53,6 +53,19 @@ def parse_progress(text: str) -> Told:
     }
 
 
+def _without_what_stays(sample: Usage) -> dict[str, Any]:
+    """A sample as it is kept: of a GPU not what is the same in each, which is only in the status."""
+    gpus = [
+        {
+            name: value
+            for name, value in gpu.items()
+            if name not in ("clock_max", "power_limit") and value not in ([],)
+        }
+        for gpu in sample.get("gpus", ())
+    ]
+    return {**sample, "gpus": gpus} if gpus else {**sample}
+
+
 class Notes:
     """Looks when it is asked to, every second or so, and says what is worth it."""
 
@@ -115,7 +128,7 @@ class Notes:
         self._measured = now
         sample = self._usage()
         if is_training and self._is_due("sample"):
-            self._say("sample", attempt=self._attempt, **said, **sample)
+            self._say("sample", attempt=self._attempt, **said, **_without_what_stays(sample))
         return sample
 
     def _is_due(self, kind: str) -> bool:

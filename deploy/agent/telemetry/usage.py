@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from nodekit.deploy.host import schema
@@ -15,11 +13,10 @@ from nodekit.deploy.host import schema
 class Usage:
     """Asked now and then; rates are those since the last time."""
 
-    def __init__(self, interface: str, gpus: Sequence[int] = ()) -> None:
-        """`gpus` by nvidia-smi's index; none where the driver's library does not say."""
+    def __init__(self, interface: str, gpus: Callable[[], list[schema.GpuUsage]] = list) -> None:
+        """`gpus` gives the last samples of the node's."""
         self._interface = interface
-        self._gpus = tuple(gpus)
-        self._nvml = _Nvml.load() if gpus else None
+        self._gpus = gpus
         self._busy, self._all = _processor()
         self._traffic, self._asked = _traffic(interface), time.monotonic()
 
@@ -43,7 +40,7 @@ class Usage:
             "interface": self._interface,
             "received": None if rates[0] is None else round(rates[0]),
             "sent": None if rates[1] is None else round(rates[1]),
-            "gpus": self._nvml.ask(self._gpus) if self._nvml else [],
+            "gpus": self._gpus(),
         }
 
 
@@ -74,59 +71,3 @@ def _traffic(interface: str) -> tuple[int, int] | None:
                 fields = counts.split()
                 return int(fields[0]), int(fields[8])
     return None
-
-
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class _Nvml:
-    """NVIDIA's management library, which every driver brings: a call costs microseconds, nvidia-smi half a second.
-
-    Signatures: https://docs.nvidia.com/deploy/nvml-api.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self._devices: dict[int, ctypes.c_void_p] = {}
-
-    @classmethod
-    def load(cls) -> _Nvml | None:
-        """None without a driver."""
-        try:
-            library = ctypes.CDLL(os.environ.get("NODEKIT_NVML", "libnvidia-ml.so.1"))
-            return cls(library) if library.nvmlInit_v2() == 0 else None
-        except (OSError, AttributeError):
-            return None
-
-    def ask(self, gpus: Sequence[int]) -> list[schema.GpuUsage]:
-        """Of each GPU; one that does not answer is left out."""
-        found: list[schema.GpuUsage] = []
-        for index in gpus:
-            device = self._device(index)
-            use, memory = _Utilization(), _Memory()
-            if device is None:
-                continue
-            has_use = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use)) == 0
-            if self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
-                found.append(
-                    {
-                        "index": index,
-                        "use": use.gpu / 100 if has_use else None,
-                        "memory": memory.used,
-                        "memory_total": memory.total,
-                    }
-                )
-        return found
-
-    def _device(self, index: int) -> ctypes.c_void_p | None:
-        if index not in self._devices:
-            device = ctypes.c_void_p()
-            if self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
-                return None
-            self._devices[index] = device
-        return self._devices[index]

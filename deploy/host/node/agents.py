@@ -15,6 +15,7 @@ from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stopped
 
 NO_WORKERS_GRACE_S = 3.0
+UNKILLABLE_S = 10.0
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
 _started: Dict[str, "subprocess.Popen[bytes]"] = {}  # node_dir → the agent that this server started
 
@@ -168,7 +169,11 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
 
 
 def _wait_for_end(node_dir: str, pid: int, grace_s: float, force: bool) -> bool:
-    """Wait until the agent has ended, and kill it when its time is over; returns whether that was needed."""
+    """Wait until the agent has ended, and kill it when its time is over; returns whether that was needed.
+
+    Raises:
+        RuntimeError: SIGKILL does not end it.
+    """
     killed = had_workers = False
     since = time.monotonic()
     while status.agent_alive(node_dir) is not None:
@@ -182,8 +187,10 @@ def _wait_for_end(node_dir: str, pid: int, grace_s: float, force: bool) -> bool:
         end_s = COPYING_GRACE_S if found.get("copying") else min(grace_s, NO_WORKERS_GRACE_S)
         wait_s = 0.0 if force else grace_s if has_workers else end_s
         if not killed and time.monotonic() - since >= wait_s:
-            killed = True
+            killed, since = True, time.monotonic()
             processes.send(pid, signal.SIGKILL)
+        elif killed and time.monotonic() - since > UNKILLABLE_S:
+            raise errors.with_cure(RuntimeError(processes.unkillable(pid)), "reboot the host")
         time.sleep(0.05)
     return killed
 

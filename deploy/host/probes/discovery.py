@@ -57,15 +57,16 @@ def survey() -> Dict[str, Any]:
     """What there is on this host."""
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(gpus.look_up)
-        return {
+        answer = {
             "hostname": socket.gethostname(),
             "boot_id": hostfacts.boot_id(),
             "cpus": len(os.sched_getaffinity(0)),
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "nics": interfaces.nics(),
             "pythons": interpreters(),
-            "gpus": found.result()["usable"],
         }
+        answer.update(gpus=found.result()["usable"], gpu_problem=found.result()["problem"])
+        return answer
 
 
 def interpreters() -> List[Dict[str, Any]]:

@@ -28,11 +28,6 @@ def look_up(timeout_s: float = SMI_TIMEOUT_S) -> Dict[str, Any]:
     found = {"usable": [], "driver": "", "preset": preset, "problem": ""}  # type: Dict[str, Any]
     query = ["nvidia-smi", "--query-gpu=" + ",".join(_QUERY), "--format=csv,noheader,nounits"]
     text, problem = processes.output(query, timeout_s)
-    if problem:
-        # Without a card it is a driver's leftover, and there is nothing to find.
-        if problem != processes.NOT_INSTALLED and has_cards():
-            found["problem"] = problem
-        return found
     listed = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",", len(_QUERY) - 1)]
@@ -40,6 +35,13 @@ def look_up(timeout_s: float = SMI_TIMEOUT_S) -> Dict[str, Any]:
             index, uuid, found["driver"], memory, name = cells
             memory_mib = int(memory) if memory.isdigit() else 0
             listed.append({"index": int(index), "uuid": uuid, "name": name, "memory_mib": memory_mib})
+    if not listed and not problem:
+        problem = "it answered %r" % text.strip()[:100]
+    if problem:
+        # Without a card it is a driver's leftover, and there is nothing to find.
+        if problem != processes.NOT_INSTALLED and has_cards():
+            found["problem"] = problem
+        return found
     instances = _mig_instances(timeout_s) if "MIG-" in (preset or "") else {}
     found["usable"] = visible(preset, listed, instances)
     return found

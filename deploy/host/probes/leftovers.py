@@ -10,7 +10,7 @@ import signal
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
-from nodekit.deploy.host import current_status, files, processes
+from nodekit.deploy.host import current_status, errors, files, processes
 from nodekit.deploy.host.probes import hostfacts, netstate
 from nodekit.deploy.host.processes import Process
 from nodekit.deploy.host.schema import Worker
@@ -195,7 +195,8 @@ def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[
         there = _running()
         left = {pid: each for pid, each in left.items() if _same(each, there)}
         if number == signal.SIGKILL and time.monotonic() > deadline + 5:
-            raise RuntimeError("SIGKILL did not end %s (in the kernel?)" % ", ".join(map(str, left)))
+            found = "; ".join(processes.unkillable(pid) for pid in left)
+            raise errors.with_cure(RuntimeError(found), "reboot the host")
     for run in ended:
         for segment in run["shm"]:
             try:

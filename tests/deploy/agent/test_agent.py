@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import strangers
 from agents import Agents, processes_of, until
+from fake_nvml import FakeNvml
 from record_failures import memory_cgroup
 
 from nodekit.deploy.agent import descriptors
@@ -118,6 +119,87 @@ def test_a_crashed_worker_is_restarted_and_both_logs_are_kept(agents: Agents) ->
     assert (failure["rank"], failure["attempt"]) == (1, "0.0")
     assert failure["exitcode"] in (1, -signal.SIGABRT)  # see END: it may abort on its way out
     assert failure["error"].endswith("ValueError: boom")
+
+
+ECC = "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "cause"),
+    [
+        (ECC, "ended", "broken"),
+        ("raise RuntimeError('CUDA error: device-side assert triggered')\n", "failed", ""),
+    ],
+)
+def test_a_crash_of_a_broken_gpu_is_not_the_users(
+    agents: Agents, fake_nvml: FakeNvml, script: str, state: str, cause: str
+) -> None:
+    agents.start(script, num_nodes=1, gpus=(0,))
+
+    def ended() -> dict[str, Any] | None:
+        found = agents.status("n0")
+        return found if not found["alive"] and found.get("state") in ("ended", "failed") else None
+
+    status = until(ended)
+    assert (status["state"], status.get("cause", "")) == (state, cause)
+    assert len(status["failures"]) == 1
+    if cause:
+        assert status["message"] == "GPU ?: rank 0 failed with: uncorrectable ECC error"
+        assert "kit clean --forgive" in status["cure"]
+
+
+DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+
+
+def test_a_node_that_loses_a_gpu_ends_its_ranks_and_leaves(agents: Agents, fake_nvml: FakeNvml) -> None:
+    agents.start(DEAF, num_nodes=1, nproc_per_node=2, gpus=(0, 1))
+    agents.wait("n0", "running")
+    until(lambda: (agents.status("n0").get("usage") or {}).get("gpus"))
+    fake_nvml.kernel_says(
+        "NVRM: Xid (PCI:0000:3b:00): 119, pid=7, name=python, Timeout waiting for RPC from GSP!"
+    )
+    status = until(lambda: (found := agents.status("n0")) and not found["alive"] and found)
+    assert (status["state"], status["cause"]) == ("ended", "broken")
+    assert status["message"].startswith(
+        "GPU 1: Xid 119 (its system processor does not answer): pid=7, name=python"
+    )
+    events = [json.loads(line) for line in (agents.node_dir("n0") / "events.jsonl").read_text().splitlines()]
+    (error,) = [event for event in events if event["kind"] == "gpu-error"]
+    assert (error["gpu"], error["what"], error["number"], error["fatal"]) == (1, "xid", 119, True)
+
+
+SPINS_UNLESS_1 = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while not os.path.exists(os.path.expandvars("$NODEKIT_TEST/go")):
+        time.sleep(0.01)
+    if os.environ["RANK"] == "3":
+        raise ValueError("boom")
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def test_ranks_that_wait_in_nccl_are_ended_as_soon_as_another_has_failed(agents: Agents) -> None:
+    agents.start(SPINS_UNLESS_1, num_nodes=3, nproc_per_node=2, max_restarts=1)
+    for rank in range(6):
+        until(
+            lambda rank=rank: list(agents.folder.glob(f"n*/logs/rank{rank}-*")) and agents.log(rank) == "up\n"
+        )
+    (agents.folder / "go").touch()
+    for name in ("n0", "n1", "n2"):
+        assert agents.wait(name, "succeeded")["state"] == "succeeded"
+        events = [
+            json.loads(line) for line in (agents.node_dir(name) / "events.jsonl").read_text().splitlines()
+        ]
+        ends = [event["why"] for event in events if event["kind"] == "attempt-ended"]
+        # Nobody has waited for the store to tell that the node has left the round.
+        assert ends == ["a rank failed" if name == "n1" else "a rank of another node failed", "done"]
+        assert len([event for event in events if event["kind"] == "rendezvous"]) == 2, (
+            "all have met in one more round"
+        )
 
 
 SAVES_AND_FAILS = """

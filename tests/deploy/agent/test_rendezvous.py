@@ -1,6 +1,7 @@
 """The mends of torch's rendezvous, each seen to matter; they fail when upstream moves what they stand on."""
 
 import base64
+import inspect
 import os
 import pickle
 import re
@@ -32,7 +33,8 @@ TOKEN = "the run's token"
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rendezvous]]:
     """Nodes of one rendezvous, by node_rank; the first one hosts the store on a socket that listens already."""
-    monkeypatch.setattr(upstream, "_delay", upstream._delay)  # put back at the end
+    for name in ("_delay", "get_method_name"):
+        monkeypatch.setattr(upstream, name, getattr(upstream, name))  # put back at the end
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     fds = [held.detach()]
@@ -147,6 +149,23 @@ def test_who_are_all_there_do_not_wait_for_a_last_call(connect: Any) -> None:
         time.sleep(0.01)
     form_all(nodes)
     assert time.monotonic() - start < 10  # the first round has a last call of 15 s
+
+
+def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any) -> None:
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    rung = [threading.Event() for _ in nodes]
+    for node, bell in zip(nodes, rung, strict=True):
+        node._on_news = bell.set
+    form_all(nodes)
+    for teller, number in ((1, 0), (0, 1)):  # one of the others; the one that has the store
+        assert not any(node.is_broken(number) for node in nodes)
+        nodes[teller].tell_broken(number)
+        until(lambda number=number: all(node.is_broken(number) for node in nodes))
+    for bell in rung:
+        bell.clear()
+    hang_up(nodes.pop(), others=nodes[0])
+    assert all(bell.wait(20) for bell in rung[:2])
+    assert not any(node.is_broken(2) for node in nodes)
 
 
 def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
@@ -308,6 +327,22 @@ def test_what_is_signed_counts_for_its_run_round_and_key_alone() -> None:
         store.set("nodekit/r.0/1/a", garbage.decode("latin-1"))
         with pytest.raises(Forged):
             ours.get_all(["a"])
+
+
+def test_an_event_s_caller_is_named_without_reading_source_files(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record() -> str:
+        return str(upstream.get_method_name())
+
+    def caller() -> str:
+        return record()
+
+    assert caller() == "caller"
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
+    assert caller() == "caller", "as upstream names it"
+    monkeypatch.delattr(inspect, "stack")
+    assert [formed.round for formed in form_all(nodes)] == [0, 0]
 
 
 def test_forming_takes_no_whole_seconds(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:

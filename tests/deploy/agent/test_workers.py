@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import processes_of, until
+from agents import freeze, processes_of, until
 
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 
@@ -27,6 +28,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RL
 preload = json.loads(sys.argv[1])
 if "torch" in (preload or []):
     import torch
+from nodekit.deploy.agent.ranks import children
+children.STUCK_S = float(os.environ.get("TEST_STUCK_S", children.STUCK_S))
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 server = ForkServer.start(preload) if preload is not None else None
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
@@ -41,7 +44,7 @@ for line in sys.stdin:
     else:
         result = getattr(workers, name)
         result = result(*args) if callable(result) else result
-    print(json.dumps(result), flush=True)
+    print(json.dumps(result, default=str), flush=True)
 """
 TORCH = ["torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data", "no.such.module"]
 
@@ -241,36 +244,33 @@ atexit.register(last)
 """
 
 
+TARGETS: list[tuple[tuple[str, ...], dict[str, str | None]]] = [
+    (("-u", "package/probe.py"), {}),
+    (("package/../link",), {"OMP_NUM_THREADS": "1"}),
+    (("-m", "package.probe"), {"NODEKIT_DRIVERS_OWN": None}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "env"),
-    [
-        (("-u", "package/probe.py"), {}),
-        (("package/../link",), {"OMP_NUM_THREADS": "1"}),
-        (("-m", "package.probe"), {"NODEKIT_DRIVERS_OWN": None}),
-    ],
-)
 def test_a_fork_is_to_a_script_what_a_fresh_interpreter_is(
-    driver: Drivers, tmp_path: Path, target: tuple[str, ...], env: dict[str, str | None], monkeypatch: Any
+    driver: Drivers, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("NODEKIT_DRIVERS_OWN", "only in its own environment")
-    dump, dumps = tmp_path / "dump", []
-    for preload in (TORCH, None):
-        one = driver(preload)
-        one.script(PROBE, "package/probe.py")
-        with contextlib.suppress(FileExistsError):
-            (one.code / "link").symlink_to("package/probe.py")
-        one.env["NODEKIT_TEST_DRIVER"] = "any"
-        (one.folder.parent / "log").unlink(missing_ok=True)
+    dump, log = tmp_path / "dump", tmp_path / "log"
+    forks, fresh = driver(TORCH), driver(None)
+    forks.script(PROBE, "package/probe.py")
+    (forks.code / "link").symlink_to("package/probe.py")
+    for target, env in TARGETS:
         command = ("python", *target, "a b", "", "$HOME", "x" * 3000)
-        ((code, said),) = one.run(command, env={**env, "DUMP": str(dump)}, log=tmp_path / "log")
-        assert (code, said) == (0, "")
-        assert one.call("fresh") == ({} if preload else {"0": "there is no fork server"})
-        dumps.append(json.loads(dump.read_text()))
-    fork, fresh = dumps
-    assert fork.keys() == fresh.keys()
-    assert {name: fork[name] for name in fork} == {name: fresh[name] for name in fresh}
-    assert fork["command line"].split("\0")[1:-1] == list(command[1:])
+        dumps = []
+        for one in (forks, fresh):
+            one.env["NODEKIT_TEST_DRIVER"] = "any"
+            log.unlink(missing_ok=True)
+            assert one.run(command, env={**env, "DUMP": str(dump)}, log=log) == [(0, "")], target
+            assert one.call("fresh") == ({} if one is forks else {"0": "there is no fork server"})
+            dumps.append(json.loads(dump.read_text()))
+        assert dumps[0] == dumps[1], target
+        assert dumps[0]["command line"].split("\0")[1:-1] == list(command[1:])
 
 
 ENDS = {
@@ -380,12 +380,10 @@ def test_a_script_that_trains_in_parallel_ends(driver: Drivers, how: str) -> Non
 
 MULTIPROCESSING = """
 import multiprocessing, os, pickle, random, sys
-import torch
-from torch.utils.data import DataLoader
 
 class Thing:
     def __init__(self, value): self.value = value
-    def __getitem__(self, index): return torch.tensor([index, os.getpid() != int(os.environ["MAIN"])])
+    def __getitem__(self, index): return [index, os.getpid() != int(os.environ["MAIN"])]
     def __len__(self): return 4
 
 def double(thing): return Thing(thing.value * 2), os.getpid()
@@ -397,8 +395,11 @@ if __name__ == "__main__":
         with multiprocessing.get_context(method).Pool(1) as pool:
             thing, pid = pool.apply(double, (Thing(4),))
             print(method, thing.value, pid != os.getpid())
+    # Whoever is not forked imports torch anew: one way in each of the two runs, after the others have done without.
+    from torch.utils.data import DataLoader
+    for method in ("fork", sys.argv[1]):
         loader = DataLoader(Thing(0), num_workers=1, multiprocessing_context=method)
-        print(torch.cat(list(loader)).tolist())
+        print(method, [[each.item() for each in pair] for pair in loader])
     queue = multiprocessing.Queue()
     child = multiprocessing.Process(target=queue.put, args=([1],))
     child.start(); print(queue.get()); child.join(); print(child.exitcode)
@@ -411,10 +412,12 @@ def test_multiprocessing_and_pickle_know_what_main_defines(driver: Drivers) -> N
     for preload in (TORCH, None):
         one = driver(preload)
         script = one.script(MULTIPROCESSING, "package/job.py")
-        found.append(one.run(script, ("python", "-m", "package.job")))
+        found.append(one.run((*script, "spawn"), ("python", "-m", "package.job", "forkserver")))
     assert found[0] == found[1]
     assert [code for code, _ in found[0]] == [0, 0]
-    assert "forkserver 8 True\n" in found[0][0][1]
+    for method, (_, said) in zip(("spawn", "forkserver"), found[0], strict=True):
+        assert "forkserver 8 True\n" in said
+        assert f"{method} [[0, True], [1, True], [2, True], [3, True]]\n" in said
 
 
 @pytest.mark.slow
@@ -556,6 +559,26 @@ def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) ->
     os.kill(pid, signal.SIGSTOP)
     until(lambda: b") T " in Path(f"/proc/{pid}/stat").read_bytes())
     assert light.call("stop", 5 if heard else 0.2) is not heard
+
+
+@pytest.mark.parametrize("preload", [[], None])
+def test_a_worker_that_cannot_be_ended_is_told_and_not_waited_for(
+    driver: Drivers, freezer: Path, monkeypatch: pytest.MonkeyPatch, preload: list[str] | None
+) -> None:
+    monkeypatch.setenv("TEST_STUCK_S", "0.3")
+    light = driver(preload)
+    pids = light.start(light.script(UP), light.script(UP))
+    light.said("up")
+    light.said("up", 1)
+    freeze(freezer, pids[1])
+    assert light.call("stop", 0.1) is True
+    (stuck,) = light.call("stuck")
+    assert re.fullmatch(rf"local rank 1 \(pid {pids[1]}, state D( in \w+)?\)", stuck)
+    assert not Path(f"/proc/{pids[0]}").exists()
+    light.start(light.script(UP))  # and it hears what it is asked
+    light.said("up")
+    assert light.call("stop", 5) is False
+    assert len(light.call("stuck")) == 1
 
 
 def test_a_stop_right_after_the_start_is_heard(light: Driver) -> None:

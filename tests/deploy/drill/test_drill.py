@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
 from nodekit.deploy.drill.drill import NotPossible, chosen, conclude, table
-from nodekit.deploy.drill.drill_job import copied
 from nodekit.deploy.drill.drill_report import (
     Curve,
     Result,
@@ -266,22 +266,6 @@ def test_list_tells_what_each_fault_is_and_why_it_is_not_possible(tmp_path: Path
 # --- its parts ----------------------------------------------------------------------------------------------
 
 
-def test_the_copied_inventory_means_the_same_in_another_folder(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    text = (
-        "nodes: 2:4\nidentity_file: keys/id\nknown_hosts: ~/known\njob: {env: {N: '010', Y: 'on'}}\n"
-        "hosts:\n  n[1-4]: {known_hosts: kh}\n  n5:\n"
-    )
-    path = tmp_path / "there/mine.yaml"
-    path.write_text(text)
-    copy = tmp_path / "inventory.yaml"
-    copy.write_text(copied(path, name="mine-drill"))
-    one, other = load_inventory(path), load_inventory(copy)
-    assert other.name == "mine-drill"
-    same = {"name": one.name, "path": one.path}
-    assert other.model_copy(update=same) == one
-
-
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -358,7 +342,12 @@ def project(tmp_path: Path) -> Kit:
     """A project with a job of its own and two nodes on this machine."""
     kit = Kit(tmp_path / "my 'project' $HOME; \"x\"", None)
     (kit.folder / "job.py").write_text(COUNTER)
-    values = {"connection": "local", "workdir": str(tmp_path / "work"), "hosts": {"n1": None, "n2": None}}
+    values = {
+        "connection": "local",
+        "python": warm_agents.program(),
+        "workdir": str(tmp_path / "work"),
+        "hosts": {"n1": None, "n2": None},
+    }
     (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return kit
 
@@ -379,6 +368,58 @@ def test_a_job_that_forgets_is_found_out_and_one_that_does_not_survives(project:
     assert len(listed) == 4
     assert all(run["run_id"].startswith("mine-drill-") for run in listed)
     assert {Path(run["inventory"]).name for run in listed} == {"inventory.yaml"}
+
+
+# As users have it: torch's own checkpoint, written by rank 0. With every release of torch that kit runs scripts with.
+DDP = """
+import json, os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+path = os.environ["NODEKIT_SNAPSHOT_DIR"] + "/checkpoint.pt"
+done = 0
+if os.path.exists(path):
+    saved = torch.load(path, weights_only=True)
+    done = saved["step"]
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+wrapped = DistributedDataParallel(model)
+output = os.environ["NODEKIT_OUTPUT_DIR"]
+os.makedirs(output, exist_ok=True)
+for step in range(done + 1, 61):
+    x = torch.rand(16, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    loss = (wrapped(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(loss := loss.detach())
+    time.sleep(0.05)
+    if dist.get_rank() == 0:
+        with open(output + "/metrics.jsonl", "a") as metrics:
+            metrics.write(json.dumps({"step": step, "loss": loss.item(), "time": time.time()}) + "\\n")
+        if step % 10 == 0:
+            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path + ".tmp")
+            os.replace(path + ".tmp", path)
+    with open(os.environ["NODEKIT_PROGRESS_FILE"], "w") as progress:
+        progress.write(str(step))
+dist.barrier()
+os._exit(0)  # gloo's threads may abort an interpreter that ends by itself
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_ddp_goes_on_from_its_own_checkpoint(project: Kit) -> None:
+    (project.folder / "job.py").write_text(DDP)
+    done = project.run("drill", "mine.yaml", "worker", "--json", "--", "job.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(done.stdout)
+    assert (result["outcome"], result["curve"]["sameness"]) == ("survived", "equal")
+    assert result["steps_lost"] < 40
 
 
 @pytest.mark.slow

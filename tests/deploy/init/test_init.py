@@ -49,6 +49,7 @@ def survey(
         "cpus": 96,
         "memory_mib": 1031000,
         "gpus": [{"index": i, "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559} for i in range(gpus)],
+        "gpu_problem": "",
         "nics": [nic("lo", "127.0.0.1/8", kind="loopback"), *nics],
         "pythons": [
             {"path": path, "version": "3.11.2", "torch": torch, "default": False}
@@ -237,6 +238,16 @@ def test_the_network_that_hosts_share(
             [{"/a/python": "2.13.0"}, {"/a/python": "2.12.0"}],
             defaults.Pythons(of_host={}),
         ),
+        (
+            "an older torch where there is no other",
+            [{"/a/python": "2.6.0", "/b/python": "2.13.0"}, {"/a/python": "2.6.0", "/b/python": "2.13.0"}],
+            defaults.Pythons(everywhere="/b/python", of_host={}, torch="2.13.0"),
+        ),
+        (
+            "only an older torch",
+            [{"/a/python": "2.6.0"}] * 2,
+            defaults.Pythons(everywhere="/a/python", of_host={}, torch="2.6.0"),
+        ),
         ("too old for kit", [{"/a/python": "2.1.0"}] * 2, defaults.Pythons(of_host={})),
         ("no torch", [{"/a/python": None}, {}], defaults.Pythons(of_host={})),
         ("no host", [], defaults.Pythons(of_host={})),
@@ -315,6 +326,16 @@ def test_hosts_with_gpus_and_hosts_without_are_for_a_person_to_choose(tmp_path: 
         "# CHOOSE which hosts: a job runs on GPUs everywhere or nowhere, and none was found on cpu1," in text
     )
     assert "which hosts" not in written(tmp_path, [host("cpu1", gpus=0), host("cpu2", gpus=0)])[0]
+
+
+def test_gpus_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path) -> None:
+    broken = host("gpu2", gpus=0)
+    assert broken.survey is not None
+    looked = Looked(host=broken.host, survey={**broken.survey, "gpu_problem": "GPU is lost"})
+    text, _ = written(tmp_path, [host("gpu1"), looked])
+    assert "# CHOOSE gpus: N: they cannot be listed (nvidia-smi: GPU is lost)" in text
+    assert "which hosts" not in text
+    assert "no GPU found" not in text
 
 
 def test_slots_of_hosts_without_gpus_are_processes(tmp_path: Path) -> None:
@@ -436,7 +457,8 @@ def test_without_slurm_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 SMI = "/usr/local/bin/nvidia-smi"
 NVIDIA_SMI = """\
 #!/bin/sh
-printf '0, NVIDIA A100-SXM4-40GB, 40960\\n1, NVIDIA A100-SXM4-40GB, 40960\\n'
+[ "$1" = --query-gpu=index,uuid,driver_version,memory.total,name ] || exit 2
+printf '%s, GPU-%s, 570.124.06, 40960, NVIDIA A100-SXM4-40GB\\n' 0 a1 1 b2
 """
 
 
@@ -499,14 +521,17 @@ def test_an_inventory_of_real_hosts_runs_as_it_is(ready: Kit) -> None:
     assert re.search(
         r"  gpu9:\n    # HostName \S+\n    # could not be looked at: \S+ cannot be reached", text
     )
-    # Without the one that is off, a job has its place on each of the others, as the file stands.
+    # Without the one that is off, a job has its place on each of the others. Their torch is for the CPU alone, so:
     (ready.folder / "lab.yaml").write_text(text.replace("  gpu9:", "  # gpu9:"))
     (ready.folder / "job.py").write_text("")
+    planned = ready.run("up", "lab.yaml", "--dry-run", "--json", "--", "job.py")
+    assert planned.returncode == 1
+    assert planned.stderr.count("is built for the CPU alone, and nvidia-smi lists 2 GPUs") == 3
+    (ready.folder / "lab.yaml").write_text(text.replace("  gpu9:", "  # gpu9:").replace("gpus: 2", "gpus: 0"))
     planned = ready.run("up", "lab.yaml", "--dry-run", "--json", "--", "job.py")
     assert planned.returncode == 0, planned.stderr
     nodes = json.loads(planned.stdout)["nodes"]
     assert [node["interface"] for node in nodes] == [each.interface for each in ready.lab.hosts.values()]
-    assert [len(node["gpus"]) for node in nodes] == [2, 2, 2]
     again = ready.run("init", "gpu1", "-o", "my lab.yaml")
     assert (again.returncode, again.stdout) == (1, "")
     assert "my lab.yaml is there already; --force writes over it" in again.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
@@ -489,7 +490,8 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     kit = Kit(tmp_path / "project", None)
     (tmp_path / "go").mkdir()
     (kit.folder / "two.yaml").write_text(
-        f"name: two\nconnection: local\nworkdir: {tmp_path / 'work'}\nhosts: {{a: , b: }}\n"
+        f"name: two\nconnection: local\npython: {warm_agents.program()}\n"
+        f"workdir: {tmp_path / 'work'}\nhosts: {{a: , b: }}\n"
         f"job: {{env: {{GO: {tmp_path / 'go'}}}}}\nlogs: {{fetch: true}}\n"
     )
     (kit.folder / "job.py").write_text(JOB)

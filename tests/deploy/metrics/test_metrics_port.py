@@ -27,7 +27,9 @@ RUN = Run(
 )  # fmt: skip
 USAGE = {
     "cpu": 0.25, "memory": 4e9, "memory_total": 8e9, "interface": "ib0", "received": 1000, "sent": None,
-    "gpus": [{"index": 0, "use": 0.97, "memory": 5e9, "memory_total": 6e9}, {"index": 3, "use": None, "memory": 1}],
+    "gpus": [{"index": 0, "use": 0.97, "memory": 5e9, "memory_total": 6e9, "temperature": 92, "clock": 900,
+              "power": 310, "slow": ["hw_thermal_slowdown"], "uncorrectable": 0},
+             {"index": 3, "use": None, "memory": 1}],
 }  # fmt: skip
 
 
@@ -109,6 +111,11 @@ def test_what_the_nodes_and_the_events_say_is_served() -> None:
         ("gpu_memory_bytes", "gpu1", "0"): 5e9,
         ("gpu_memory_bytes", "gpu1", "3"): 1,
         ("gpu_memory_size_bytes", "gpu1", "0"): 6e9,
+        ("gpu_temperature_celsius", "gpu1", "0"): 92,
+        ("gpu_clock_megahertz", "gpu1", "0"): 900,
+        ("gpu_power_watts", "gpu1", "0"): 310,
+        ("gpu_ecc_uncorrectable", "gpu1", "0"): 0,
+        ("gpu_slowed", "gpu1", "0", "hw_thermal_slowdown"): 1,
     }
     assert found["events_total", "evaluation"] == 2
     with pytest.raises(urllib.error.URLError):  # it is over

@@ -20,7 +20,6 @@ from agents import until
 from disks import full, small_disk
 
 from nodekit.deploy.commands import cli
-from nodekit.deploy.drill.drill_job import copied
 from nodekit.deploy.host.files import append_private
 from nodekit.deploy.notify import deliver, notify
 from nodekit.deploy.notify.deliver import NotDelivered
@@ -29,6 +28,7 @@ from nodekit.deploy.notify.notify import Notifier
 from nodekit.deploy.records.events import Event, Follower, read
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import notify_secrets
+from nodekit.inventory.copied import copied
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Notify

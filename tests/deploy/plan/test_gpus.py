@@ -29,6 +29,8 @@ if kind == "lost":
 if kind == "no driver":
     print("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
     sys.exit(9)
+if kind == "odd":
+    sys.exit(print("No devices were found"))
 if sys.argv[1:] == ["--query-gpu=index,uuid,driver_version,memory.total,name", "--format=csv,noheader,nounits"]:
     for number, uuid in enumerate(uuids):
         print(f"{{number}}, {{uuid}}, 570.124.06, 81559, NVIDIA H100 80GB HBM3, odd")
@@ -94,6 +96,7 @@ def test_the_gpus_that_a_host_hides_are_not_used_and_the_others_keep_their_names
     [
         ("lost", "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost."),
         ("no driver", "NVIDIA-SMI has failed because"),
+        ("odd", "it answered 'No devices were found'"),
         ("slow", "no answer within 0 s"),
     ],
 )
@@ -149,9 +152,7 @@ def test_several_mig_instances_are_refused_and_one_is_used_by_its_name(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{OTHER_MIG},{MIG}")
     own = {"gpu1": facts("gpu1", gpus=HostGpus.of(probe.look_up()))}
     (refusal,) = examine(inventory(tmp_path, "hosts: {gpu1: }\n"), own)
-    assert str(refusal).startswith(
-        "gpu1: 2 MIG instances, wanted: one: CUDA shows a process no more than one"
-    )
+    assert str(refusal).startswith("gpu1: 2 MIG instances, wanted one: CUDA shows a process no more than one")
     found = inventory(tmp_path, "gpus: 1\nhosts: {gpu1: }\n")
     assert examine(found, own) == []
     assert build(found, own, peers={"gpu1": ()}).nodes[0].env["CUDA_VISIBLE_DEVICES"] == OTHER_MIG
@@ -166,7 +167,7 @@ def test_a_torch_for_the_cpu_alone_is_refused_where_there_are_gpus(
     own = {"gpu1": facts("gpu1", gpus=gpus_there(8, driver="570.124.06"), torch_build=torch_build)}
     problems = [str(each) for each in examine(inventory(tmp_path, "hosts: {gpu1: }\n"), own)]
     said = (
-        "gpu1: torch 2.13.0 is built for the CPU alone, and nvidia-smi lists 8 GPUs, wanted: a build for CUDA"
+        "gpu1: torch 2.13.0 is built for the CPU alone, and nvidia-smi lists 8 GPUs, wanted a build for CUDA;"
     )
     assert [each[: len(said)] for each in problems] == ([said] if refused else [])
     assert examine(inventory(tmp_path, "gpus: 0\nhosts: {gpu1: }\n"), own) == []

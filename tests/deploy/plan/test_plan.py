@@ -1,5 +1,6 @@
 """From inventory and facts to what each node runs."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -312,6 +313,15 @@ def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
     assert planned.nodes[0].nproc_per_node == max(1, len(shares[0]))
 
 
+def test_an_older_torch_runs_a_script_and_is_refused_for_the_training_module(tmp_path: Path) -> None:
+    older = {name: dataclasses.replace(found, torch="2.6.0+cu124") for name, found in TWO_FACTS.items()}
+    with pytest.raises(KitError) as raised:
+        build(inventory(tmp_path, TWO), older)
+    assert [each.problem.found for each in raised.value.errors] == ["torch 2.6.0+cu124"] * 2
+    assert "wanted 2.10 or newer for kit's training module" in str(raised.value)
+    assert build(inventory(tmp_path, TWO), older, command=["train.py"]).nodes
+
+
 def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
     mixed = {**TWO_FACTS, "gpu1": facts("gpu1", Interface("ib0", True, ("10.0.0.1",)), num_gpus=8)}
     with pytest.raises(KitError, match="gpu2: no GPU, but gpu1 have some"):
@@ -329,7 +339,7 @@ def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
             {"torch": None},
             "gpu2: no torch in /venv/bin/python; set `python:` to an interpreter there that has it",
         ),
-        ({"torch": "2.9.1+cu128"}, "gpu2: torch 2.9.1+cu128, wanted 2.10 or newer"),
+        ({"torch": "2.3.1+cu121"}, "gpu2: torch 2.3.1+cu121, wanted 2.4 or newer"),
         ({"torch": "2.12.0"}, "gpu2: torch 2.12.0, but 2 of the hosts have 2.13.0, wanted the same on all"),
         (
             {"workdir_problem": "/x: Permission denied", "workdir_errno": "EACCES"},

@@ -21,6 +21,7 @@ from places import RECORDED
 from test_plan import facts, gpus_there, inventory
 
 from nodekit.deploy.host import processes
+from nodekit.deploy.host.probes.xids import parse_xids
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import script
@@ -149,7 +150,7 @@ def test_underlined_heads_of_the_matrix_are_read_too() -> None:
 
 
 def test_xids_are_read_with_the_bus_they_are_of() -> None:
-    xids = nvidia_smi.parse_xids(recorded("kernel-log-xid.txt").splitlines())
+    xids = parse_xids(recorded("kernel-log-xid.txt").splitlines())
     assert [(xid.bus, xid.number) for xid in xids] == [
         ("0000:af:00", 13), ("0000:af:00", 31), ("0000:01:00", 31), ("0000:01:00", 79), ("0000:44:00", 79),
     ]  # fmt: skip
@@ -369,7 +370,7 @@ def test_a_driver_older_than_torchs_cuda_wants_is_a_failure(
 ) -> None:
     own = facts("gpu1", gpus=gpus_there(1, driver=driver), torch_build=f"cuda {cuda}" if cuda else "")
     found = examine(inventory(tmp_path, ONE), {"gpu1": own})
-    assert [each.problem.startswith(f"NVIDIA driver {driver}") for each in found] == (
+    assert [str(each.problem).startswith(f"NVIDIA driver {driver}") for each in found] == (
         [] if is_fine else [True]
     )
     assert examine(inventory(tmp_path, "gpus: 0\n" + ONE), {"gpu1": own}) == []

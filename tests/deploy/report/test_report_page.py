@@ -15,6 +15,7 @@ from typing import Any
 
 import made_up_run
 import pytest
+import warm_agents
 from kit_runs import Kit
 from made_up_run import SECRET
 from places import ROOT
@@ -589,7 +590,8 @@ def test_kit_report_json_is_the_history(on_record: Path) -> None:
 def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, browser: Browser) -> None:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     workdir = str(tmp_path / "work")
-    text = f"name: two\nconnection: local\nworkdir: {workdir!r}\nhosts: {{a: , b: }}\njob: {{env: {{K: {SECRET}}}}}\n"
+    text = f"name: two\nconnection: local\npython: {warm_agents.program()}\nworkdir: {workdir!r}\n"
+    text += f"hosts: {{a: , b: }}\njob: {{env: {{K: {SECRET}}}}}\n"
     (kit.folder / "two.yaml").write_text(text)
     try:
         up = kit.run(

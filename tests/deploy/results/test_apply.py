@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import warm_agents
 import warm_python
 from agents import processes_of, until
 from kit_runs import Kit
@@ -170,7 +171,7 @@ def test_a_users_own_task_has_its_table_or_is_told_what_it_lacks(
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_report(told, [0, 1, 0, 1], [1, 1, 1, 1], ["0", "1"])
     assert apply.main([str(of_own(own, "Full")), "--test"]) == 0
-    assert "right \\ said\t0\t1\n0\t0\t2\n1\t0\t2\n" in capsys.readouterr().out
+    assert "true \\ predicted\t0\t1\n0\t0\t2\n1\t0\t2\n" in capsys.readouterr().out
     assert apply.main([str(of_own(own, "Bare")), "--test", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["means"], told["lacks"]) == ({"accuracy": 0.5, "one": 1.0}, ["predict", "targets"])
@@ -379,10 +380,10 @@ def test_columns_are_aligned_whatever_the_script_of_the_labels() -> None:
     with console.capture() as captured:
         console.print(kit_apply.confusion_table(told))
     assert captured.get() == (
-        "right \\ said  其他  joy  [b]\n"
-        "其他             5  123    0\n"
-        "joy              0    5    5\n"
-        "[b]              1    2    3\n"
+        "true \\ predicted  其他  joy  [b]\n"
+        "其他                 5  123    0\n"
+        "joy                  0    5    5\n"
+        "[b]                  1    2    3\n"
     )
 
 
@@ -404,7 +405,8 @@ def local(tmp_path: Path, own_home: Path, text_folder: Path) -> Iterator[Kit]:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     (kit.folder / "job.py").write_text(JOB)
     (kit.folder / "lab.yaml").write_text(
-        f"connection: local\nworkdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+        f"connection: local\npython: {warm_agents.program()}\n"
+        f"workdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
         f"job: {{command: [job.py], env: {{TRAINED: {str(text_folder)!r}}}}}\n"
     )
     yield kit

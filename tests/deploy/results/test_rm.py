@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
@@ -261,7 +262,9 @@ def test_what_is_no_age_is_refused(written: str) -> None:
 def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     workdir = json.dumps(str(tmp_path / "work dir"))
-    (kit.folder / "two.yaml").write_text(f"connection: local\nworkdir: {workdir}\nhosts: {{a: , b: }}\n")
+    (kit.folder / "two.yaml").write_text(
+        f"connection: local\npython: {warm_agents.program()}\nworkdir: {workdir}\nhosts: {{a: , b: }}\n"
+    )
     (kit.folder / "job.py").write_text("import time\nwhile True: time.sleep(0.1)\n")
     yield kit
     kit.run("down", "--force")

@@ -99,6 +99,16 @@ def test_a_narrow_window_keeps_the_columns_that_matter_most() -> None:
     assert " ".join(shown(model(), 40, 12)[2].split()) == "NODE STATE GPU STEP QUIET"
 
 
+def test_the_temperature_of_the_hottest_gpu_is_shown_and_that_it_is_slowed_down() -> None:
+    def of(*gpus: dict[str, Any]) -> str:
+        node = Node(name="a", state="running", usage={**USAGE, "gpus": [{**GPU, **each} for each in gpus]})
+        return " ".join(shown(model(nodes=[node]), 120, 30))
+
+    assert "TEMP" not in of({})
+    assert " 71 °C " in of({"temperature": 64, "slow": ["sw_power_cap"]}, {"temperature": 71})
+    assert " 92 °C slow " in of({"temperature": 64}, {"temperature": 92, "slow": ["hw_thermal_slowdown"]})
+
+
 def test_nodes_that_do_not_fit_are_counted_and_the_marked_one_is_shown() -> None:
     nodes = [Node(name=f"n{number}", state="gone" if number == 2 else "running") for number in range(64)]
     text = shown(model(nodes=nodes, chosen="n40"), 100, 24)

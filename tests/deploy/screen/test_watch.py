@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit
 from slurm_runs import Site
@@ -97,7 +98,8 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     """Two local nodes, of which the job needs one."""
     kit = Kit(tmp_path / "my 'project'", None)
     (kit.folder / "two.yaml").write_text(
-        f"name: two\nconnection: local\nworkdir: {str(tmp_path / 'work')!r}\nnodes: 1:2\nhosts: {{a: , b: }}\n"
+        f"name: two\nconnection: local\npython: {warm_agents.program()}\nworkdir: {str(tmp_path / 'work')!r}\n"
+        "nodes: 1:2\nhosts: {a: , b: }\n"
     )
     (kit.folder / "job.py").write_text(JOB)
     yield kit

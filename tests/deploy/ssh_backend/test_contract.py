@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit
 from lab_hosts import make_whole
@@ -60,7 +62,10 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
 
 
 def up_local(local: Kit, shared: Path | None) -> str:
-    text = f"name: two\nconnection: local\nworkdir: {str(local.folder.parent / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+    text = (
+        f"name: two\nconnection: local\npython: {warm_agents.program() if shared else sys.executable}\n"
+        f"workdir: {str(local.folder.parent / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+    )
     if shared:
         text += f"snapshots: {{shared: {str(shared)!r}}}\n"
     (local.folder / "two.yaml").write_text(text)
@@ -75,7 +80,7 @@ def up_ssh(kit: Kit, shared: Path | None) -> str:
 
 
 def up_slurm(site: Site, shared: Path | None) -> str:
-    changes: dict[str, Any] = {"snapshots": {"shared": str(shared)}} if shared else {}
+    changes: dict[str, Any] = {"snapshots": {"shared": str(shared)}} if shared else {"python": sys.executable}
     path = site.inventory("contract", ARGS, {"nodes": 2}, **changes)
     done = site.kit("up", str(path), timeout_s=200)
     return done.stdout + done.stderr

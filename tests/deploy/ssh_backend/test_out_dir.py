@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit
 from test_docs import command_lines, titled
@@ -168,7 +169,8 @@ def kit(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     found = Kit(tmp_path / "project", None)
     (tmp_path / "hold").touch()
     (found.folder / "lab.yaml").write_text(
-        f"name: lab\nconnection: local\nworkdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
+        f"name: lab\nconnection: local\npython: {warm_agents.program()}\n"
+        f"workdir: {str(tmp_path / 'work dir')!r}\nhosts: {{a: , b: }}\n"
         f"job: {{env: {{HOLD: {str(tmp_path / 'hold')!r}}}}}\n"
     )
     (found.folder / "resume.py").write_text(titled(PAGE, "resume.py"))

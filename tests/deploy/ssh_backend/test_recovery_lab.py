@@ -22,7 +22,7 @@ from typing import Any
 import listeners
 import pytest
 import strangers
-from agents import until
+from agents import freeze, until
 from kit_runs import Kit, run_id, slow_training
 from lab_hosts import make_whole
 
@@ -434,6 +434,40 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     run.trained_as(unbroken, same_world=False)
 
 
+def test_a_node_with_a_rank_that_cannot_be_ended_is_drained_and_the_next_kit_up_remembers(
+    story: Callable[..., Story], freezer: Path, unbroken: dict[int, float]
+) -> None:
+    run = story(nodes="2")
+    run.wait_step("node2", 30)
+    (rank,) = run.processes("node2", "-m nodekit.training")
+    freeze(freezer, rank)
+    (other,) = run.processes("node1", "-m nodekit.training")
+    os.kill(other, signal.SIGKILL)
+    run.wait_step("node3", 40)
+    status = run.status("node2")
+    assert (status["state"], status["cause"]) == ("ended", "broken")
+    (told,) = run.events("node2", "unkillable")
+    assert (told["rank"], told["state"]) == (1, "D")
+    assert re.search(
+        r"^ *\S* ?node2 is drained: SIGKILL does not end local rank 0 \(pid \d+, state D", run.kit.log(), re.M
+    )
+    (freezer / "freezer.state").write_text("THAWED")
+    run.end()
+    run.trained_as(unbroken, same_world=False)
+
+    def planned() -> tuple[str, str]:
+        found = run.kit.run("up", run.file, "--dry-run", "--", *run.command)
+        return found.stdout, found.stderr
+
+    out, said = planned()
+    assert "node1" in out
+    assert "node2" not in out
+    assert re.search(rf"without node2: SIGKILL does not end .* \(drained by {run.run_id}, ", said)
+    forgiven = run.kit.run("clean", "--forgive", run.file)
+    assert (forgiven.returncode, forgiven.stdout[:45]) == (0, "node2: forgiven: SIGKILL does not end local r")
+    assert "node2" in planned()[0]
+
+
 def test_a_node_that_flaps_is_left_out_for_longer_and_longer(story: Callable[..., Story]) -> None:
     run = story("-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", "1000")
     run.wait_step("node2", 30)
@@ -512,11 +546,14 @@ def test_a_detached_run_is_supervised_and_can_be_stopped(kit: Kit, lab: Lab) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     lab.crash("node1")
 
-    def survivors() -> bool:
-        status = json.loads(kit.run("status", "--json").stdout)["status"]
-        return all(status.get(name, {}).get("world_size") == 2 for name in ("node2", "node3"))
+    folder = lab.folder / "hosts/node2/upper/root/nodekit/runs" / run_id(done.stdout) / "node2"
 
-    until(survivors, timeout_s=30, what="going on without node1")
+    def world_size() -> int:
+        return current_status.statuses(str(folder)).get("node2", {}).get("world_size", 0)
+
+    until(lambda: world_size() == 2, timeout_s=30, what="going on without node1")
+    told = json.loads(kit.run("status", "--json").stdout)["status"]
+    assert {name: told[name].get("world_size") for name in ("node2", "node3")} == {"node2": 2, "node3": 2}
     lab.revive("node1")
     assert kit.run("down").returncode == 0
     until(lambda: not kit.leftovers(), timeout_s=10)

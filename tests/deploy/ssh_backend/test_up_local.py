@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import warm_agents
@@ -18,11 +17,18 @@ from agents import processes_of, until
 from disks import full, small_disk
 from kit_runs import Kit, run_id
 
+from nodekit.deploy.host.node import status
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records import events, runs
 
 pytestmark = pytest.mark.slow
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)\n"
+
+
+def nodes() -> dict[str, NodeStatus]:
+    """What `kit status` asks the nodes of the latest run for: to wait by that takes half a second of a core a look."""
+    return {name: status.status(node["node_dir"]) for name, node in runs.find(None).nodes.items()}
 
 
 @pytest.fixture
@@ -35,7 +41,8 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     )
     yield kit
     kit.close()
-    kit.run("down", "--force")
+    if any(each.state not in runs.ENDED for each in runs.all_runs()):
+        kit.run("down", "--force")
     until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
 
 
@@ -120,10 +127,12 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = run_id(done.stdout)
     assert f"{found} is running: kit up 'two nodes.yaml' attaches to it" in done.stdout
-    status = local.run("status", found[:-2])  # the beginning of an id will do
-    assert re.search(r"^  a  running  rank 0 of 2$", status.stdout, re.MULTILINE), status.stdout
+    shown = local.run("status", found[:-2]).stdout  # the beginning of an id will do
+    assert re.search(r"^  a  running  rank 0 of 2$", shown, re.MULTILINE), shown
     assert json.loads(local.run("status", "--json").stdout)["status"]["b"]["rank"] == 1
-    until(lambda: "a:0 | up" in local.run("logs").stdout)
+    place = local.folder.parent / "work dir" / "runs" / found
+    until(lambda: [log.read_text() for log in place.glob("*/logs/rank*.log")] == ["up\n"] * 2)
+    assert sorted(local.run("logs").stdout.splitlines()) == ["a:0 | up", "b:1 | up"]
     assert local.run("logs", "--rank", "1").stdout == "b:1 | up\n"
     assert local.run("logs", "--node", "a").stdout == "a:0 | up\n"
     refused = local.run("up", "two nodes.yaml", "--", "job.py", "other")
@@ -134,9 +143,8 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     down = local.run("down")
     assert (down.returncode, down.stdout) == (0, f"{found} is stopped on 2 nodes\n")
     assert attached.wait(60) == 130, local.log()
-    place = local.folder.parent / "work dir" / "runs" / found
-    shown = local.log().partition(f"{found} was stopped; ")[2].splitlines()
-    assert shown == [
+    shown = local.log().partition(f"{found} was stopped; ")[2]
+    assert shown.splitlines() == [
         "kit up 'two nodes.yaml' begins it anew: it has no snapshot",
         f"  logs       a:{place}/a/logs   (kit logs {found})",
         f"  written    a:{place}/code: out/ (2 bytes)",
@@ -181,8 +189,7 @@ def test_agents_that_a_stop_has_missed_are_ended_when_the_run_goes_on(local: Kit
     run.finish("stopped", "by hand, while its nodes were out of reach")
 
     def workers() -> dict[str, int]:
-        status = json.loads(local.run("status", "--json").stdout)["status"]
-        return {name: each["workers"][0]["pid"] for name, each in status.items() if each.get("workers")}
+        return {name: each["workers"][0]["pid"] for name, each in nodes().items() if each.get("workers")}
 
     before = workers()
     again = local.run(*up)
@@ -201,10 +208,6 @@ def test_a_full_disk_here_ends_no_supervision(
     small = tmp_path / "small"
     monkeypatch.setenv("XDG_STATE_HOME", str(small))
 
-    def statuses() -> dict[str, dict[str, Any]]:
-        told: dict[str, dict[str, Any]] = json.loads(local.run("status", "--json").stdout)["status"]
-        return told
-
     with small_disk(small):
         try:
             assert local.run("up", "two nodes.yaml", "-d", "--", "job.py").returncode == 0
@@ -212,15 +215,17 @@ def test_a_full_disk_here_ends_no_supervision(
             log = run.folder / "supervisor.log"  # it lies on the same disk
             until(lambda: "running" in log.read_text(), what="the supervisor that was left behind")
             with full(small):
-                os.kill(int(statuses()["a"]["agent"].partition(".")[0]), signal.SIGKILL)
-                until(lambda: not statuses()["a"]["alive"])
+                os.kill(int(nodes()["a"]["agent"].partition(".")[0]), signal.SIGKILL)
+                until(lambda: not nodes()["a"]["alive"])
+                told = json.loads(local.run("status", "--json").stdout)["status"]
+                assert {name: each["alive"] for name, each in told.items()} == {"a": False, "b": True}
                 for _ in range(10):
                     time.sleep(0.5)
-                    assert (runs.find(None).generation, statuses()["a"]["alive"]) == (0, False)
+                    assert (runs.find(None).generation, nodes()["a"]["alive"]) == (0, False)
                 assert runs.is_supervised(run)
-            until(lambda: statuses()["a"].get("generation") == 1 and statuses()["a"]["alive"], timeout_s=60)
+            until(lambda: nodes()["a"].get("generation") == 1 and nodes()["a"]["alive"], timeout_s=60)
             assert runs.find(None).generation == 1
-            until(lambda: all(each["state"] == "running" for each in statuses().values()), timeout_s=60)
+            until(lambda: all(each["state"] == "running" for each in nodes().values()), timeout_s=60)
             said = log.read_text()
             assert said.count("can be written again") == 1, said
             assert "fence" in {event.kind for event in events.read(run.folder)}
@@ -268,10 +273,6 @@ def test_a_rank_that_fails_when_the_others_have_ended_well_fails_the_job(local: 
 
 def test_a_node_that_is_lost_when_the_others_have_ended_well_is_made_good(local: Kit, tmp_path: Path) -> None:
     up = last_rank(local, "is lost", tmp_path / "go")
-
-    def nodes() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(local.run("status", "--json").stdout)["status"]
-        return found
 
     local.wait_for("| begins in 0 0")  # before, there may be no run to ask for
     until(lambda: nodes()["b"].get("waits_for") == ["a"], timeout_s=60)
@@ -341,7 +342,7 @@ def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_whe
 
 
 @pytest.mark.parametrize(
-    ("args", "status", "says"),
+    ("args", "code", "says"),
     [
         (("up", "none.yaml"), 1, "none.yaml: no such file"),
         (("up", "two nodes.yaml", "--", "none.py"), 1, "no none.py in "),
@@ -361,10 +362,10 @@ def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_whe
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line_with_its_exit_code(
-    local: Kit, args: tuple[str, ...], status: int, says: str
+    local: Kit, args: tuple[str, ...], code: int, says: str
 ) -> None:
     done = local.run(*args)
-    assert done.returncode == status, done.stderr
+    assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 

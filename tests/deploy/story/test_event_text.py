@@ -162,3 +162,32 @@ def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
 
 def test_one_is_singular() -> None:
     assert (count(1, "step"), count(0, "step"), count(1200, "step")) == ("1 step", "0 steps", "1,200 steps")
+
+
+def test_a_gpu_that_breaks_is_told_from_the_first_sign_to_the_node_that_leaves() -> None:
+    broken = "GPU 3: Xid 79 (it has fallen off the bus)"
+    slow = {"gpu": 3, "reasons": ["hw_thermal_slowdown"], "temperature": 92, "clock": 900, "clock_max": 1980}
+    after = told(
+        *started("gpu1", "gpu2"),
+        (50.0, "gpu2", "gpu-slow", {**slow, "power": None}),
+        (80.0, "gpu2", "gpu-slow", {"gpu": 3, "over": True, "seconds": 30.0}),
+        (
+            100.0,
+            "gpu2",
+            "gpu-error",
+            {"gpu": 3, "what": "xid", "number": 79, "text": broken[7:], "fatal": True},
+        ),
+        (101.0, "gpu2", "gpu-error", {"gpu": None, "what": "silent", "text": "no answer", "fatal": False}),
+        (110.0, "gpu2", "unkillable", {"rank": 7, "pid": 4711, "state": "D", "wchan": "os_acquire_mutex"}),
+        (110.1, "gpu2", "agent-ended", {"state": "ended", "cause": "broken", "message": broken}),
+        (110.2, None, "drain", {"about": "gpu2", "why": broken}),
+    )
+    assert after[2:] == [
+        "gpu2: GPU 3 is slowed down: hw_thermal_slowdown (92 °C, 900 MHz of 1980 MHz)",
+        "gpu2: GPU 3 is at its full clock again after 30 s",
+        f"gpu2: {broken}",
+        "gpu2: its GPUs: no answer",
+        "gpu2: SIGKILL does not end rank 7 (pid 4711, state D in os_acquire_mutex)",
+        f"gpu2 leaves the job: {broken}",
+        f"gpu2 is drained: {broken}",
+    ]

@@ -10,7 +10,7 @@ import pytest
 
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.drain import ask, refusal
+from nodekit.deploy.supervise.drain import ask, exclude, refusal
 from nodekit.deploy.supervise.state import Rules
 
 RULES = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
@@ -44,6 +44,16 @@ def test_what_is_drained_is_on_record_until_it_is_undone() -> None:
     assert ask(run, RULES, "b", undo=True) == "b is not drained"
     ask(run, RULES, "c", undo=True)
     assert run.drained == frozenset()
+
+
+def test_it_is_on_record_why_kit_itself_has_drained_a_node() -> None:
+    run = Run(run_id="r", name="r", inventory_path="x", inventory={}, command=None, created=0.0)
+    run.save()
+    (run.folder / "drained").write_text('["a"]')  # as an earlier kit wrote it
+    exclude(run, "c", "GPU 3: Xid 79")
+    assert run.drained_because == {"a": "", "c": "GPU 3: Xid 79"}
+    assert "comes back" in ask(run, RULES, "c", undo=True)
+    assert run.drained == {"a"}
 
 
 def test_of_two_that_drain_at_once_none_is_forgotten_and_enough_nodes_stay(

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 from fake_nodes import NAMES, FakeLink, Nodes
+from test_plan import facts
 
+from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise.node_client import BrokenHost
 from nodekit.deploy.supervise.state import State
 from nodekit.deploy.supervise.supervise import rules_of
 from nodekit.inventory.errors import HostError, KitError, NotWritten
@@ -47,6 +50,30 @@ def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
     with pytest.raises(KitError, match="no room"):
         nodes.client.start_anew("b", state(nodes), is_new=False, record=record)
     assert nodes.of("prestart") == nodes.of("start") == []
+
+
+@pytest.mark.parametrize(
+    ("there", "problem", "refusal"),
+    [
+        ((0, 1), "", ""),
+        ((0,), "", "b: of the 2 GPUs that this node was planned with, nvidia-smi does not list 1"),
+        ((), "GPU is lost.", "b: its GPUs cannot be listed: nvidia-smi: GPU is lost."),
+        ((), "no answer within 15 s", ""),
+    ],
+)
+def test_a_host_that_comes_back_with_fewer_gpus_than_planned_is_broken(
+    nodes: Nodes, there: tuple[int, ...], problem: str, refusal: str
+) -> None:
+    nodes.run.nodes["b"]["gpus"] = [0, 1]
+    found = facts(
+        "b", gpus=HostGpus(usable=tuple(Gpu(index=each, token=str(each)) for each in there), problem=problem)
+    )
+    if not refusal:
+        nodes.client._refuse_broken("b", found)
+        return
+    with pytest.raises(BrokenHost) as refused:
+        nodes.client._refuse_broken("b", found)
+    assert str(refused.value).startswith(refusal)
 
 
 def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:

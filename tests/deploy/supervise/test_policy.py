@@ -14,6 +14,7 @@ from nodekit.deploy.supervise.state import (
     PAUSE_S,
     Action,
     Drain,
+    Exclude,
     Fence,
     Finish,
     Join,
@@ -516,3 +517,34 @@ def test_a_job_that_is_short_of_nodes_says_that_some_are_drained() -> None:
     story.sees(20, c=ended("ended"), **two)
     (text,) = story.says(4, a=agent("rendezvous"), b=UNSEEN)
     assert text.endswith("for b (c: drained; kit drain --undo)")
+
+
+BROKEN = "GPU 3: Xid 79 (it has fallen off the bus)"
+
+
+def test_a_broken_node_is_drained_once_and_a_spare_comes() -> None:
+    story = Story().all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    left = ended("ended", broken=BROKEN, name="c1")
+    assert story.sees(0.2, c=left, **three) == [Exclude("c", BROKEN), Start("e", is_new=True)]
+    drain(story, "c")
+    assert not [action for action in story.sees(60) if action.node == "c"]
+    # The user takes it back: then it is tried once more, and drained again if it breaks again.
+    drain(story)
+    story.rules = dataclasses.replace(story.rules, max_nodes=5)
+    assert Start("c") in story.sees(2)
+    assert Exclude("c", BROKEN) in story.sees(1, c=ended("ended", broken=BROKEN, name="c2"))
+
+
+def test_a_broken_node_that_was_not_started_is_drained_too() -> None:
+    story = Story().all_run()
+    back = dataclasses.replace(ended("running", name="c1"), broken=BROKEN, problem=BROKEN)
+    assert Exclude("c", BROKEN) in story.sees(1, c=back, **{name: running("a", "b", "d") for name in "abd"})
+
+
+def test_a_broken_node_that_the_job_needs_is_tried_again() -> None:
+    story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
+    done = story.all(3, b=ended("ended", broken=BROKEN), a=agent("rendezvous"))
+    assert Start("b") in done
+    said = [action.text for action in done if isinstance(action, Notice)]
+    assert f"b: {BROKEN}; it is tried again: at least 2 nodes are needed, and without it 1 are left" in said

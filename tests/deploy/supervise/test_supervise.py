@@ -24,6 +24,7 @@ from nodekit.deploy.records.runs import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import policy, supervise
+from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.state import (
     Action,
     Fence,
@@ -36,7 +37,7 @@ from nodekit.deploy.supervise.state import (
     State,
     Stop,
 )
-from nodekit.deploy.supervise.supervise import Supervisor, rules_of, seen_of
+from nodekit.deploy.supervise.supervise import Supervisor, rules_of
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")

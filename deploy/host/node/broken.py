@@ -1,0 +1,38 @@
+"""Remember that this host is broken, in its work folder, until somebody says that it is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any, Dict
+
+from nodekit.deploy.host import files
+
+
+def remember(workdir: str, node: str, run: str, why: str) -> None:
+    """Write down that a run has let go of this host, and why."""
+    path = _path(workdir)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    known = dict(recall(workdir), **{node: {"run": run, "why": why, "time": time.time()}})
+    files.write_private(path, json.dumps(known).encode(), durable=True)
+
+
+def recall(workdir: str) -> Dict[str, Dict[str, Any]]:
+    """Return what is known: the node's name in that run → ``run``, ``why``, ``time``; {} of a host that is fit."""
+    found = files.load(_path(workdir))
+    return found if isinstance(found, dict) else {}
+
+
+def forgive(workdir: str) -> Dict[str, Dict[str, Any]]:
+    """Forget it; what was known, as of `recall`."""
+    found = recall(workdir)
+    if found:
+        os.unlink(_path(workdir))
+    return found
+
+
+def _path(workdir: str) -> str:
+    """Each host has its own file, for hosts may share the folder."""
+    return os.path.join(os.path.expanduser(workdir), "broken", socket.gethostname() + ".json")

@@ -1,0 +1,56 @@
+"""Copies an inventory into another folder, where it means the same under another name."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_OF_A_BLOCK = ("identity_file", "known_hosts")
+_OF_ENVIRONMENT = ("requirements", "pyproject", "lock", "find_links")
+
+
+def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None) -> str:
+    """Return an inventory's text under another name, for another folder, and without `notify:`.
+
+    Args:
+        path: a file that can be loaded.
+        name: in place of its own.
+        changes: ``section.key`` → value; None takes the key away.
+    """
+    from nodekit.inventory.source import parse
+
+    data = parse(path.read_text(encoding="utf-8")).data
+    assert isinstance(data, dict), "it was loaded before"
+    data["name"] = name
+    data.pop("notify", None)  # what is tried out should notify nobody
+    folder = path.resolve().parent
+    hosts = data.get("hosts")
+    blocks = list(hosts.values()) if isinstance(hosts, dict) else []
+    for block in [data, *(each for each in blocks if isinstance(each, dict))]:
+        for key in _OF_A_BLOCK:
+            _resolve(block, key, folder)
+    if isinstance(environment := data.get("environment"), dict):
+        for key in _OF_ENVIRONMENT:
+            _resolve(environment, key, folder)
+    for dotted, value in (changes or {}).items():
+        section, _, key = dotted.partition(".")
+        block = data.get(section) or {}
+        block = {**block, key: value} if value is not None else {k: v for k, v in block.items() if k != key}
+        if block:
+            data[section] = block
+        else:
+            data.pop(section, None)
+    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings
+
+
+def _resolve(block: dict[str, Any], key: str, folder: Path) -> None:
+    """Make a relative path absolute, or each of a list; a URL and a ``~`` stay."""
+    value = block.get(key)
+    if isinstance(value, list):
+        block[key] = [_absolute(str(each), folder) for each in value]
+    elif value:
+        block[key] = _absolute(str(value), folder)
+
+
+def _absolute(text: str, folder: Path) -> str:
+    return text if text.startswith("~") or "://" in text else str(folder / text)

@@ -1,0 +1,151 @@
+"""The sums of a step are on their way while the GPU works, and all ranks read the same ones at the same step."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nodekit.training import World, collectives, step_sums
+from nodekit.training.step_sums import Step, StepSums
+
+GPU = torch.device("cuda", 0)
+
+
+class Values:
+    """A tensor on a GPU: it can be summed and copied, and everything that waits for it fails."""
+
+    device, dtype, shape = GPU, torch.float64, torch.Size([2])
+
+
+class Build:
+    """A build of torch for CUDA and NCCL, as far as sums need it; every call is recorded."""
+
+    float64 = torch.float64
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.stream = "training's"
+        self.cuda = SimpleNamespace(
+            Stream=self.new_stream,
+            Event=lambda: self,
+            current_stream=lambda _: "training's",
+            stream=self.using,
+        )
+
+    def empty(self, shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> Any:
+        assert pin_memory
+        return SimpleNamespace(copy_=self.copy, tolist=lambda: [5.0, 7.0])
+
+    def tensor(self, numbers: list[float], *, dtype: torch.dtype, pin_memory: bool) -> Any:
+        assert pin_memory, "a copy from other memory waits for all work on the GPU"
+        return SimpleNamespace(to=self.send)
+
+    def send(self, device: torch.device, *, non_blocking: bool) -> Values:
+        assert non_blocking
+        return Values()
+
+    def new_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append(f"copying waits for {other}"))
+
+    @contextmanager
+    def using(self, _: Any) -> Any:
+        self.stream = "copying"
+        yield
+        self.stream = "training's"
+
+    def copy(self, source: Values, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self.calls.append(f"copied on {self.stream}")
+
+    def record(self) -> None:
+        self.calls.append(f"recorded on {self.stream}")
+
+    def synchronize(self) -> None:
+        self.calls.append("this process waits")
+
+    def all_reduce(self, values: Values, *, async_op: bool) -> Any:
+        assert async_op
+        self.calls.append("summed")
+        return SimpleNamespace(wait=lambda: self.calls.append(f"{self.stream} waits for the sum"))
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Build:
+    made = Build()
+    monkeypatch.setattr(collectives, "torch", made)
+    monkeypatch.setattr(collectives, "dist", made)
+    collectives._copying_stream.cache_clear()
+    return made
+
+
+def test_a_sum_on_a_gpu_makes_nobody_wait_until_it_is_read(build: Build) -> None:
+    read = collectives.start_sum(collectives.numbers_on(GPU, [1.0, 2.0]), 2)  # type: ignore[arg-type]
+    assert build.calls == [
+        "summed",
+        "copying waits for training's",
+        "copying waits for the sum",
+        "copied on copying",
+        "recorded on copying",
+    ]
+    assert read() == [5.0, 7.0]
+    assert build.calls[5:] == ["this process waits"]
+
+
+@pytest.mark.parametrize(
+    ("device", "step_s", "may_be_late", "is_late"),
+    [
+        ("cuda", 0.2, True, True),
+        ("cuda", 0.2, False, False),
+        ("cuda", 3.0, True, False),  # a stop would take three seconds more
+        ("cpu", 0.2, True, False),
+    ],
+)
+def test_sums_are_read_a_step_later_where_a_gpu_makes_short_steps(
+    device: str, step_s: float, may_be_late: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(step_sums.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        step_sums, "numbers_on", lambda _, numbers: torch.tensor(numbers, dtype=torch.float64)
+    )
+    world: Any = SimpleNamespace(
+        device=torch.device(device), world_size=2, start_sum=lambda values: lambda: (2 * values).tolist()
+    )
+    sums = StepSums(world, may_be_late=may_be_late)
+    seen = []
+    for number in range(1, 5):
+        sums.add(Step(number, torch.tensor(float(number), dtype=torch.float64), lr=0.1, num_samples=4))
+        sums.start([number * 10.0])
+        seen.append(sums.is_late)
+        for steps, numbers in sums.read(but=int(sums.is_late)):
+            assert numbers == [steps[0][0].step * 20.0]
+            assert [loss for _, loss in steps] == [2.0 * step.step for step, _ in steps]
+        assert len(sums) == int(seen[-1])
+        now[0] += step_s
+    assert seen == [False, False, is_late, is_late], "the first step's time is not known"
+    assert [step.step for steps, _ in sums.read() for step, _ in steps] == [4] * is_late
+
+
+def test_a_broadcast_is_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(tensor: torch.Tensor, *, src: int) -> None:
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+        assert tensor.device.type == "cpu"
+        assert src == 0
+        tensor.fill_(9)
+
+    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    plain, turned = torch.nn.Parameter(torch.zeros(3)), torch.zeros(4, 3).t()
+    collectives.broadcast_from_first([plain, turned], torch.device("cpu"))
+    assert plain.eq(9).all()
+    assert turned.eq(9).all()
+
+
+def test_a_world_of_one_sums_at_once() -> None:
+    with World.from_env({}) as world:
+        assert world.start_sum(torch.tensor([2.0, 3.0]))() == [2.0, 3.0]

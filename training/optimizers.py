@@ -1,0 +1,43 @@
+"""How a device computes an optimizer's step, whatever device its state was saved on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nodekit.training.options import Options
+from nodekit.training.snapshots.hostcopy import map_tensors
+
+_HOW = ("foreach", "fused", "capturable")
+"""Settings of a parameter group that are about the device, not about the training."""
+
+
+def is_fused(options: Options, device: torch.device) -> bool:
+    """Whether torch's own optimizers are to be fused, one kernel for all parameters; on a CPU the curve would change.
+
+    With fp16, a fused optimizer unscales the gradients itself, which Fabric and FSDP2 do not support.
+    """
+    return device.type == "cuda" and not (options.amp == "fp16" and options.engine in ("fabric", "fsdp"))
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_kept: bool = False) -> None:
+    """Load a state dict, as ``optimizer.load_state_dict``, but compute the steps as this optimizer did before.
+
+    Args:
+        optimizer: with the parameters.
+        state: may be of another device, and in a file (see ``map_payload``).
+        is_kept: the optimizer may keep tensors of the state, since it is soon to be replaced; else they are copied.
+
+    Raises:
+        KeyError, ValueError: it is of another optimizer or model.
+    """
+    own, groups = optimizer.param_groups, state["param_groups"]
+    if len(groups) == len(own):  # else torch refuses them
+        hows = [{name: group[name] for name in _HOW if name in group} for group in own]
+        groups = [{**group, **how} for group, how in zip(groups, hows, strict=True)]
+    values = state["state"]
+    if not is_kept and all(each.device.type == "cpu" for group in own for each in group["params"]):
+        values = map_tensors(
+            torch.clone, values
+        )  # from the CPU to the CPU, torch keeps the tensors as they are
+    optimizer.load_state_dict({**state, "state": values, "param_groups": groups})

@@ -1,0 +1,70 @@
+"""What all ranks sum with each step: the losses to report, and numbers by which they decide together."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nodekit.training.collectives import numbers_on
+from nodekit.training.world import World
+
+LATE_ON = {"cuda"}
+"""Devices where the sums of a step may be read after the next step has been launched."""
+LATE_BELOW_S = 1.0
+"""The longest step for which they are: waiting is a small part of longer ones, and a stop must not take one more."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is not reported yet."""
+
+    step: int
+    loss_sum: torch.Tensor
+    """This rank's part of the mean loss, a scalar."""
+    lr: float
+    num_samples: int
+    ended: float = 0.0
+    """Seconds since 1970; 0 while the optimizer steps."""
+
+
+class StepSums:
+    """The sums that are on their way, from which all ranks read the same at the same step."""
+
+    def __init__(self, world: World, *, may_be_late: bool) -> None:
+        """``may_be_late``: whether a decision may take one step more."""
+        self.is_late = False
+        """Whether the newest sums are better left until the next step: waiting for them leaves a GPU without work."""
+        self._world = world
+        self._may_be_late = may_be_late and world.device.type in LATE_ON
+        self._added: list[Step] = []
+        self._started: list[tuple[list[Step], Callable[[], list[float]]]] = []
+        self._last_s: float | None = None
+
+    def __len__(self) -> int:
+        """How many were started and not read."""
+        return len(self._started)
+
+    def add(self, step: Step) -> None:
+        """Let the loss of this step be part of the next sums."""
+        self._added.append(step)
+
+    def start(self, numbers: Sequence[float]) -> None:
+        """Start to sum the losses of the steps added, and these numbers; beside the optimizer's step."""
+        now_s = time.monotonic()
+        step_s, self._last_s = math.inf if self._last_s is None else now_s - self._last_s, now_s
+        losses = torch.stack([each.loss_sum for each in self._added])
+        own = numbers_on(self._world.device, [step_s, *numbers])
+        self._started.append((self._added, self._world.start_sum(torch.cat([losses, own]))))
+        self._added = []
+
+    def read(self, *, but: int = 0) -> Iterator[tuple[list[tuple[Step, float]], list[float]]]:
+        """Wait for all but the newest ``but``: the steps, each with its loss, and the sums of the numbers."""
+        while len(self._started) > but:
+            steps, sums_of = self._started.pop(0)
+            sums = sums_of()
+            step_s, *numbers = sums[len(steps) :]
+            # The ranks' mean, so that all decide alike.
+            self.is_late = self._may_be_late and step_s / self._world.world_size < LATE_BELOW_S
+            yield list(zip(steps, sums, strict=False)), numbers
