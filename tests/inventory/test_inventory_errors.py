@@ -237,6 +237,10 @@ def test_a_mistake_in_a_host_is_told(tmp_path: Path, written: str, problem: str)
         ("slurm: {nodes: 1, extra: {a: [1]}}", "slurm.extra.a: found [1], wanted text, a number, true or false"),
         ("slurm: {nodes: 1, login: a b}", 'slurm.login: found "a b", wanted a login node, as user@login.example.org'),
         ("slurm: {nodes: 1}\ngpus: 1", "gpus: found beside slurm, wanted slurm.gpus_per_node"),
+        (
+            "slurm: {nodes: 1}\njob: {on_slow: drain}",
+            "job.on_slow: found drain beside slurm, which keeps its nodes, wanted tell",
+        ),
         ("slurm: {nodes: 1}\nnodes: 1", "nodes: found beside slurm, wanted slurm.nodes"),
         ("slurm: {nodes: 1}\nworkdir: x", "workdir: found beside slurm, wanted slurm.shared_dir"),
         ("slurm: {nodes: 1}\nconnection: ssh", "connection: found beside slurm, wanted none: Slurm reaches its nodes itself"),
