@@ -39,6 +39,7 @@ from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendez
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.straggler_watch import StragglerWatch
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.agent.telemetry.gpu_health import Fault
 from nodekit.deploy.agent.unfit import Broken, Unfit, unfit
@@ -77,6 +78,7 @@ class Agent:
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
+        self._straggler_watch = StragglerWatch(record, spec.window_s)
         self._orders = Orders(self._folder)
         self._replicas: Replicas | None = None
         if spec.copies > 1 and len(spec.nodes) > 1:
@@ -306,6 +308,7 @@ class Agent:
         self._electorate = self._orders.voters(self._electorate)
         return {
             "name": self._spec.name,
+            "address": self._spec.local_addr,
             "nproc": self._spec.nproc_per_node,
             "electorate": self._electorate.to_dict(),
             "replicas": self._replicas.endpoint if self._replicas else None,
@@ -350,7 +353,8 @@ class Agent:
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
         attempts = self._attempts
-        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs)
+        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
+        self._straggler_watch.begin(formed, attempts.pids)
         exits: dict[int, int] = {}
         members_at = 0.0
         while True:
@@ -375,6 +379,7 @@ class Agent:
                 return why
             with rendezvous.lost_store_is_told():
                 hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
+                self._straggler_watch.look()
             if hangs:
                 self._leave_if_broken(self._record.gpus.recent())
                 self._end_attempt(0, "a hang")
