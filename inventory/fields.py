@@ -58,7 +58,9 @@ HangSeconds = Annotated[
     Literal["auto", "never"] | Annotated[float, Strict(), Field(gt=0)],
     _wanted("auto, never, or seconds, a number above 0"),
 ]
+OnNan = Annotated[Literal["stop", "rollback"], _wanted("stop or rollback")]
 StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
+OnSlow = Annotated[Literal["tell", "drain"], _wanted("tell or drain")]
 Flag = Annotated[bool, Strict(), _wanted("true or false")]
 # A mistaken one is not shown: a password may be in it.
 IndexUrl = Annotated[

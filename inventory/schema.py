@@ -40,6 +40,8 @@ from nodekit.inventory.fields import (
     Network,
     Nodes,
     Occasion,
+    OnNan,
+    OnSlow,
     Port,
     PositiveCount,
     RunTime,
@@ -209,8 +211,12 @@ class Job(_Model):
     """Processes per node. Default: one per GPU, or 1 on a host without GPUs."""
     max_restarts: Count = 3
     """How often in a row a node's processes may crash, with no progress in between, before the job has failed. A lost node is not counted."""  # noqa: E501
+    on_nan: OnNan = "stop"
+    """What is done when a loss is not a number, or infinite: stop ends the job; rollback goes back to the newest snapshot, and kit's training module leaves that batch out. No snapshot holds it."""  # noqa: E501
     start: StartMethod = "forkserver"
     """How processes start: forkserver forks them from one that has torch imported already, which saves seconds at every restart; spawn starts each from nothing."""  # noqa: E501
+    on_slow: OnSlow = "tell"
+    """What is done about a node that makes the others wait, where its CPU, a GPU or its network is the reason: tell says so; drain takes it out of the job too, if enough nodes are left."""  # noqa: E501
 
 
 class SnapshotSettings(_Model):

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nodekit.training.not_finite import LossWatch, NotFinite
     from nodekit.training.sampler import ElasticSampler, Micro
     from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
     from nodekit.training.snapshots.fence import Fenced
@@ -21,8 +22,10 @@ __all__ = [
     "ElasticSampler",
     "Fenced",
     "Loaded",
+    "LossWatch",
     "Manifest",
     "Micro",
+    "NotFinite",
     "Snapshots",
     "Stop",
     "Task",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "not_finite": ("LossWatch", "NotFinite"),
     "sampler": ("ElasticSampler", "Micro"),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
     "snapshots.fence": ("Fenced",),

@@ -23,6 +23,8 @@ class EngineInfo:
     """Whether it is a single process, whatever the number of GPUs."""
     libraries: tuple[str, ...] = ()
     """The packages that it imports beyond torch."""
+    is_cpu_only: bool = False
+    """Whether it exchanges tensors on the CPU alone."""
     fp16_on_cpu: str = ""
     """What it does with ``--amp fp16`` on a CPU, if that is something else than fp16."""
 
@@ -43,7 +45,7 @@ ENGINES = {
     "deepspeed": EngineInfo(
         "DeepSpeed's ZeRO, --zero 0 to 3", libraries=("deepspeed",), fp16_on_cpu="refuses it"
     ),
-    "horovod": EngineInfo("Horovod, over gloo", libraries=("horovod",)),
+    "horovod": EngineInfo("Horovod, over gloo, on the CPU", libraries=("horovod",), is_cpu_only=True),
     "dp": EngineInfo(
         "one process, all its GPUs, a thread for each (DataParallel); ddp is faster with as many ranks",
         is_alone=True,
@@ -56,6 +58,16 @@ LIBRARIES = tuple(sorted({library for info in ENGINES.values() for library in in
 """Every package that some engine needs beyond torch."""
 _EXTRAS = {"lightning_fabric": "fabric", "transformers": "text"}
 """Library → nodekit's extra, where that has another name."""
+
+
+def refused_on_gpus(name: str) -> str:
+    """Return why an engine does not run on GPUs, and what to do; "" if it does."""
+    if not ENGINES[name].is_cpu_only:
+        return ""
+    return (
+        f"--engine {name}: it is built without GPU operations, and there are GPUs: take --engine ddp, or hide them "
+        "(`gpus: 0` in the inventory; CUDA_VISIBLE_DEVICES= without kit)"
+    )
 
 
 def lacking(name: str, found: Collection[str]) -> str:

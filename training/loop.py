@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,11 @@ from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimi
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.local_sgd import LocalSgd
+from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
+from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
 from nodekit.training.snapshots.hostcopy import gather_for_others
@@ -42,14 +44,27 @@ _ANEW = "To train anew, give another folder with --output, or a new run with kit
 class Loop:
     """Model, optimizer, data and snapshots of one rank; all ranks make the same steps."""
 
-    def __init__(self, options: Options, world: World, task: Task, folder: Path, stop: Stop) -> None:
-        """Create everything and load the newest snapshot; the process group exists already."""
+    def __init__(
+        self,
+        options: Options,
+        world: World,
+        task: Task,
+        folder: Path,
+        stop: Stop,
+        *,
+        without: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """Create everything and load the newest snapshot; the process group exists already.
+
+        ``without`` has the epochs and offsets of batches that are not to be trained with.
+        """
         self.options = options
         self.world = world
         self.task = task
         self.stop = stop
         self.step = 0
         self.trained_s = 0.0
+        world.stage("making the model and reading the data")
         rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
         # Some engines share the weights out before they go to the device, which may have no room for the whole.
         self.begins_on_cpu = begins_on_cpu(options)
@@ -65,11 +80,13 @@ class Loop:
         self._make_loader()
         rng.seed_all(options.seed, rank=1 + world.rank)
         self.is_sharded = options.snapshot_format == "sharded"
+        world.stage("looking for the newest snapshot")
         snapshots, writes = self._open_snapshots(folder)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
+            world.stage("loading the snapshot")
             self._resume(found, optimizer)
         elif options.init_from:
             left_out = load_weights(
@@ -80,8 +97,9 @@ class Loop:
             )
         elif options.resume_from:
             left_out = self._resume_checkpoint(options.resume_from, optimizer)
-        later_epochs = options.epochs - self.sampler.epoch - 1
-        self.total_steps = self.step + self.sampler.steps_left + later_epochs * self.sampler.steps_per_epoch
+        self.sampler.leave_out(without)
+        self.total_steps = self.step + self.sampler.steps_to(options.epochs)
+        world.stage("making the engine")
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
@@ -90,6 +108,7 @@ class Loop:
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
         )  # fmt: skip
+        self._last_batch: tuple[int, int] | None = None  # of the last step whose loss is known
         self._sums = StepSums(world, may_be_late=not options.local_steps)
         self._is_prepared = False
         self._owes_snapshot = False
@@ -117,7 +136,7 @@ class Loop:
         options, world = self.options, self.world
         snapshots = Snapshots(
             world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
-            leave_shards=options.engine == "fsdp",
+            leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device
         )  # fmt: skip
         writes = writes_snapshots(snapshots, world)
         if self.is_sharded:
@@ -164,6 +183,7 @@ class Loop:
             track=options.track,
             settings=asdict(options),
         )
+        self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
         self.evaluation = Evaluation(
             self.task,
             self.task.test_data(),
@@ -178,6 +198,7 @@ class Loop:
         with self.report:
             self._say_what_begins()
             started_s, started_step = time.monotonic(), self.step
+            self.world.stage("the first step")
             if self._evaluates_first:
                 self._evaluate("at step")
             while self.sampler.epoch < self.options.epochs and not self._why_early:
@@ -264,11 +285,13 @@ class Loop:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             loss_sum.zero_()
-            for micro, batch in micro_batches:
+            for micro, batch in self.waits.loading(micro_batches):
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
-                    self.engine.backward(loss * micro.weight)
+                    loss_part = loss * micro.weight
+                    with self.waits.backward(loss_part):
+                        self.engine.backward(loss_part)
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
                     self._start_sum(loss_sum)
@@ -290,12 +313,14 @@ class Loop:
 
     def _start_sum(self, loss_sum: torch.Tensor) -> None:
         """Start the all-reduce of loss and flags; it overlaps the optimizer's step."""
-        offset = self.sampler.offset
+        epoch, offset = self.sampler.epoch, self.sampler.offset
+        num_samples = min(self.sampler.batch_size, self.sampler.num_samples - offset)
         self.sampler.advance()
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
-        num_samples = self.sampler.offset - offset
-        self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples)
+        self._newest = Step(
+            self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=(epoch, offset)
+        )
         self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
         if syncs or self._epoch_ends or self._evaluates:
@@ -322,9 +347,11 @@ class Loop:
         if not self._is_prepared:
             self._prepare_snapshots()
         acts_now = self._epoch_ends or self._evaluates or self.saver.is_certain(self.step)
-        stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
-        if stop or is_due:  # what is in a snapshot must be reported, too
-            stop = self._read_sums()[0] or stop
+        with self.waits.for_others():
+            stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
+            if stop or is_due:  # what is in a snapshot must be reported, too
+                stop = self._read_sums()[0] or stop
+        self.waits.step()
         is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights
         if self.local_sgd:
@@ -350,6 +377,8 @@ class Loop:
         stops = is_due = False
         for steps, (stop, step_s, *saver_sums) in self._sums.read(but=but):
             for each, loss in steps:
+                check_loss(self.world, each.step, loss, each.loss_sum, (each.batch, self._last_batch))
+                self._last_batch = each.batch
                 self.report.step(
                     each.step,
                     epoch=self.sampler.epoch + 1,
@@ -365,6 +394,7 @@ class Loop:
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
+        check_weights(self.world, self.step, self.module, self._last_batch)
         self._same_buffers()
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
@@ -384,6 +414,7 @@ class Loop:
         """Save a snapshot of this step on every node; the learning rate follows from the step."""
         self._saved_step = self.step
         with self.saver.measured():
+            check_weights(self.world, self.step, self.module, self._last_batch)
             self._same_buffers()
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)

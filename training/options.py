@@ -269,6 +269,16 @@ class Options:
         metavar="X",
     )
 
+    on_nan: str = _how(
+        "stop",
+        "when a loss or the weights are not finite: stop, or go back to the newest snapshot and leave that batch out "
+        "(default: $NODEKIT_ON_NAN, else stop)",
+        env="NODEKIT_ON_NAN",
+        choices=["stop", "rollback"],
+        type=str,
+        may_change=True,
+    )
+
     eval_every: int | None = _judged(
         None, "evaluate after every N steps too (default: after each epoch)", **_COUNT
     )

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
@@ -20,10 +21,14 @@ from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
 
 if TYPE_CHECKING:
+    from nodekit.training.loop import Loop
+    from nodekit.training.not_finite import NotFinite
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
 _NAME = "python -m nodekit.training"
+_MOST_ROLLBACKS = 5
+"""So often one process goes back, by ``--on-nan rollback``: of a training that diverges no batch is to blame."""
 _KEPT_ALIVE: list[object] = []
 """Objects that must not be freed before the process ends.
 
@@ -151,6 +156,7 @@ def _prints(world: "World") -> bool:
 def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
     """Join the other ranks, train, and return the exit status."""
     from nodekit.training.loop import Loop
+    from nodekit.training.not_finite import NotFinite
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
 
@@ -161,10 +167,20 @@ def _train(options: Options, world: "World", task: "Task", folder: Path, parent:
         try:
             if parent is not None:
                 parent.stops_by(stop)
-            loop = Loop(options, world, task, folder, stop)
-            _KEPT_ALIVE.append(loop)
-            gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
-            result = loop.run()
+            left_out: set[tuple[int, int]] = set()
+            for number in count(1):
+                loop = Loop(options, world, task, folder, stop, without=left_out)
+                _KEPT_ALIVE.append(loop)
+                gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
+                try:
+                    result = loop.run()
+                    break
+                except NotFinite as error:
+                    _judge(error, options, world, number)
+                    left_out.update(error.batches)
+                _leave(loop)
+                loop = None
+                gc.collect()  # the next one needs its memory
             world.close()  # here, where it cannot take longer than the grace if a signal comes
         except Fenced as error:
             stop.end_within_grace(EXIT_FENCED)
@@ -184,6 +200,38 @@ def _train(options: Options, world: "World", task: "Task", folder: Path, parent:
             world.close()
             return code
         return stop.exit_code if result is None else 0
+
+
+def _judge(error: "NotFinite", options: Options, world: "World", number: int) -> None:
+    """Tell kit; raise the error again if training does not go back to a snapshot for the ``number``-th time."""
+    from nodekit.training.reporting.tell import tell
+
+    why = ""
+    if options.on_nan == "stop":
+        why = "--on-nan stop"
+    elif number > _MOST_ROLLBACKS:
+        why = f"--on-nan rollback has gone back {_MOST_ROLLBACKS} times already"
+    elif not error.batches:
+        why = "it was so in the snapshot already"
+    if world.is_main:
+        tell(world, "not-finite", step=error.step, action="stop" if why else "rollback", **error.fields)
+    if why:
+        raise error.final(why)
+    if world.is_main:
+        batches = ", ".join(f"epoch {epoch + 1} sample {offset}" for epoch, offset in error.batches)
+        print(
+            f"{error}: back to the newest snapshot ({number} of {_MOST_ROLLBACKS}), without the batch that begins at "
+            f"{batches} of the shuffled data",
+            flush=True,
+        )
+
+
+def _leave(loop: "Loop") -> None:
+    """Let go of a loop, when its last snapshot is saved."""
+    loop.saver.settle()
+    _KEPT_ALIVE.remove(loop)
+    _KEPT_ALIVE.append(getattr(loop.saver.snapshots, "group", None))
+    gc.unfreeze()
 
 
 def _report(error: Exception) -> None:

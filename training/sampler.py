@@ -1,6 +1,6 @@
 """Which samples each rank takes: every sample once per epoch, also if the world size changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class ElasticSampler:
         self.world_size = world_size
         self.epoch = 0
         self.offset = 0
+        self.left_out: set[tuple[int, int]] = set()
+        """Global batches that no rank takes: (epoch, offset)."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,7 +88,16 @@ class ElasticSampler:
     @property
     def steps_left(self) -> int:
         """Optimizer steps left in this epoch."""
-        return -(-(self.num_samples - self.offset) // self.batch_size)
+        return self.steps_to(self.epoch + 1)
+
+    def steps_to(self, epochs: int) -> int:
+        """Optimizer steps from here until so many epochs are done."""
+        whole = (epochs - self.epoch - 1) * self.steps_per_epoch
+        in_this = -(-(self.num_samples - self.offset) // self.batch_size)
+        here = (self.epoch, self.offset)
+        ahead = [(epoch, offset) for epoch, offset in self.left_out if here <= (epoch, offset) < (epochs, 0)]
+        starts = [offset - self.offset * (epoch == self.epoch) for epoch, offset in ahead]
+        return in_this + whole - sum(start % self.batch_size == 0 for start in starts)
 
     def micro_batches(self) -> Iterator[Micro]:
         """This rank's micro-batches from the current offset to the end of the epoch."""
@@ -96,6 +107,8 @@ class ElasticSampler:
     def _micro_batches(self, epoch: int, offset: int) -> Iterator[Micro]:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         for start in range(offset, self.num_samples, self.batch_size):
+            if (epoch, start) in self.left_out:
+                continue
             batch = order[start : start + self.batch_size].tolist()
             begin, end = (_cut(len(batch), rank, self.world_size) for rank in (self.rank, self.rank + 1))
             own = batch[begin:end]
@@ -110,17 +123,29 @@ class ElasticSampler:
         return (micro.indices for micro in self.micro_batches())
 
     def advance(self) -> None:
-        """Move the offset behind one global batch."""
+        """Move the offset behind one global batch, and behind those that are left out after it."""
         self.offset = min(self.offset + self.batch_size, self.num_samples)
+        self._pass_left_out()
+
+    def leave_out(self, batches: Iterable[tuple[int, int]]) -> None:
+        """Leave these global batches out from now on: (epoch, offset), as they were when the batch was next."""
+        self.left_out.update(batches)
+        self._pass_left_out()
+
+    def _pass_left_out(self) -> None:
+        while self.offset < self.num_samples and (self.epoch, self.offset) in self.left_out:
+            self.offset = min(self.offset + self.batch_size, self.num_samples)
 
     def next_epoch(self) -> None:
         """Start the next epoch, in another order."""
         self.epoch += 1
         self.offset = 0
+        self._pass_left_out()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position of the next step."""
-        return {name: getattr(self, name) for name in ("seed", "epoch", "offset", "num_samples")}
+        own = {name: getattr(self, name) for name in ("seed", "epoch", "offset", "num_samples")}
+        return own | ({"left_out": [list(each) for each in sorted(self.left_out)]} if self.left_out else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at ``state``, in its order.
@@ -134,6 +159,7 @@ class ElasticSampler:
                 f"{self.num_samples}: give the same data, or start anew in another folder"
             )
         self.seed, self.epoch, self.offset = state["seed"], state["epoch"], state["offset"]
+        self.leave_out((epoch, offset) for epoch, offset in state.get("left_out", ()))
 
 
 def _cut(num: int, part: int, num_parts: int) -> int:

@@ -25,6 +25,8 @@ class Step:
     """This rank's part of the mean loss, a scalar."""
     lr: float
     num_samples: int
+    batch: tuple[int, int] = (0, 0)
+    """The epoch and offset of its global batch."""
     ended: float = 0.0
     """Seconds since 1970; 0 while the optimizer steps."""
 

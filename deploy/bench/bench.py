@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.bench import forecast, model_size, netbench, netbench_report
+from nodekit.deploy.bench import forecast, gpu_links, model_size, netbench, netbench_report
 from nodekit.deploy.bench.forecast import Curve, Forecast, Job
 from nodekit.deploy.bench.netbench import Measured, Progress, Reduced
 from nodekit.deploy.connect import cluster
@@ -77,7 +77,7 @@ def bench(options: Options) -> int:
         job = _job_here(options)
     problems = list(measured.problems) if measured else []
     planned = None
-    if job and measured and not measured.reduced:
+    if job and measured and (not measured.reduced or len(measured.nodes) < 2):
         problems.append("no forecast, since it is made from the all-reduce of two nodes or more")
     elif job:
         planned = _plan(options, job, measured)
@@ -291,13 +291,19 @@ def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Se
     is_terminal = sys.stdout.isatty()
     console = terminal.console(width=None if is_terminal else _NO_TERMINAL_WIDTH, highlight=False)
     if measured:
-        console.print(netbench_report.heat_map(measured, width=console.width, colours=is_terminal))
+        if len(measured.nodes) > 1:
+            console.print(netbench_report.heat_map(measured, width=console.width, colours=is_terminal))
         if line := netbench_report.latency_line(measured):
             console.print(line)
         for points in netbench_report.by_backend(measured.reduced).values():
             console.print()
             console.print(netbench_report.reduced_table(points))
+        for node in dict.fromkeys(pair.node for pair in measured.gpu_pairs):
+            console.print()
+            console.print(gpu_links.table(node, measured.gpu_pairs))
         said = [("", text) for text in measured.notes]
+        said += [("yellow", text) for text in gpu_links.without_peers(measured.gpu_pairs)]
+        said += [("yellow", f"slow: {text}") for text in gpu_links.slow_pairs(measured.gpu_pairs)]
         said += [("yellow", f"slow: {slow.text}") for slow in netbench.slow_links(measured.pairs)]
         said += [("bold red", text) for text in problems]
         if said:

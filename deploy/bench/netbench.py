@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nodekit.deploy.bench.gpu_links import GpuPair, measure_gpus
 from nodekit.deploy.connect.link import Link, RemoteError, all_or_raise, on_all, source
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
@@ -86,6 +87,8 @@ class Measured:
     """With the interface and address used for the measurement."""
     pairs: tuple[Pair, ...]
     reduced: tuple[Reduced, ...] = ()
+    gpu_pairs: tuple[GpuPair, ...] = ()
+    """Those of each host among themselves."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
     problems: tuple[str, ...] = ()
@@ -146,14 +149,23 @@ def measure(
     notes: list[str] = []
     reduced: list[Reduced] = []
     without = [name for name, found in facts.items() if found.torch is None]
-    if not reduce_s or len(nodes) == 1:
+    num_gpus = sum(len(node.gpus) for node in nodes) if all(node.gpus for node in nodes) else 0
+    backends = [*(["gloo"] if len(nodes) > 1 else []), *(["nccl"] if num_gpus > 1 else [])]
+    gpu_pairs: list[GpuPair] = []
+    if not without:
+        is_shared = len({found.boot_id for found in facts.values()}) < len(nodes)
+        gpu_pairs, problems = measure_gpus(nodes, links, progress, one_at_a_time=is_shared)
+        broken += problems
+    if not reduce_s:
         pass
-    elif broken:
+    elif not backends:
+        notes.append(f"no all-reduce: {nodes[0].name} is one host, with {num_gpus or 'no'} GPU")
+    elif any(pair.problem for pair in pairs):
         notes.append("no all-reduce: it would wait for the pairs that have no connection")
     elif without:
         notes.append(f"no all-reduce: there is no torch in {', '.join(without)}'s python")
     else:
-        for backend in ("gloo", "nccl") if all(node.gpus for node in nodes) else ("gloo",):
+        for backend in backends:
             try:
                 found, note = _reduce(backend, nodes, links, facts, reduce_s, max_bytes, progress)
             except KitError as error:
@@ -162,7 +174,12 @@ def measure(
             reduced += found
             notes += [note] if note else []
     return Measured(
-        nodes=nodes, pairs=tuple(pairs), reduced=tuple(reduced), notes=tuple(notes), problems=tuple(broken)
+        nodes=nodes,
+        pairs=tuple(pairs),
+        reduced=tuple(reduced),
+        gpu_pairs=tuple(gpu_pairs),
+        notes=tuple(notes),
+        problems=tuple(broken),
     )
 
 
@@ -279,7 +296,8 @@ def _reduce(
         own = {"RANK": number, "LOCAL_RANK": local_rank, "WORLD_SIZE": len(ranks)}
         where = {"MASTER_ADDR": first.local_addr, "MASTER_PORT": port}
         # torch's variables and the job's, so that the job's network settings apply.
-        env = {**node.env, **{name: str(value) for name, value in {**own, **where}.items()}}
+        mine = {name: str(value) for name, value in {**own, **where}.items()}
+        env = {"NCCL_DEBUG": "WARN", **node.env, **mine}
         found: dict[str, Any] = links[node.name].stream(
             "attend",
             lambda passed: progress(f"all-reduce, {backend}", round(passed), 0) if number == 0 else None,
@@ -296,7 +314,7 @@ def _reduce(
     done = all_or_raise(on_all({str(number): number for number in range(len(ranks))}, rank_of))
     if problem := _why(backend, [(node.name, done[str(number)]) for number, (node, _) in enumerate(ranks)]):
         raise problem
-    told = json.loads(done["0"]["out"].splitlines()[-1])
+    told = json.loads([line for line in done["0"]["out"].splitlines() if line.startswith("{")][-1])
     points = [
         Reduced(backend=backend, num_ranks=len(ranks), size_bytes=size, seconds=seconds)
         for size, seconds in told["points"]
@@ -320,6 +338,7 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
     if end["status"] is None:
         return HostError(name, f"the all-reduce by {backend} came to no end, and was stopped")
     lines = [line for line in end["err"].strip()[-_LAST_WORDS:].splitlines() if line.strip()]
+    lines += [line for line in end.get("out", "").splitlines() if "NCCL WARN" in line]  # which says more
     return HostError(name, f"the all-reduce by {backend} failed: {lines[-1] if lines else end['status']}")
 
 

@@ -159,6 +159,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
             {**asdict(point), "algbw_bytes_per_s": point.algbw, "busbw_bytes_per_s": point.busbw}
             for point in measured.reduced
         ],
+        "gpu_pairs": [asdict(pair) for pair in measured.gpu_pairs],
         "slow": [
             {"node": slow.node or None, "links": slow.links, "text": slow.text}
             for slow in slow_links(measured.pairs)

@@ -222,6 +222,39 @@ def clocks(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
     return findings
 
 
+def addresses(
+    inventory: Inventory, facts: Mapping[str, Facts], peers: Mapping[str, tuple[str, ...]]
+) -> list[Finding]:
+    """Return hosts whose interface has further addresses, of which the backends would take another one; pure.
+
+    Both are given an interface, and take its first address: gloo of any family, NCCL of the family that kit sets. There
+    is no variable for the address itself.
+    """
+    hosts = [host for host in inventory.hosts if host.name in facts]
+    chosen, _ = choose_interfaces(inventory, hosts, facts, peers)
+    findings = []
+    for name, (interface, address) in chosen.items() if len(hosts) > 1 else ():
+        own = next(each.addresses for each in facts[name].interfaces if each.name == interface)
+        family = [each for each in own if (":" in each) == (":" in address)]
+        takes = {"gloo": own[0], "NCCL": family[0]}
+        wrong = {backend: other for backend, other in takes.items() if other != address}
+        if not wrong:
+            continue
+        told = f"{' and '.join(wrong)} will take {' or '.join(dict.fromkeys(wrong.values()))}"
+        findings.append(
+            Finding(
+                "network",
+                name,
+                "warning",
+                f"{interface} has {len(own)} addresses, and {told}, its first, which cannot be chosen",
+                f"{address} as the first, or on an interface of its own",
+                f"sudo ip address del {own[0]} dev {interface}, and add it again behind {address}; or give {address} "
+                "an interface of its own (a VLAN or macvlan) and name that",
+            )
+        )
+    return findings
+
+
 def _middle_clock(facts: Sequence[Facts]) -> Facts:
     """Return the host with the median clock, as ours may be wrong; of two, the one closer to ours."""
     if len(facts) == 2:

@@ -23,7 +23,7 @@ from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
 from nodekit.training import options
-from nodekit.training.engine_info import lacking
+from nodekit.training.engine_info import lacking, refused_on_gpus
 from nodekit.training.errors import SAFE_TORCH, is_safe
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
@@ -195,6 +195,8 @@ def refuse_options(
     asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)}, code)
     if asked is None:
         return
+    if int(env.get("NODEKIT_NUM_GPUS", "0")) and (problem := refused_on_gpus(asked.engine)):
+        raise KitError(problem)
     problems = {
         host: lacking(asked.engine, found) or trackers.lacking(asked.track, found)
         for host, found in modules.items()
@@ -283,7 +285,10 @@ def build(
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
         gpus = host_gpus.for_ranks(host, own[host.name], inventory.job.nproc_per_node)
-        env = _environment(inventory, found, interface, gpus, run_id, f"{run_dir}/{host.name}")
+        env = {
+            **sockets(interface, address),
+            **_environment(inventory, found, gpus, run_id, f"{run_dir}/{host.name}"),
+        }
         env |= {**threads[host.name], **host.env, **inventory.job.env}
         if "CUDA_VISIBLE_DEVICES" in {**host.env, **inventory.job.env}:
             env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
@@ -360,12 +365,10 @@ def _refuse(
 
 
 def _environment(
-    inventory: Inventory, found: Facts, interface: str, gpus: Sequence[Gpu], run_id: str, node_dir: str
+    inventory: Inventory, found: Facts, gpus: Sequence[Gpu], run_id: str, node_dir: str
 ) -> dict[str, str]:
-    """Return the variables that kit itself sets for the workers of a node."""
+    """Return the variables that kit itself sets for the workers of a node, besides `sockets`."""
     env = {
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": nccl_name(interface),
         "NODEKIT_RUN_ID": run_id,
         "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
         "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
@@ -374,6 +377,7 @@ def _environment(
         **host_gpus.environment(found.gpus, gpus),
         "NODEKIT_SNAPSHOT_EVERY": str(inventory.snapshots.every),
         "NODEKIT_COLLECTIVE_TIMEOUT_S": f"{inventory.timings.collective:g}",
+        "NODEKIT_ON_NAN": inventory.job.on_nan,
         "PYTHONFAULTHANDLER": "1",  # prints the stack of a rank that crashes or hangs
     }
     if inventory.snapshots.shared is not None:
@@ -390,8 +394,7 @@ def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[st
     """
     host = next(each for each in inventory.hosts if each.name == node.name)
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": nccl_name(interface)}
-    env = {**node.env, **names, **host.env, **inventory.job.env}
+    env = {**node.env, **sockets(interface, address), **host.env, **inventory.job.env}
     return dataclasses.replace(
         node, interface=interface, local_addr=address, python=found.executable, env=env
     )
@@ -440,9 +443,13 @@ def spec_of(
     )
 
 
-def nccl_name(interface: str) -> str:
-    """Return the interface for NCCL: with the `=`, as eth1 alone would match eth10, too."""
-    return f"={interface}"
+def sockets(interface: str, address: str) -> dict[str, str]:
+    """Return the variables by which gloo and NCCL find the interface, and NCCL the family of the address.
+
+    NCCL's has an `=`, as eth1 alone would match eth10, too.
+    """
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in address else names
 
 
 def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:

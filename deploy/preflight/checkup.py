@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.plan import check, plan, script
@@ -143,6 +144,7 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
         *software.findings(inventory, facts, probes, own),
         *gpus.findings(inventory, facts, probes),
         *check.clocks(inventory, facts),
+        *check.addresses(inventory, facts, cluster.peer_addresses(inventory.hosts)),
         *leftovers.findings(inventory, facts, probes),
     ]
     bad = {(each.check, each.host) for each in found if each.level != "ok"}

@@ -26,6 +26,7 @@ def findings(
     hosts = [host for host in inventory.hosts if host.name in facts]
     shares = share(hosts, {name: each.gpus for name, each in facts.items()})
     used = {name: tuple(gpu.index for gpu in own) for name, own in shares.items()}
+    whole = {name: {gpu.index for gpu in own if "MIG-" not in gpu.token} for name, own in shares.items()}
     kinds: dict[str, str] = {}
     joined: dict[str, str] = {}
     for host in facts:
@@ -50,6 +51,7 @@ def findings(
             found += [
                 *_other_models(inventory, host, own),
                 *_host(host, smi, own, told, _own_pids(probes[host])),
+                *_divided(host, [gpu for gpu in own if gpu.mig and gpu.index in whole[host]]),
             ] or [Finding("gpus", host, "ok", kinds[host])]
     return [*found, *_unequal(kinds, joined)]
 
@@ -104,7 +106,7 @@ def _host(
     found = [
         each
         for gpu in own
-        for each in (*_users(gpu, told["owners"], own_pids), *_health(gpu), *_errors(gpu, xids))
+        for each in (*_users(gpu, told["owners"], own_pids), *_modes(gpu), *_health(gpu), *_errors(gpu, xids))
     ]
     listed = {gpu.bus for gpu in smi.gpus}
     for bus in sorted({xid.bus for xid in xids if xid.number == OFF_THE_BUS} - listed):
@@ -129,6 +131,37 @@ def _users(gpu: Gpu, owners: Mapping[str, str], own_pids: Mapping[int, str]) -> 
         text = f"GPU {gpu.index} is used by pid {process.pid}{whose}: {process.name or '?'}{memory}"
         text += f", of {run}" if run else ""
         yield "warning", text, "a free GPU", f"{cure}; or name other GPUs as `gpus: [0, 1]`"
+
+
+def _modes(gpu: Gpu) -> Iterator[_Told]:
+    """Return settings that keep processes from a GPU, or it from the others."""
+    name = f"GPU {gpu.index}"
+    if gpu.compute_mode != "Default":
+        is_none = gpu.compute_mode == "Prohibited"
+        lets = "no process may use it" if is_none else "one process at a time may use it, one left over, too"
+        yield (
+            "failure" if is_none else "warning",
+            f"{name}: its compute mode is {gpu.compute_mode}: {lets}",
+            "Default",
+            f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    if gpu.fabric:
+        yield (
+            "failure",
+            f"{name} has not joined its NVSwitch fabric: {gpu.fabric}; CUDA does not start, or has no NVLink",
+            "Completed, Success",
+            "sudo systemctl restart nvidia-fabricmanager (its version is the driver's), or "
+            "`journalctl -u nvidia-fabricmanager` and reboot",
+        )
+
+
+def _divided(host: str, own: Sequence[Gpu]) -> list[Finding]:
+    """Return that GPUs are divided by MIG: CUDA shows a process one instance, whatever their number."""
+    if not own:
+        return []
+    text = f"GPU {', '.join(str(gpu.index) for gpu in own)}: divided by MIG, and CUDA shows a process one instance"
+    cure = "turn MIG off with `sudo nvidia-smi -mig 0`, or use one instance: `gpus: 1`"
+    return [Finding("gpus", host, "failure" if len(own) > 1 else "warning", text, "whole GPUs", cure)]
 
 
 def _health(gpu: Gpu) -> Iterator[_Told]:

@@ -47,6 +47,12 @@ class Gpu:
     slowdowns: tuple[str, ...]
     """Active ones of SLOWDOWNS."""
     processes: tuple[GpuProcess, ...]
+    mig: bool = False
+    """Whether it is divided by MIG."""
+    compute_mode: str = "Default"
+    """``Exclusive_Process``: one process at a time; ``Prohibited``: none."""
+    fabric: str = ""
+    """What keeps it from its NVSwitches, in nvidia-smi's words; "" if nothing does, or it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,16 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
             for each in gpu.findall("processes/process_info")
             if (pid := _number(_text(each, "pid"))) is not None
         ),
+        mig=_text(gpu, "mig_mode/current_mig") == "Enabled",
+        compute_mode=_text(gpu, "compute_mode") or "Default",
+        fabric=_fabric(_text(gpu, "fabric/state"), _text(gpu, "fabric/status")),
     )
+
+
+def _fabric(state: str, status: str) -> str:
+    if state in ("", "N/A") or (state, status) in (("Completed", "Success"), ("Completed", "N/A")):
+        return ""
+    return f"{state}, {status}" if status not in ("", "N/A") else state
 
 
 def _text(element: ET.Element, path: str) -> str:

@@ -411,6 +411,18 @@ BY_WORDS = (
     # --- numbers ---
     known(
         "not-a-number",
+        r"the (?P<loss>loss) of step (?P<step>\d+) is (?P<value>-?\w+) on (?P<who>rank \d+ \([^)]*\))"
+        r"|the weights after step (?P<step2>\d+) are not finite \(-?\w+\) on (?P<who2>rank \d+ \([^)]*\))",
+        lambda groups: (
+            f"the loss of step {groups['step']} is {groups['value']} on {groups['who']}"
+            if groups["loss"]
+            else f"the weights after step {groups['step2']} are not finite on {groups['who2']}"
+        ),
+        "No snapshot holds it. Lower the learning rate or warm it up, clip gradients, use bf16 in place of fp16, or "
+        "look at that step's samples; job.on_nan: rollback leaves its batch out. kit up goes on from the last snapshot",
+    ),
+    known(
+        "not-a-number",
         r"returned nan values in its \d+th output|[Ll]oss (?:is|became) (?:nan|NaN|inf)|(?:nan|NaN|inf) (?:loss"
         r"|gradients?) (?:found|detected|encountered)|non-finite",
         "the loss or a gradient is no number any more",

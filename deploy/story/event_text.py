@@ -195,6 +195,15 @@ class Narrator:
         self._resumed = (event.get("attempt"), int(event.get("step") or 0))
         return []
 
+    def _on_not_finite(self, event: Event) -> list[str]:
+        ranks = [str(rank) for rank in event.get("ranks") or ()]
+        who = f"rank{'s' * (len(ranks) != 1)} {names(ranks)}"
+        is_loss = event.get("what") == "loss"
+        is_what = f"is {event.get('value')}" if is_loss else "are not finite"
+        when = f"{'of' if is_loss else 'after'} step {int(event.get('step') or 0):,}"
+        back = ": back to the newest snapshot" if event.get("action") == "rollback" else ": training stops"
+        return [f"the {event.get('what')} {when} {is_what} on {who}{back}"]
+
     def _on_attempt_ended(self, event: Event) -> list[str]:
         self._breaks(event)
         self._reaches(event)
@@ -232,6 +241,10 @@ class Narrator:
         self._breaks(event)
         text = _first_line(event.get("text"))
         return [text] if text and self._once("hang", self._attempt, text) else []
+
+    def _on_slow(self, event: Event) -> list[str]:
+        line = _first_line(event.get("line"))
+        return [line] if line else []
 
     def _on_lingering(self, event: Event) -> list[str]:
         ranks = sorted(event.get("stacks") or (), key=lambda rank: (len(str(rank)), str(rank)))

@@ -240,6 +240,14 @@ def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:
         check_engine(parse(["--engine", "deepspeed", "--amp", "fp16"], {}), "cuda")
 
 
+def test_horovod_is_refused_on_gpus() -> None:
+    """It is built without GPU operations: the gradients of ranks on GPUs would not be exchanged."""
+    with pytest.raises(EngineError, match="--engine horovod: it is built without GPU operations"):
+        check_engine(parse(["--engine", "horovod"], {}), "cuda")
+    for engine in ENGINES.keys() - {"horovod"}:
+        check_engine(parse(["--engine", engine], {}), "cuda")
+
+
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     for engine, cure in (("fabric", "nodekit[fabric]"), ("trainer", "nodekit[text,accelerate]")):

@@ -133,16 +133,18 @@ def ranks(
             stack.enter_context(
                 started(
                     [python or warm_python.program(), *program, *map(str, arguments)],
-                    RANK=rank,
-                    WORLD_SIZE=world_size,
-                    LOCAL_RANK=rank if one_node else 0,
-                    LOCAL_WORLD_SIZE=world_size if one_node else 1,
-                    NODE_RANK=0 if one_node else rank,
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
                     **{
-                        name: value[rank] if isinstance(value, list) else value
-                        for name, value in extra.items()
+                        "RANK": rank,
+                        "WORLD_SIZE": world_size,
+                        "LOCAL_RANK": rank if one_node else 0,
+                        "LOCAL_WORLD_SIZE": world_size if one_node else 1,
+                        "NODE_RANK": 0 if one_node else rank,
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                        **{
+                            name: value[rank] if isinstance(value, list) else value
+                            for name, value in extra.items()
+                        },
                     },
                 )
             )
@@ -352,6 +354,22 @@ def test_a_rank_whose_peer_died_brings_the_snapshot_under_way_to_the_disk(tmp_pa
     found = Snapshots(snapshots).load()
     assert found
     assert found.manifest.step == 4
+
+
+def test_fabric_trains_on_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
+    """Two ranks on one node and one on another: Fabric itself counts nodes times the ranks of its own."""
+    extra = {
+        "LOCAL_RANK": [0, 1, 0], "LOCAL_WORLD_SIZE": [2, 2, 1], "NODE_RANK": [0, 0, 1], "GROUP_RANK": [0, 0, 1],
+        "TORCHELASTIC_RUN_ID": "lab",
+    }  # fmt: skip
+    found = {}
+    for engine in ("ddp", "fabric"):
+        arguments = ["--engine", engine, "--epochs", 1, "--output", tmp_path / engine]
+        with ranks(3, MODULE, *arguments, **extra) as processes:
+            for process in processes:
+                finish(process)
+        found[engine] = losses(tmp_path / engine)
+    assert found["fabric"] == pytest.approx(found["ddp"], abs=1e-5)
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:

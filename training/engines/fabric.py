@@ -7,6 +7,7 @@ import torch
 
 from nodekit.training.engines import single
 from nodekit.training.engines.ddp import compress
+from nodekit.training.world import World
 
 PRECISIONS = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -21,7 +22,8 @@ class Engine(single.Engine):
         self._fabric = importlib.import_module("lightning_fabric").Fabric(
             accelerator=world.device.type,
             devices=world.local_world_size,
-            num_nodes=world.world_size // world.local_world_size,
+            num_nodes=max(1, world.world_size // world.local_world_size),
+            plugins=[_environment(world)],
             strategy=ddp if world.world_size > 1 else "auto",
             precision=PRECISIONS[self.options.amp],
         )
@@ -47,3 +49,39 @@ class Engine(single.Engine):
             self._fabric.clip_gradients(self.model, self.optimizer, max_norm=clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def _environment(world: World) -> Any:
+    """Tell Fabric the ranks as they are: its own count would be that of nodes with as many ranks each."""
+    base: Any = importlib.import_module("lightning_fabric.plugins.environments").ClusterEnvironment
+
+    class Environment(base):  # type: ignore[misc]  # the base class is known at run time only
+        creates_processes_externally = True
+        main_address, main_port = "", 0  # the process group is there already
+
+        @staticmethod
+        def detect() -> bool:
+            return True
+
+        def world_size(self) -> int:
+            return world.world_size
+
+        def global_rank(self) -> int:
+            return world.rank
+
+        def local_rank(self) -> int:
+            return world.local_rank
+
+        def node_rank(self) -> int:
+            return world.node_rank
+
+        def set_world_size(self, size: int) -> None:
+            pass
+
+        def set_global_rank(self, rank: int) -> None:
+            pass
+
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            pass
+
+    return Environment()

@@ -16,6 +16,7 @@ import torch
 
 from nodekit.training.reporting import metrics
 from nodekit.training.reporting.curves import Curves
+from nodekit.training.reporting.tell import tell
 from nodekit.training.reporting.trackers import Tracker
 from nodekit.training.world import World
 
@@ -171,17 +172,7 @@ class Report:
 
     def tell(self, kind: str, *, step: int, **fields: Any) -> None:
         """Write an event for kit (docs/events.md)."""
-        if self._world.events_file is None:
-            return
-        line = json.dumps({"kind": kind, "step": step, "time": time.time(), **fields}).encode() + b"\n"
-        try:
-            handle = os.open(self._world.events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
-                os.write(handle, line)
-            finally:
-                os.close(handle)
-        except OSError as error:  # events are for people, and nothing depends on them
-            log.warning("%s is not written: %s", self._world.events_file, error)
+        tell(self._world, kind, step=step, **fields)
 
     def alive(self, *, at_once: bool = False) -> None:
         """Report the step to kit, which shows that this rank is not hanging; at most twice a second."""

@@ -12,6 +12,7 @@ import torch
 
 from nodekit.training.snapshots.background import Background
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALIGNED_BYTES = 64
 _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
@@ -174,3 +175,20 @@ def map_tensors(
     if isinstance(value, list | tuple):
         return type(value)(map(mapped, value))
     return other(value)
+
+
+def nan_in(value: Any, name: str = "") -> str:
+    """Return where nested dicts, lists and tuples have a tensor that holds nan, as ``model.bias``; "" if none does."""
+    if isinstance(value, torch.Tensor):
+        # The minimum is nan if any is; infinity may be meant, as in a mask.
+        has_nan = value.dtype in _FLOATS and value.numel() and bool(value.min().isnan())
+        return name * has_nan
+    parts = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    found = (nan_in(each, f"{name}.{key}" if name else str(key)) for key, each in parts)
+    return next(filter(None, found), "")

@@ -62,9 +62,16 @@ class ShardedSnapshots(Snapshots):
             )
         # Without a run id, each rank has made up a folder name of its own.
         folder = world.gather(like.folder)[world.rank - world.local_rank]
-        super().__init__(folder, keep=like.keep, generation=like.generation, leave_shards=like.leave_shards)
+        super().__init__(
+            folder,
+            keep=like.keep,
+            generation=like.generation,
+            leave_shards=like.leave_shards,
+            allow_nan=True,  # one rank alone cannot pass a snapshot over
+        )
         self._commits = commits
-        self._group = _own_group(world)
+        self.group = _own_group(world)
+        """Used by the saving threads; it must outlive the last collective of this process."""
         self._mesh = init_device_mesh("cpu", (world.world_size,))
 
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
@@ -173,7 +180,7 @@ class ShardedSnapshots(Snapshots):
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         options = AllgatherOptions()
         options.timeout = _TIMEOUT
-        self._group.allgather([parts], [tensor], options).wait()  # type: ignore[attr-defined]  # no stub
+        self.group.allgather([parts], [tensor], options).wait()  # type: ignore[attr-defined]  # no stub
         return parts
 
 

@@ -28,7 +28,7 @@ from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, place, retried, written_beside
 from nodekit.training.snapshots.fence import Fence
-from nodekit.training.snapshots.hostcopy import HostCopy
+from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
 from nodekit.training.snapshots.manifest import (
     MANIFEST,
     PAYLOAD,
@@ -114,6 +114,7 @@ class Snapshots:
         keep: int = 2,
         generation: int | None = None,
         leave_shards: bool = False,
+        allow_nan: bool = False,
     ) -> None:
         """Nothing is read or written yet.
 
@@ -123,6 +124,8 @@ class Snapshots:
             generation: how often the job was started anew; None: that of the newest snapshot or fence here, or 0.
             leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
                 is their folder.
+            allow_nan: save a state in which a tensor holds nan. Else it is passed over with a warning, so that the
+                snapshots before it, of a training that was still whole, are kept.
         """
         refuse_unsafe(torch.__version__)
         if keep < 2:
@@ -133,6 +136,7 @@ class Snapshots:
         self.keep = keep
         self.generation = generation
         self.leave_shards = leave_shards
+        self.allow_nan = allow_nan
         self.fence = Fence(self.folder)
         self.num_failed = 0
         """How many saves have failed in a row."""
@@ -147,7 +151,8 @@ class Snapshots:
         """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
 
         None if the folder cannot be written (full, read-only): that is logged as a warning and counted in
-        ``num_failed``, and the snapshots that are there are kept.
+        ``num_failed``, and the snapshots that are there are kept. None, with a warning, for a state with nan in it,
+        too.
 
         Raises:
             ValueError: ``state`` holds what could not be loaded safely.
@@ -366,6 +371,14 @@ class Snapshots:
         return self._host_copy.take(state)
 
     def _save(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
+        if not self.allow_nan and (name := nan_in(state)):
+            log.warning(
+                "no snapshot of step %d in %s, and going on without: %s holds nan; the snapshots before it are kept",
+                step,
+                self.folder,
+                name,
+            )
+            return None
         with _warning(f"no snapshot of step {step} in {self.folder}, and going on without"):
             self.num_failed += 1
             manifest = self._commit(state, step=step, world_size=world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nodekit.deploy.agent.ranks.failures import never_starts
+from nodekit.deploy.agent.ranks.failures import ends_so_again, never_starts
 from nodekit.deploy.host.schema import WorkerFailure
 
 # Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
@@ -35,6 +35,8 @@ class Budget:
         error = failure["error"]
         last_line = (error.strip().splitlines() or [""])[-1]
         again, self._last_error = bool(last_line) and last_line == self._last_error, last_line
+        if ends_so_again(error):
+            return ""
         if self._charged > self._max_restarts:
             return f"{self._charged} crashes without progress" if self._max_restarts else ""
         if not self.has_progressed and never_starts(error, failure["exitcode"]):

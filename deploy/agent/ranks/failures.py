@@ -48,6 +48,10 @@ _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
     r"|(kit|python -m nodekit\.training): .*\d+ GPU\(s\) are planned for this node, and torch "
 )
+# A deterministic training has the same loss again: `training/not_finite.py` says it in these words.
+_ENDS_SO_AGAIN = re.compile(
+    r"(python -m nodekit\.training|(\w+\.)*NotFinite): the (loss|weights) .*: training ends here \("
+)
 # argparse, click and shells; of argparse's the head may be too long ago to be among a rank's last words. Status 2 alone
 # says nothing: python ends so for a file that it cannot open, make and bash for most of what goes wrong.
 _USAGE = re.compile(
@@ -271,6 +275,11 @@ def never_starts(error: str, exitcode: int) -> bool:
         return True
     last_line = (error.strip().splitlines() or [""])[-1]
     return bool(_NEVER_STARTS.match(last_line))
+
+
+def ends_so_again(error: str) -> bool:
+    """Whether a rank that has trained would end so again: its loss is not finite, and it was told to stop then."""
+    return bool(_ENDS_SO_AGAIN.match((error.strip().splitlines() or [""])[-1]))
 
 
 def is_wrong_usage(error: str, exitcode: int) -> bool:

@@ -164,6 +164,10 @@ class Notes:
         at = {"time": when} if isinstance(when, float) and now - MAX_TOLD_AGE_S < when <= now else {}
         if kind == "resumed":
             self._say("resumed", attempt=self._attempt, step=step, **at)
+        elif kind == "not-finite" and isinstance(told.get("ranks"), list):
+            fields = {name: str(told.get(name, "")) for name in ("what", "value", "action")}
+            ranks = [rank for rank in told["ranks"] if isinstance(rank, int)]
+            self._say("not-finite", attempt=self._attempt, step=step, ranks=ranks, **fields, **at)
         elif kind == "pause" and isinstance(told.get("seconds"), int | float):
             self._paused_s += told["seconds"]
         elif kind == "evaluation" and isinstance(told.get("metrics"), dict):

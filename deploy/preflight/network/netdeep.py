@@ -53,28 +53,38 @@ class Progress:
     seconds: float = 0.0
     problem: str = ""
     """Why it cannot reach the rendezvous."""
+    num_ranks: int = 1
+    """The ranks of this host; what it has reached is what all of them have."""
+    stages: dict[int, str] = field(default_factory=dict)
+    """By local rank."""
     reduced: Mapping[str, Any] = field(default_factory=dict)
     status: int | None = None
     errors: str = ""
     lost: str = ""
     """Why it could not be started, or the host no longer answers."""
     python: str = "python"
+    nccl: list[str] = field(default_factory=list)
+    """What NCCL has warned of."""
 
     def read_line(self, line: str) -> None:
         """Process one line of the job's output."""
         try:
             said = json.loads(line)
         except ValueError:  # a library that prints
+            if "NCCL WARN" in line:
+                self.nccl.append(line.strip())
             return
-        self.stage, self.seconds = said["stage"], said["s"]
+        self.stages[said.get("local_rank", 0)] = said["stage"]
+        self.stage = min((self.stages.get(rank, "") for rank in range(self.num_ranks)), key=_STAGES.index)
+        self.seconds = said["s"]
         self.problem = said.get("problem", "")
-        if self.stage == "reduced":
-            self.reduced = said
+        if said["stage"] == "reduced":
+            self.reduced = {**said, "is_right": said["is_right"] and self.reduced.get("is_right", True)}
 
     @property
     def is_done(self) -> bool:
         """Whether its all-reduce had the right result."""
-        return self.status == 0 and bool(self.reduced.get("is_right"))
+        return self.status == 0 and self.stage == "reduced" and bool(self.reduced.get("is_right"))
 
     @property
     def has_failed(self) -> bool:
@@ -140,11 +150,12 @@ def deep_findings(
             what = f"port {port} cannot be listened at: {error.problem.found}"
             cure = f"on {first}: sudo ss -ltnp 'sport = :{port}' names who has it"
             return [_failure(first, what, f"port {port} free for the rendezvous", error.problem.cure or cure)]
-        settings = _settings(len(hosts), backend, address, port, limit_s)
+        num_ranks = {host.name: len(gpus[host.name]) if backend == "nccl" else 1 for host in hosts}
+        settings = _settings(sum(num_ranks.values()), backend, address, port, limit_s)
         environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
-        progress = _run(links, session, hosts, facts, settings, environments, limit_s=limit_s)
+        progress = _run(links, session, hosts, facts, settings, environments, num_ranks, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
-            return _fine(progress, backend)
+            return _fine(progress, backend, sum(num_ranks.values()))
         on_all(  # ends hanging processes, so that the hosts are free for the diagnosis
             {host.name: links[host.name] for host in hosts},
             lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
@@ -199,10 +210,9 @@ def _environment(
     gpus: Mapping[str, Sequence[Gpu]],
 ) -> dict[str, str]:
     """Return the environment of a run's processes, as far as it concerns the network."""
-    interface = chosen[host.name][0]
     env = {
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": plan.nccl_name(interface),
+        **plan.sockets(*chosen[host.name]),
+        "NCCL_DEBUG": "WARN",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -216,14 +226,19 @@ def _run(
     facts: Mapping[str, Facts],
     settings: Mapping[str, Any],
     environments: Mapping[str, Mapping[str, str]],
+    num_ranks: Mapping[str, int],
     *,
     limit_s: float,
 ) -> dict[str, Progress]:
     """Start the job on all hosts and follow it until it ends, fails, or exceeds the limit."""
     left_s = netpairs.deadline(limit_s)
     first = hosts[0].name
-    ranks = {host.name: rank for rank, host in enumerate(hosts)}
-    progress = {host.name: Progress(python=facts[host.name].executable) for host in hosts}
+    numbers = [num_ranks[host.name] for host in hosts]
+    ranks = {host.name: sum(numbers[:place]) for place, host in enumerate(hosts)}
+    progress = {
+        host.name: Progress(python=facts[host.name].executable, num_ranks=num_ranks[host.name])
+        for host in hosts
+    }
     failed = threading.Event()
     program = source("nodekit.deploy.preflight.network.netdeep_job")
 
@@ -238,7 +253,11 @@ def _run(
                 session=session,
                 argv=[facts[link.host].executable, "-c", BOOT],
                 program=program,
-                settings={**settings, "rank": ranks[link.host]},
+                settings={
+                    **settings,
+                    "rank": ranks[link.host],
+                    "num_local_ranks": num_ranks[link.host],
+                },
                 env=environments[link.host],
             )
             while own.status is None and left_s() and not (grace_s and not grace_s()):
@@ -249,7 +268,7 @@ def _run(
                 seen += len(said["lines"])
                 for line in said["lines"]:
                     own.read_line(line)
-                own.status, own.errors = said["status"], said["errors"]
+                own.status, own.errors = said["status"], "\n".join([said["errors"], *own.nccl])
                 if not (own.problem and progress[first].reached("arrived")):
                     patience_s = None
                 elif patience_s is None:
@@ -277,11 +296,14 @@ def _failures(errors: Mapping[str, HostError], wanted: str, cure: Callable[[str]
     return [_failure(host, error.problem.found, wanted, cure(host)) for host, error in errors.items()]
 
 
-def _fine(progress: Mapping[str, Progress], backend: str) -> list[Finding]:
-    return [
-        Finding("deep", name, "ok", f"{backend}, {each.reduced['seconds'] * 1000:.0f} ms")
-        for name, each in progress.items()
-    ]
+def _fine(progress: Mapping[str, Progress], backend: str, num_ranks: int) -> list[Finding]:
+    def told(each: Progress) -> str:
+        ms = each.reduced["seconds"] * 1000
+        if backend == "gloo":
+            return f"gloo, {ms:.0f} ms"
+        return f"nccl, {num_ranks} GPUs, {ms:.2f} ms (after {each.reduced['start_s']:.1f} s to start NCCL)"
+
+    return [Finding("deep", name, "ok", told(each)) for name, each in progress.items()]
 
 
 def _summary(progress: Mapping[str, Progress], backend: str) -> Finding:
@@ -324,7 +346,7 @@ def _end_words(each: Progress) -> str:
         (
             line
             for line in reversed(lines)
-            if re.match(r"[\w.]*(Error|Exception)\b|terminate| *what\(\)", line)
+            if re.match(r"[\w.]*(Error|Exception)\b|terminate| *what\(\)|.*NCCL WARN", line)
         ),
         "",
     )

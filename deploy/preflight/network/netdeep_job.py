@@ -1,7 +1,7 @@
 """The program of `kit check --deep` on every host: a rendezvous, a process group and one all-reduce.
 
 Its source, with ``SETTINGS`` before it, is sent to each host's python on stdin. The end of stdin means that the result
-is no longer needed. It prints a line of JSON per stage.
+is no longer needed. It prints a line of JSON per stage and rank of this host: with NCCL there is one for each GPU.
 """
 
 import json
@@ -13,13 +13,40 @@ from datetime import timedelta
 from typing import Any
 
 SETTINGS: dict[str, Any] = globals().get("SETTINGS", {})
+TIMES = 5  # of the all-reduce, when NCCL has started
 CONNECT_S = 2.0
 STARTED = time.monotonic()
+LOCAL = {"rank": 0}
 
 
 def say(stage: str, **more: object) -> None:
     """Print the stage."""
-    print(json.dumps({"stage": stage, "s": round(time.monotonic() - STARTED, 3), **more}), flush=True)
+    line = {"stage": stage, "s": round(time.monotonic() - STARTED, 3), "local_rank": LOCAL["rank"], **more}
+    print(json.dumps(line), flush=True)
+
+
+def start_others(number: int) -> "threading.Thread | None":
+    """Fork the further ones of this host's ranks, before there are threads; return what waits for their end.
+
+    If one fails, this process ends with its status: kit reads one status per host.
+    """
+    pids = []
+    for local_rank in range(1, number):
+        if not (pid := os.fork()):
+            LOCAL["rank"] = local_rank
+            if "listen_fd" in SETTINGS:
+                os.close(SETTINGS["listen_fd"])  # with the end of rank 0 the others are to be refused
+            return None
+        pids.append(pid)
+
+    def wait() -> None:
+        for _ in pids:
+            if status := os.waitstatus_to_exitcode(os.wait()[1]):
+                os._exit(status if status > 0 else 128 - status)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
 
 
 def end_with_stdin() -> None:
@@ -50,6 +77,7 @@ def wait_for_store(address: str, port: int) -> None:
 
 def main() -> None:
     """Rendezvous, process group, all-reduce."""
+    others = start_others(SETTINGS.get("num_local_ranks", 1))
     threading.Thread(target=end_with_stdin, daemon=True).start()
     watchdog = threading.Timer(SETTINGS["limit_s"], os._exit, (3,))
     watchdog.daemon = True
@@ -58,10 +86,10 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    rank, world_size, backend = SETTINGS["rank"], SETTINGS["world_size"], SETTINGS["backend"]
+    rank, world_size, backend = SETTINGS["rank"] + LOCAL["rank"], SETTINGS["world_size"], SETTINGS["backend"]
     address, port = SETTINGS["master_addr"], SETTINGS["master_port"]
     if backend == "nccl":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(LOCAL["rank"])
     say("calls", torch=torch.__version__)
     if rank:
         wait_for_store(address, port)
@@ -76,18 +104,31 @@ def main() -> None:
     say("arrived")
     store.wait([f"arrived/{each}" for each in range(world_size)])
     say("complete")
+    begin = time.monotonic()
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=SETTINGS["group_s"])
     )
     say("group")
     tensor = torch.full((SETTINGS["numel"],), float(rank + 1), device="cuda" if backend == "nccl" else "cpu")
-    begin = time.monotonic()
+    start_s = 0.0
+    if backend == "gloo":
+        begin = time.monotonic()
     dist.all_reduce(tensor)
     wanted = world_size * (world_size + 1) / 2
     is_right = bool((tensor == wanted).all())
-    say("reduced", seconds=round(time.monotonic() - begin, 4), is_right=is_right)
+    seconds = time.monotonic() - begin
+    if backend == "nccl":  # the first one has started it, which takes seconds
+        start_s = seconds
+        begin = time.monotonic()
+        for _ in range(TIMES):
+            dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        seconds = (time.monotonic() - begin) / TIMES
+    say("reduced", seconds=round(seconds, 6), start_s=round(start_s, 3), is_right=is_right)
     store.set(f"reduced/{rank}", "")
     store.wait([f"reduced/{each}" for each in range(world_size)])  # no rank leaves before all have finished
+    if others is not None:
+        others.join()
     if rank == 0:
         time.sleep(0.3)  # the store is in this process: let the last answers be sent
     os._exit(0)

@@ -350,13 +350,17 @@ def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said:
     said.notes.begin("0.1", sees_snapshots=True)
     said.tell(kind="resumed", step=40, time=time.time())
     said.tell(kind="evaluation", step=50, epoch=2, metrics={"accuracy": 0.5, "bad": "x", "nan": float("nan")})
+    bad = {"what": "loss", "value": "nan", "action": "stop"}
+    said.tell(kind="not-finite", step=51, ranks=[3, "x"], **bad)
+    said.tell(kind="not-finite", step=52, ranks="all", **bad)
     said.tell(kind="run-ended", step=50, state="failed")
     said.tell(kind="resumed", step="far", text="x" * 9000)
     said.notes.look("50/100 loss 0.3", is_training=True)
     assert [each["step"] for each in said.of("resumed")] == [40]
     assert said.of("evaluation") == [{"attempt": "0.1", "step": 50, "epoch": 2, "metrics": {"accuracy": 0.5}}]
     assert said.of("first-step") == [{"attempt": "0.1", "step": 50, "total_steps": 100}]
-    assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step"}
+    assert said.of("not-finite") == [{"attempt": "0.1", "step": 51, "ranks": [3], **bad}]
+    assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step", "not-finite"}
 
 
 def test_of_many_snapshots_the_pauses_are_added_up(said: Said):

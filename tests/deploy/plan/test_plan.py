@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodekit.deploy.plan import plan
-from nodekit.deploy.plan.check import Facts, Interface, choose_interface, clocks, examine
+from nodekit.deploy.plan.check import Facts, Interface, addresses, choose_interface, clocks, examine
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
@@ -107,6 +107,7 @@ def test_each_node_gets_its_rank_the_master_and_its_own_interface(tmp_path: Path
         "NODEKIT_OUTPUT_DIR": "/home/train/nodekit/runs/lab-1/gpu2/output",
         "NODEKIT_SNAPSHOT_EVERY": "auto",
         "NODEKIT_COLLECTIVE_TIMEOUT_S": "600",
+        "NODEKIT_ON_NAN": "stop",
         "PYTHONFAULTHANDLER": "1",
         "A": "host",
         "B": "job",
@@ -283,6 +284,37 @@ def test_nccl_is_asked_for_exactly_the_interface_where_another_begins_alike(tmp_
     found = build(inventory(tmp_path, TWO), {**TWO_FACTS, "gpu1": facts("gpu1", *twins)})
     assert found.nodes[0].env["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert found.nodes[0].env["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def test_of_several_addresses_the_backends_take_the_first_and_that_is_told(tmp_path: Path) -> None:
+    """Neither gloo nor NCCL can be given an address: who has asked for another one is told before the start."""
+    found = inventory(tmp_path, "network: 10.5.0.0/24\nhosts: {gpu1: , gpu2: }\n")
+    peers = {"gpu1": ("10.5.0.2",), "gpu2": ("10.5.0.1",)}
+    there = {
+        "gpu1": facts("gpu1", Interface("eth1", True, ("10.0.0.1", "10.5.0.1"))),
+        "gpu2": facts("gpu2", Interface("eth2", True, ("10.5.0.2", "10.0.0.2", "fd00::2"))),
+    }
+    (told,) = addresses(found, there, peers)
+    assert (told.check, told.host, told.level) == ("network", "gpu1", "warning")
+    assert (
+        told.found
+        == "eth1 has 2 addresses, and gloo and NCCL will take 10.0.0.1, its first, which cannot be chosen"
+    )
+    assert told.wanted == "10.5.0.1 as the first, or on an interface of its own"
+    alone = inventory(tmp_path, "network: 10.5.0.0/24\nhosts: {gpu1: }\n")
+    assert addresses(alone, {"gpu1": there["gpu1"]}, {"gpu1": ()}) == []
+
+
+def test_of_both_families_nccl_takes_the_one_that_is_asked_for_and_gloo_does_not(tmp_path: Path) -> None:
+    found = inventory(tmp_path, "network: fd00::/64\nhosts: {gpu1: , gpu2: }\n")
+    there = {
+        name: facts(name, Interface("eth1", True, (f"10.0.0.{number}", f"fd00::{number}")))
+        for number, name in ((1, "gpu1"), (2, "gpu2"))
+    }
+    planned = build(found, there)
+    assert planned.nodes[0].env["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    told = addresses(found, there, {"gpu1": ("fd00::2",), "gpu2": ("fd00::1",)})
+    assert "gloo will take 10.0.0.1, its first" in told[0].found
 
 
 LOCAL = "hosts:\n  a: {connection: local}\n  b: {connection: local}\n"

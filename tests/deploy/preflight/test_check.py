@@ -1,6 +1,7 @@
 """`kit check` and `kit clean`: what is wrong with a host is found, named and given a cure."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import script
 from nodekit.deploy.plan.check import clocks, examine
 from nodekit.deploy.plan.findings import Finding
+from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_smi, software
 from nodekit.deploy.preflight.checkup import Report, Seen
@@ -62,7 +64,7 @@ def probe(**changes: Any) -> dict[str, Any]:
         },
         "workdir": {"problem": None, "errno": "", "quota": "", "free_inodes": 10**7},
         "gpus": {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": [], "num_cards": 1},
-        "runs": {"runs": []},
+        "runs": {"runs": [], "broken": {}},
     }
     for name, value in changes.items():
         part = next(part for part in parts.values() if name in part)
@@ -179,19 +181,25 @@ def test_an_nvidia_smi_that_does_not_end_is_told_in_time(tmp_path: Path) -> None
 ONE = "hosts: {gpu1: }\n"
 
 
+def whole_a100() -> str:
+    """A healthy one, that is not divided."""
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    return smi.replace("<current_mig>Enabled", "<current_mig>Disabled")
+
+
 def on_gpus(tmp_path: Path, text: str = ONE, **changes: Any) -> list[tuple[str, str]]:
     found = examined(tmp_path, text, gpu1=(facts("gpu1", num_gpus=1), probe(**changes)))
     return [(each.level, str(each.problem)) for each in found if each.check == "gpus" and each.level != "ok"]
 
 
 def test_a_healthy_gpu_is_told_by_its_name(tmp_path: Path) -> None:
-    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    smi = whole_a100()
     found = examined(tmp_path, ONE, gpu1=(facts("gpu1", num_gpus=1), probe(smi=smi)))
     assert [each.found for each in found if each.check == "gpus"] == ["1 × A100-SXM4-80GB"]
 
 
 def test_another_model_than_the_inventorys_is_named(tmp_path: Path) -> None:
-    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    smi = whole_a100()
     assert on_gpus(tmp_path, "hosts: {gpu1: {gpu_model: a100-sxm4}}\n", smi=smi) == []
     assert on_gpus(tmp_path, "gpu_model: H100\nhosts: {gpu1: }\n", smi=smi) == [
         ("failure", "GPU 0 is: NVIDIA A100-SXM4-80GB, wanted `gpu_model: H100`; name those to use as "
@@ -225,6 +233,16 @@ def test_a_process_of_a_run_of_ours_is_told_as_that(tmp_path: Path) -> None:
          "GPU 0 is slowed down: hw_thermal_slowdown"),
         ("sw_power_cap>Not Active", "sw_power_cap>Active", "", ""),
         ("<persistence_mode>Enabled", "<persistence_mode>Disabled", "warning", "persistence mode is off (GPU 0)"),
+        ("<compute_mode>Default", "<compute_mode>Exclusive_Process", "warning",
+         "GPU 0: its compute mode is Exclusive_Process: one process at a time"),
+        ("<compute_mode>Default", "<compute_mode>Prohibited", "failure",
+         "GPU 0: its compute mode is Prohibited: no process"),
+        ("</compute_mode>", "</compute_mode><fabric><state>In Progress</state><status>N/A</status></fabric>",
+         "failure", "GPU 0 has not joined its NVSwitch fabric: In Progress;"),
+        ("</compute_mode>", "</compute_mode><fabric><state>Completed</state><status>Insufficient Resources</status>"
+         "</fabric>", "failure", "GPU 0 has not joined its NVSwitch fabric: Completed, Insufficient Resources;"),
+        ("</compute_mode>", "</compute_mode><fabric><state>Completed</state><status>Success</status></fabric>",
+         "", ""),
     ],
 )  # fmt: skip
 def test_what_nvidia_smi_marks_as_unwell_is_told(
@@ -242,8 +260,33 @@ def test_what_nvidia_smi_marks_as_unwell_is_told(
     assert all("; " in text for _, text in found)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "token", "level"), [(1, "0", "warning"), (2, "0", "failure"), (1, "MIG-2b6a", "")]
+)
+def test_gpus_that_are_divided_by_mig_are_told_unless_an_instance_is_meant(
+    tmp_path: Path, num_gpus: int, token: str, level: str
+) -> None:
+    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    gpu = smi[smi.index("<gpu id") : smi.index("</gpu>") + len("</gpu>")]
+    usable = tuple(Gpu(index=index, token=token) for index in range(num_gpus))
+    there = dataclasses.replace(facts("gpu1"), gpus=HostGpus(usable=usable))
+    found = examined(tmp_path, ONE, gpu1=(there, probe(smi=smi.replace(gpu, gpu * num_gpus))))
+    told = [(each.level, each.found) for each in found if each.check == "gpus" and each.level != "ok"]
+    names = "0, 1" if num_gpus == 2 else "0"
+    text = f"GPU {names}: divided by MIG, and CUDA shows a process one instance"
+    assert told == ([(level, text)] if level else [])
+
+
+def test_a_newer_xid_is_told_with_its_meaning(tmp_path: Path) -> None:
+    lines = [f"NVRM: Xid (PCI:0000:01:00): {number}, pid='<unknown>', text" for number in (145, 154, 13)]
+    assert [text.split(" ×")[0] for _, text in on_gpus(tmp_path, smi=whole_a100(), xid=lines)] == [
+        "GPU 0: Xid 145 (an NVLink error)",
+        "GPU 0: Xid 154 (it wants a reset or a reboot)",
+    ]
+
+
 def test_an_xid_is_told_for_the_gpu_it_is_of_and_a_programs_own_fault_is_not(tmp_path: Path) -> None:
-    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")  # at 01:00
+    smi = whole_a100()  # at 01:00
     lines = recorded("kernel-log-xid.txt").splitlines()
     found = on_gpus(tmp_path, smi=smi, xid=lines)
     assert [(level, text.split(",")[0]) for level, text in found] == [
@@ -272,7 +315,7 @@ def test_an_nvidia_smi_that_hangs_is_told_where_gpus_are_wanted(
 
 def test_hosts_whose_gpus_or_links_differ_are_named(tmp_path: Path) -> None:
     # A whole node of two for each: the recorded GPU twice.
-    smi = recorded(A100).replace("<persistence_mode>Disabled", "<persistence_mode>Enabled")
+    smi = whole_a100()
     gpu = smi[smi.index("<gpu id") : smi.index("</gpu>") + len("</gpu>")]
     smi = smi.replace(gpu, gpu * 2)
     topo = recorded("nvidia-smi-topo-m-a100.txt")
@@ -540,6 +583,19 @@ def test_a_run_that_runs_is_told_from_what_a_run_has_left(
     (judged,) = leftovers.lefts("gpu1", [found], records, {11: 3})
     assert (judged.standing, judged.still_trains) == (standing, still_trains)
     assert "pid 11 (rank 0, 1000 MB, GPU 3, port 29500)" in judged.text
+
+
+def test_a_host_that_an_earlier_run_has_found_broken_is_told(tmp_path: Path) -> None:
+    broken = {"gpu1": {"run": "lab-1", "why": "GPU 3: Xid 79", "time": 0.0}}
+    found = examined(tmp_path, "hosts: {gpu1: }\n", gpu1=(facts("gpu1"), probe(broken=broken)))
+    (told,) = [each for each in found if each.check == "leftovers"]
+    assert told.level == "warning"
+    assert re.fullmatch(
+        r"kit up leaves it out: GPU 3: Xid 79 \(drained by lab-1, 1970-01-01 \d\d:00\)", told.found
+    )
+    assert told.problem.cure.startswith("when it is mended: kit clean --forgive ")
+    here = inventory(tmp_path, "hosts: {gpu1: {connection: local}, gpu2: {connection: local}}\n").hosts
+    assert [bool(leftovers.broken_of(host, broken)) for host in here] == [True, False]
 
 
 @pytest.mark.parametrize(

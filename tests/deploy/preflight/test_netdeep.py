@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from agents import until
 from lab_hosts import BUSY_S, on, processes
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.link import BOOT, Link, source
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.plan import check
@@ -199,6 +200,102 @@ def test_lines_that_a_library_prints_are_no_stages() -> None:
     assert (progress.stage, progress.problem) == ("arrived", "")
     assert progress.reached("calls")
     assert not progress.reached("complete")
+
+
+def test_a_host_has_come_as_far_as_the_last_of_its_ranks() -> None:
+    progress = netdeep.Progress(num_ranks=2, status=0)
+    progress.read_line('{"stage": "group", "s": 1.0, "local_rank": 1}')
+    assert progress.stage == ""
+    progress.read_line('{"stage": "arrived", "s": 1.0, "local_rank": 0}')
+    assert progress.stage == "arrived"
+    reduced = '{"stage": "reduced", "s": 2.0, "seconds": 0.1, "start_s": 3.0, '
+    progress.read_line(reduced + '"is_right": false, "local_rank": 1}')
+    progress.read_line(reduced + '"is_right": true, "local_rank": 0}')
+    assert progress.stage == "reduced"
+    assert not progress.is_done, "the sum was wrong on one of them"
+    progress.read_line("gpu1:71:80 [1] init.cc:42 NCCL WARN Duplicate GPU detected")
+    assert progress.nccl == ["gpu1:71:80 [1] init.cc:42 NCCL WARN Duplicate GPU detected"]
+
+
+# NCCL as far as it is used: a rank has a GPU of its own, and only tensors there, in one piece, are reduced.
+AS_NCCL = """
+import torch
+import torch.distributed as dist
+real, own = (torch.full, dist.init_process_group, dist.all_reduce), []
+def set_device(number):
+    assert number in (0, 1) and not own, "a GPU for each rank"
+    own.append(number)
+def full(*arguments, device):
+    assert device == "cuda" and own
+    tensor = real[0](*arguments)
+    tensor.is_there = True
+    return tensor
+def init_process_group(backend, **more):
+    assert backend == "nccl" and own
+    real[1]("gloo", **more)
+def all_reduce(tensor):
+    assert tensor.is_there and tensor.is_contiguous(), "No backend type associated with device type cpu"
+    real[2](tensor)
+torch.cuda.set_device, torch.full, torch.cuda.synchronize = set_device, full, lambda: None
+dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_with_nccl_there_is_a_rank_for_each_gpu_of_each_host(fails: bool) -> None:
+    """Two hosts of two GPUs; if the last rank fails, its host's process ends with it."""
+    held = socket.create_server(("127.0.0.1", 0))
+    settings = {
+        **netdeep._settings(4, "nccl", "127.0.0.1", held.getsockname()[1], 60.0),
+        "num_local_ranks": 2,
+    }
+    prefix = AS_NCCL
+    if fails:
+        prefix = prefix.replace(
+            "    assert tensor.is_there",
+            '    assert dist.get_rank() < 3, "NCCL says no"\n    assert tensor.is_there',
+        )
+    program = prefix + source("nodekit.deploy.preflight.network.netdeep_job")
+    jobs = []
+    for rank, more in ((0, {"listen_fd": held.fileno()}), (2, {})):
+        data = f"SETTINGS = { {**settings, 'rank': rank, **more}!r}\n{program}".encode()
+        jobs.append(
+            subprocess.Popen(
+                [sys.executable, "-c", BOOT],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[held.fileno()],
+                start_new_session=True,
+            )
+        )
+        stdin = jobs[-1].stdin
+        assert stdin is not None
+        stdin.write(b"%d\n" % len(data) + data)
+        stdin.flush()
+    held.close()
+    try:
+        if fails:
+            assert jobs[1].wait(timeout=90) == 1
+            return
+        for job in jobs:
+            assert job.stdout is not None
+            progress = netdeep.Progress(num_ranks=2)
+            for line in job.stdout:
+                progress.read_line(line.decode())
+            progress.status = job.wait(timeout=90)
+            assert progress.is_done, job.communicate()
+            assert sorted(progress.stages) == [0, 1]
+            assert progress.reduced["start_s"] > 0
+            (fine,) = netdeep._fine({"gpu1": progress}, "nccl", 4)
+            assert re.fullmatch(r"nccl, 4 GPUs, [\d.]+ ms \(after [\d.]+ s to start NCCL\)", fine.found)
+    finally:
+        for job in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
 
 
 @pytest.mark.parametrize(("printed", "wanted"), [(64937, 43517), (1923, 33543), (45419, 45419)])

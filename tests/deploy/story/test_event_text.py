@@ -121,6 +121,15 @@ def test_only_an_evaluation_that_is_better_is_told() -> None:
     ]
 
 
+def test_a_loss_that_is_not_finite_is_told_with_its_ranks_and_what_follows() -> None:
+    loss = {"step": 4120, "what": "loss", "value": "nan", "ranks": [3], "action": "stop"}
+    weights = {"step": 7, "what": "weights", "value": "inf", "ranks": [0, 1], "action": "rollback"}
+    assert told((1.0, "gpu1", "not-finite", loss), (2.0, "gpu1", "not-finite", weights)) == [
+        "the loss of step 4,120 is nan on rank 3: training stops",
+        "the weights after step 7 are not finite on ranks 0, 1: back to the newest snapshot",
+    ]
+
+
 def test_what_the_supervisor_says_and_does_is_told() -> None:
     assert told(
         (0, None, "said", {"text": "generation 1: a, b; the rendezvous is on a now"}),

@@ -1,0 +1,161 @@
+"""A loss or weights that are not finite (nan, inf): the error that names them, and the watch for a loop of your own."""
+
+import math
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nodekit.training.errors import TrainingError
+from nodekit.training.reporting.tell import tell
+from nodekit.training.world import World
+
+Batch = tuple[int, int]
+"""The epoch and the offset of a global batch (see `ElasticSampler`)."""
+ENDS = "training ends here"
+"""In the message, if a restart would come to the same step again: then kit's agents do not restart the ranks."""
+_NAMED = 4
+_CURE = (
+    "a lower --lr, --clip, more --warmup-steps or --amp bf16 in place of fp16 may help; or look at the samples of that "
+    "step"
+)
+
+
+class NotFinite(TrainingError):
+    """The loss of a step, or the weights after it, are not finite; raised on all ranks alike."""
+
+    def __init__(self, what: str, step: int, found: Sequence[tuple[int, float, str]]) -> None:
+        """``what`` is ``loss`` or ``weights``; ``found`` has rank, value and host where it is not finite."""
+        self.what, self.step = what, step
+        self.ranks = tuple(rank for rank, _, _ in found)
+        """Where it is not finite."""
+        self.value = found[0][1]
+        """What it is on the first of these: nan, inf or -inf."""
+        self.batches: tuple[Batch, ...] = ()
+        """Those that may be to blame, in kit's own loop."""
+        where = ", ".join(f"rank {rank} ({host})" for rank, _, host in found[:_NAMED])
+        where += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        value = f"is {self.value}" if what == "loss" else f"are not finite ({self.value})"
+        when = f"of step {step}" if what == "loss" else f"after step {step}"
+        super().__init__(f"the {what} {when} {value} on {where}, and a finite number was wanted")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the event ``not-finite``."""
+        return {"what": self.what, "ranks": list(self.ranks), "value": str(self.value)}
+
+    def final(self, why: str) -> "NotFinite":
+        """Make the message that of an end, with the reason and the cure; return the error itself."""
+        self.args = (f"{self.args[0]}: {ENDS} ({why}), and no snapshot holds it; {_CURE}",)
+        return self
+
+
+def check_ranks(world: World, what: str, step: int, own: float) -> None:
+    """Raise `NotFinite` on all ranks if the value of any is not finite; all ranks call it."""
+    told = world.gather((own, socket.gethostname()))
+    if found := [(rank, value, host) for rank, (value, host) in enumerate(told) if not math.isfinite(value)]:
+        raise NotFinite(what, step, found)
+
+
+def check_loss(
+    world: World, step: int, total: float, own: torch.Tensor, batches: tuple[Batch, Batch | None]
+) -> None:
+    """Raise `NotFinite` if the sum of all ranks' losses is not finite, which all ranks see alike.
+
+    Args:
+        world: of these ranks.
+        step: whose losses they are.
+        total: the sum; while it is finite, nothing is done.
+        own: this rank's part of it, a scalar.
+        batches: of that step, and of the one before. If no rank's loss is finite, the latter may be to blame, too: its
+            update may have broken the weights.
+    """
+    if math.isfinite(total):
+        return
+    try:
+        check_ranks(world, "loss", step, float(own))
+    except NotFinite as error:
+        this, before = batches
+        error.batches = (this, before) if before and len(error.ranks) == world.world_size else (this,)
+        raise
+
+
+def check_weights(world: World, step: int, module: torch.nn.Module, batch: Batch | None) -> None:
+    """Raise `NotFinite` on all ranks if weights are not finite, as the next loss would show; all ranks call it."""
+    try:
+        check_ranks(world, "weights", step, _greatest(module.parameters()))
+    except NotFinite as error:
+        error.batches = (batch,) if batch else ()
+        raise
+
+
+def _greatest(parameters: Iterable[torch.Tensor]) -> float:
+    """Return the greatest absolute value that this rank holds of the parameters: one pass on the device, one wait."""
+    own = [_local(each).detach() for each in parameters]
+    own = [each for each in own if each.is_floating_point() and each.numel()]
+    return float(torch.nn.utils.get_total_norm(own, norm_type=math.inf)) if own else 0.0
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part that is here: FSDP's DTensor has it in a method, DeepSpeed's stage 3 in an attribute."""
+    own: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return getattr(own, "ds_tensor", own)
+
+
+class LossWatch:
+    """Notices, in a training loop of your own, that a rank's loss is not finite, without waiting for the device.
+
+    ::
+
+        watch = LossWatch(world)
+        for step in ...:
+            ...
+            optimizer.step()
+            watch.look(loss, step=step)
+        watch.wait()
+
+    All ranks call it. Each call starts a sum over the ranks and reads that of the call before, so `NotFinite` comes one
+    step late, on all ranks in the same call. Until then nothing bad is saved: `Snapshots` refuses a state with nan.
+    """
+
+    def __init__(self, world: World, *, on_nan: str | None = None) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            world: its process group must exist.
+            on_nan: in place of ``job.on_nan`` of the inventory. ``stop``: kit does not restart the ranks that end with
+                the error. ``rollback``: it does, as after a crash, unless the caller catches the error.
+        """
+        self._world, self._on_nan = world, on_nan or world.on_nan
+        self._pending: tuple[int, torch.Tensor, Callable[[], list[float]]] | None = None
+
+    def look(self, loss: torch.Tensor, *, step: int) -> None:
+        """Look at this rank's loss of a step (any shape); raise for that of the call before.
+
+        Raises:
+            NotFinite: on all ranks.
+        """
+        self.wait()
+        # NaN and infinity times 0 are NaN: one number that is 0 or NaN.
+        own = loss.detach().double().sum()
+        self._pending = step, own, self._world.start_sum((own * 0).reshape(1))
+
+    def wait(self) -> None:
+        """Raise for the last call, without another one: at the end of the training.
+
+        Raises:
+            NotFinite: on all ranks.
+        """
+        if self._pending is None:
+            return
+        (step, own, sums), self._pending = self._pending, None
+        try:
+            if not math.isfinite(sums()[0]):
+                check_ranks(self._world, "loss", step, float(own))
+        except NotFinite as error:
+            if self._world.is_main:
+                tell(self._world, "not-finite", step=step, action=self._on_nan, **error.fields)
+            if self._on_nan == "stop":
+                error.final("on_nan: stop")
+            raise
