@@ -74,11 +74,13 @@ class Straggler:
     """ "" where nothing was seen that would explain it."""
     line: str
     """A sentence for people."""
+    is_certain: bool = True
+    """Not for a link of which either end may be the reason."""
 
     @property
     def is_of_the_host(self) -> bool:
         """Whether the job would be quicker without this node."""
-        return self.cause in OF_THE_HOST and bool(self.ranks)
+        return self.cause in OF_THE_HOST and self.is_certain
 
 
 def name(windows: Sequence[Window]) -> Straggler | None:
@@ -177,9 +179,11 @@ def _slow_link(windows: Sequence[Window]) -> Straggler | None:
     waits = f"data waits in it {sums[full[0]]:.0%} of the time, in the others {rest:.0%} at most"
     if len(full) == 1:
         source, target = full[0]
-        return Straggler(source, (), "link", f"the link from {source} to {target} makes all wait: {waits}")
+        line = f"the link from {source} to {target} makes all wait: {waits}"
+        return Straggler(source, (), "link", line, is_certain=False)
     node = sorted(common)[0]
     if len(common) > 1:  # both ways between two
         other = next(each for each in full[0] if each != node)
-        return Straggler(node, (), "link", f"the link between {node} and {other} makes all wait: {waits}")
+        line = f"the link between {node} and {other} makes all wait: {waits}"
+        return Straggler(node, (), "link", line, is_certain=False)
     return Straggler(node, (), "link", f"the link of {node} makes all wait: {waits}")
