@@ -38,6 +38,7 @@ OFFERED = (
     "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
     "node.agents", "node.artifacts", "node.broken", "node.fence", "node.removal", "node.status",
+    "probes.accelerators",
     "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
     "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip
