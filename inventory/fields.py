@@ -60,6 +60,7 @@ HangSeconds = Annotated[
 ]
 OnNan = Annotated[Literal["stop", "rollback"], _wanted("stop or rollback")]
 StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
+OnSlow = Annotated[Literal["tell", "drain"], _wanted("tell or drain")]
 Flag = Annotated[bool, Strict(), _wanted("true or false")]
 # A mistaken one is not shown: a password may be in it.
 IndexUrl = Annotated[

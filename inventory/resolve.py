@@ -49,7 +49,7 @@ def resolve(
         for name, host in _hosts(key, block or HostBlock(), defaults, path.parent)
     ]
     problems = [
-        *_section_problems(written),
+        *_section_problems(file, written),
         *_address_count_problems(file),
         *_name_problems(hosts),
         *_address_problems(hosts, left_out),
@@ -113,7 +113,7 @@ def _hosts(key: str, block: HostBlock, defaults: HostSettings, folder: Path) -> 
         yield name, Host.model_validate({**settled, "name": name, "address": address})
 
 
-def _section_problems(written: set[str]) -> Iterator[Problem]:
+def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Problem]:
     if {"hosts", "slurm"} <= written:
         yield Problem(("slurm",), "found beside hosts, wanted one of the two", at_key=True)
     elif not {"hosts", "slurm"} & written:
@@ -124,6 +124,8 @@ def _section_problems(written: set[str]) -> Iterator[Problem]:
     elif "slurm" in written:
         for key in _INSTEAD_UNDER_SLURM.keys() & written:
             yield Problem((key,), f"found beside slurm, wanted {_INSTEAD_UNDER_SLURM[key]}", at_key=True)
+        if file.job.on_slow == "drain":
+            yield Problem(("job", "on_slow"), "found drain beside slurm, which keeps its nodes, wanted tell")
 
 
 def _address_count_problems(file: InventoryFile) -> Iterator[Problem]:

@@ -41,6 +41,7 @@ from nodekit.inventory.fields import (
     Nodes,
     Occasion,
     OnNan,
+    OnSlow,
     Port,
     PositiveCount,
     RunTime,
@@ -214,6 +215,8 @@ class Job(_Model):
     """What is done when a loss is not a number, or infinite: stop ends the job; rollback goes back to the newest snapshot, and kit's training module leaves that batch out. No snapshot holds it."""  # noqa: E501
     start: StartMethod = "forkserver"
     """How processes start: forkserver forks them from one that has torch imported already, which saves seconds at every restart; spawn starts each from nothing."""  # noqa: E501
+    on_slow: OnSlow = "tell"
+    """What is done about a node that makes the others wait, where its CPU, a GPU or its network is the reason: tell says so; drain takes it out of the job too, if enough nodes are left."""  # noqa: E501
 
 
 class SnapshotSettings(_Model):

@@ -22,6 +22,7 @@ from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import ALL_EPOCHS, Options
 from nodekit.training.reporting.report import Report
+from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
 from nodekit.training.snapshots.hostcopy import gather_for_others
@@ -63,6 +64,7 @@ class Loop:
         self.stop = stop
         self.step = 0
         self.trained_s = 0.0
+        world.stage("making the model and reading the data")
         rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
         # Some engines share the weights out before they go to the device, which may have no room for the whole.
         self.begins_on_cpu = begins_on_cpu(options)
@@ -78,11 +80,13 @@ class Loop:
         self._make_loader()
         rng.seed_all(options.seed, rank=1 + world.rank)
         self.is_sharded = options.snapshot_format == "sharded"
+        world.stage("looking for the newest snapshot")
         snapshots, writes = self._open_snapshots(folder)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
+            world.stage("loading the snapshot")
             self._resume(found, optimizer)
         elif options.init_from:
             left_out = load_weights(
@@ -95,6 +99,7 @@ class Loop:
             left_out = self._resume_checkpoint(options.resume_from, optimizer)
         self.sampler.leave_out(without)
         self.total_steps = self.step + self.sampler.steps_to(options.epochs)
+        world.stage("making the engine")
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
@@ -178,6 +183,7 @@ class Loop:
             track=options.track,
             settings=asdict(options),
         )
+        self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
         self.evaluation = Evaluation(
             self.task,
             self.task.test_data(),
@@ -192,6 +198,7 @@ class Loop:
         with self.report:
             self._say_what_begins()
             started_s, started_step = time.monotonic(), self.step
+            self.world.stage("the first step")
             if self._evaluates_first:
                 self._evaluate("at step")
             while self.sampler.epoch < self.options.epochs and not self._why_early:
@@ -278,11 +285,13 @@ class Loop:
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             loss_sum.zero_()
-            for micro, batch in micro_batches:
+            for micro, batch in self.waits.loading(micro_batches):
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
-                    self.engine.backward(loss * micro.weight)
+                    loss_part = loss * micro.weight
+                    with self.waits.backward(loss_part):
+                        self.engine.backward(loss_part)
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
                     self._start_sum(loss_sum)
@@ -338,9 +347,11 @@ class Loop:
         if not self._is_prepared:
             self._prepare_snapshots()
         acts_now = self._epoch_ends or self._evaluates or self.saver.is_certain(self.step)
-        stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
-        if stop or is_due:  # what is in a snapshot must be reported, too
-            stop = self._read_sums()[0] or stop
+        with self.waits.for_others():
+            stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
+            if stop or is_due:  # what is in a snapshot must be reported, too
+                stop = self._read_sums()[0] or stop
+        self.waits.step()
         is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights
         if self.local_sgd:

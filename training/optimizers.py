@@ -37,7 +37,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is
         groups = [{**group, **how} for group, how in zip(groups, hows, strict=True)]
     values = state["state"]
     if not is_kept and all(each.device.type == "cpu" for group in own for each in group["params"]):
-        values = map_tensors(
-            torch.clone, values
-        )  # from the CPU to the CPU, torch keeps the tensors as they are
+        # From the CPU to the CPU, torch keeps the tensors as they are.
+        values = map_tensors(torch.clone, values)
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})

@@ -11,8 +11,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from nodekit.training import recorder
 from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
+
+STAGE = "starting: "
+"""What a progress file begins with before the first step."""
+_PROGRESS_BYTES = 80
 
 T = TypeVar("T")
 
@@ -69,6 +74,8 @@ class World:
     """Where it writes events for kit, one JSON object per line."""
     on_nan: str = "stop"
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
+    recorder_files: tuple[str, str] | None = None
+    """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
 
     @classmethod
     def from_env(
@@ -124,6 +131,7 @@ class World:
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
+            recorder_files=_recorder_files(env),
         )
 
     @property
@@ -143,6 +151,7 @@ class World:
 
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
+        self.stage("meeting the other ranks")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         store = (
@@ -166,6 +175,9 @@ class World:
                 f"this is rank {self.rank} of {self.world_size} by RANK and WORLD_SIZE, but rank {found} to "
                 f"{self.backend}"
             )
+        if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
+            recorder.answer(*self._own_recorder_files(self.recorder_files))
+        self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
 
     def __exit__(
@@ -177,8 +189,29 @@ class World:
         """Leave the process group; does nothing where there is none."""
         if dist.is_initialized():
             dist.destroy_process_group()
+            if self.recorder_files and self.backend == "gloo":
+                recorder.end(self._own_recorder_files(self.recorder_files)[0])
             if self.is_main:
                 self.init_method.remove()
+
+    def stage(self, text: str) -> None:
+        """Tell kit what this rank does before its first step, so that a hang there is found; at most 60 letters."""
+        if self.progress_file is None:
+            return
+        line = f"{STAGE if text else ''}{text}"[: _PROGRESS_BYTES - 1].ljust(_PROGRESS_BYTES - 1) + "\n"
+        try:
+            handle = os.open(self.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.write(
+                    handle, line.encode()
+                )  # one write: a concurrent reader finds the old one or the new one
+            finally:
+                os.close(handle)
+        except OSError:  # `Report` says so
+            return
+
+    def _own_recorder_files(self, stems: tuple[str, str]) -> tuple[Path, Path]:
+        return Path(f"{stems[0]}{self.rank}.pipe"), Path(f"{stems[1]}{self.rank}")
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank."""
@@ -257,6 +290,12 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 def _first_number(env: Mapping[str, str], names: Sequence[str], default: int) -> int:
     """The first variable that is set: torchrun and kit use one name, deepspeed's launcher another."""
     return next((_number(env, name, default) for name in names if name in env), default)
+
+
+def _recorder_files(env: Mapping[str, str]) -> tuple[str, str] | None:
+    pipe = env.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    file = env.get("TORCH_FR_DUMP_TEMP_FILE") or env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return (pipe, file) if pipe and file else None
 
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:

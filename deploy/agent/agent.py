@@ -39,12 +39,13 @@ from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendez
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.straggler_watch import StragglerWatch
 from nodekit.deploy.agent.telemetry.event_log import EventLog
-from nodekit.deploy.agent.telemetry.gpu_health import CURE, FORGIVE, Fault
+from nodekit.deploy.agent.telemetry.gpu_health import Fault
+from nodekit.deploy.agent.unfit import Broken, Unfit, unfit
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
-from nodekit.inventory.errors import KitError
 
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
@@ -57,19 +58,6 @@ _POLL_S = 0.05
 # A rank's end is told at once.
 _LOOK_S = 0.5
 _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
-
-
-class Unfit(KitError):
-    """This node cannot take part now; others may go on without it, and it is tried again."""
-
-
-class Broken(Unfit):
-    """Something of this node is broken: no node is to count on it until it is mended."""
-
-
-def _unfit(text: str, error: OSError) -> Exception:
-    """What is raised of an error of this node's: itself, where it will pass."""
-    return error if descriptors.are_used_up(error) else Unfit(text, cure=cure_of(error))
 
 
 Why = Literal["done", "failed", "again"]
@@ -90,6 +78,7 @@ class Agent:
         self._budget = Budget(spec.max_restarts)
         self._folder = Path(spec.node_dir)
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
+        self._straggler_watch = StragglerWatch(record, spec.window_s)
         self._orders = Orders(self._folder)
         self._replicas: Replicas | None = None
         if spec.copies > 1 and len(spec.nodes) > 1:
@@ -292,11 +281,8 @@ class Agent:
         """Raise Broken, without ranks, for a GPU that they cannot go on with or a rank that cannot be ended."""
         if fault is not None:
             self._attempts.end(0, str(fault))
-        found = [str(fault)] if fault is not None else []
-        if stuck := self._attempts.workers.stuck:
-            found.append("SIGKILL does not end " + ", ".join(map(str, stuck)))
-        if found:
-            raise Broken("; ".join(found), cure=f"reboot the host; {FORGIVE}" if stuck else CURE)
+        if fault is not None or self._attempts.workers.stuck:
+            raise Broken.of(fault, self._attempts.workers.stuck)
 
     # --- electorate ---
 
@@ -322,6 +308,7 @@ class Agent:
         self._electorate = self._orders.voters(self._electorate)
         return {
             "name": self._spec.name,
+            "address": self._spec.local_addr,
             "nproc": self._spec.nproc_per_node,
             "electorate": self._electorate.to_dict(),
             "replicas": self._replicas.endpoint if self._replicas else None,
@@ -354,19 +341,20 @@ class Agent:
         try:
             self._attempts.prepare(spec, formed)
         except OSError as error:
-            raise _unfit(str(error), error) from error
+            raise unfit(str(error), error) from error
         self._pause()
         try:
             self._orders.check_fence(spec, self._pause)  # fenced meanwhile, it must not start any
         except OSError as error:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
-            raise _unfit(text, error) from error
+            raise unfit(text, error) from error
         self._attempts.start(spec, formed)
 
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
         attempts = self._attempts
-        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs)
+        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
+        self._straggler_watch.begin(formed, attempts.pids)
         exits: dict[int, int] = {}
         members_at = 0.0
         while True:
@@ -391,6 +379,7 @@ class Agent:
                 return why
             with rendezvous.lost_store_is_told():
                 hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
+                self._straggler_watch.look()
             if hangs:
                 self._leave_if_broken(self._record.gpus.recent())
                 self._end_attempt(0, "a hang")

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from nodekit.deploy.agent.hang import culprit, hang
-from nodekit.deploy.agent.hang.stacks import Stack, stacks
+from nodekit.deploy.agent.hang import culprit, flight, hang
+from nodekit.deploy.agent.hang.stacks import Stack, can_answer, stacks
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
@@ -22,6 +22,7 @@ DONE = "done"
 """What a node tells the others of its round when all its ranks have ended well."""
 LOOK_S = 1.0  # how often is looked
 STACKS_S = 10.0  # to read the stacks of all ranks
+RECORDS_S = 5.0  # for the ranks to leave what their flight recorders have
 _POLL_S = 0.05
 
 
@@ -34,9 +35,16 @@ class HangDiagnosis:
         self._watch = hang.Watch(hang=setting)
         self._record = record
 
-    def begin(self, formed: Formed, pids: Mapping[int, int], logs: Mapping[int, Path]) -> None:
-        """Another round; `pids` and `logs` are this node's, by rank."""
-        self._formed, self._pids, self._logs = formed, pids, logs
+    def begin(
+        self,
+        formed: Formed,
+        pids: Mapping[int, int],
+        logs: Mapping[int, Path],
+        recorder: Mapping[str, str] | None = None,
+    ) -> None:
+        """Another round; `pids` and `logs` are this node's, by rank, `recorder` is `flight.environment` of all."""
+        self._formed, self._pids, self._logs, self._recorder = formed, pids, logs, recorder or {}
+        self._has_told_of_start = False
         self._look_at = 0.0
         self._watch.begin()
 
@@ -57,17 +65,25 @@ class HangDiagnosis:
         store = self._formed.store
         try:
             if suspicion is None and store.get("hang") is None:
+                self._tell_of_start(pause)
                 return self._lingers(has_ended=has_ended)
-            store.set("hang", "")
-            found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=self._logs)
-            said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
-            store.set(f"hang/{self._formed.group_rank}", json.dumps(said))
-            self._explain(text, pause)
+            self._share("hang", logs=self._logs)
+            blamed, own = self._explain("hang", pause)
+            self._record.event("hang", text=text, line=blamed.line, stack=own)
         except RuntimeError as error:  # the store is lost
             if suspicion is None:
                 return False
             self._record.event("hang", text=text, why=str(error))
         return True
+
+    def _tell_of_start(self, pause: Callable[[], None]) -> None:
+        """Name who keeps a job from its first step that tells nothing of itself: for people, it may only be slow."""
+        if self._has_told_of_start or self._watch.has_begun:
+            return
+        if self._watch.is_silent(time.monotonic()) or self._formed.store.get("start") is not None:
+            self._has_told_of_start = True
+            self._share("start", logs=None)
+            self._explain("start", pause)
 
     def _lingers(self, *, has_ended: bool) -> bool:
         """Whether workers do not end, and say nothing any more, though others have ended well."""
@@ -83,13 +99,22 @@ class HangDiagnosis:
     def _has_any_ended(self) -> bool:
         return len(self._formed.without(DONE)) < len(self._formed.members)
 
-    def _explain(self, suspicion: str, pause: Callable[[], None]) -> None:
-        """Name who is behind, by the stacks of all ranks that come in time."""
-        formed, deadline = self._formed, time.monotonic() + 2 * STACKS_S
+    def _share(self, key: str, logs: Mapping[int, Path] | None) -> None:
+        """Have the others look too, and tell them what this node's ranks do; with `logs`, they may be ended for it."""
+        self._formed.store.set(key, "")
+        asked = [rank for rank, pid in self._pids.items() if can_answer(pid)]
+        records = flight.ask(self._recorder, asked, timeout_s=RECORDS_S)
+        found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=logs)
+        progress = hang.read_progress(self._record.progress_dir)
+        said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
+        self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records]))
+
+    def _explain(self, key: str, pause: Callable[[], None]) -> tuple[culprit.Culprit, list[str]]:
+        """Name who is behind, by what all nodes tell that do so in time; and its stack, without what is kit's."""
+        formed, deadline = self._formed, time.monotonic() + RECORDS_S + 2 * STACKS_S
         parts, nodes = [], {}
         for group_rank, name in enumerate(formed.names):
-            key = f"hang/{group_rank}"
-            while (said := formed.store.get(key)) is None and time.monotonic() < deadline:
+            while (said := formed.store.get(f"{key}/{group_rank}")) is None and time.monotonic() < deadline:
                 pause()
                 time.sleep(_POLL_S)
             if said is not None:
@@ -97,14 +122,23 @@ class HangDiagnosis:
                 nodes.update({int(rank): name for rank in parts[-1][0]})
         found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
         progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
-        blamed = culprit.explain(found, progress, nodes=nodes, world_size=formed.world_size)
+        records = {int(rank): flight.load(each) for part in parts for rank, each in part[2].items()}
+        blamed = culprit.explain(
+            found,
+            progress,
+            records=records,
+            nodes=nodes,
+            world_size=formed.world_size,
+            on_gpus=int(os.environ.get("NODEKIT_NUM_GPUS") or 0) > 0,
+        )
         own = list(
             itertools.takewhile(lambda line: "deploy/agent/ranks/forkserver.py" not in line, blamed.stack)
         )
-        self._record.event("hang", text=suspicion, line=blamed.line, stack=own)
         if formed.group_rank == 0:  # one is enough to tell the user
             shown = [f"    {line}" for line in own if "<frozen runpy>" not in line]
-            self._record.update(notice="\n".join([blamed.line, *shown]))
+            is_start = "no first step yet: " if key == "start" else ""
+            self._record.update(notice="\n".join([is_start + blamed.line, *shown]))
+        return blamed, own
 
 
 def _size(path: Path) -> int:

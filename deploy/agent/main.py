@@ -15,10 +15,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from nodekit.deploy.agent.agent import Agent, Broken, Unfit
+from nodekit.deploy.agent.agent import Agent
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
+from nodekit.deploy.agent.unfit import Broken, Unfit
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.schema import EndCause
 

@@ -54,6 +54,8 @@ class AgentSpec:
     last_call_s: float = 1.0
     wait_s: float = 1800.0
     hang: float | Literal["auto", "never"] = "auto"
+    window_s: float = 10.0
+    """How long is measured, each time, who makes the others wait."""
     skew_s: float = 0.0
     """How far the nodes' clocks are apart."""
     copies: int = 2

@@ -34,11 +34,10 @@ LOST_AFTER_S = (
 )
 
 OFFERED = (
-    "accept", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema", "tree",
-    "treefiles",
+    "accept", "broken", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema",
+    "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "node.agents", "node.artifacts", "node.broken", "node.fence", "node.removal", "node.status",
-    "probes.accelerators",
+    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status", "probes.accelerators",
     "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
     "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip

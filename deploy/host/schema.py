@@ -17,9 +17,9 @@ EventKind = Literal[
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",
     "not-finite",
     "snapshot", "replicas-gathered", "replica-kept", "replica-failed", "replica-refused", "replica-damaged",
-    "replica-lost", "worker-failed", "hang", "lingering", "membership", "no-quorum", "store-lost", "no-descriptors",
-    "false-alarm", "logs-removed", "logs-cut", "logs-not-bounded", "attempt-ended", "agent-ended", "gpu-error",
-    "gpu-slow", "unkillable",
+    "replica-lost", "worker-failed", "hang", "slow", "lingering", "membership", "no-quorum", "store-lost",
+    "no-descriptors", "false-alarm", "logs-removed", "logs-cut", "logs-not-bounded", "attempt-ended", "agent-ended",
+    "gpu-error", "gpu-slow", "unkillable",
     # Of the supervisor.
     "run-started", "host", "phase", "start", "join", "fence", "grant", "stop", "drain", "undrain", "problem", "refused",
     "unreachable", "reached", "node-state", "first-progress", "said", "notify-failed", "run-ended",
@@ -106,6 +106,15 @@ class Guess(TypedDict):
     loss: Optional[float]
 
 
+class Slow(TypedDict):
+    """A node that makes the others wait, or one end of such a link."""
+
+    node: str
+    cause: str
+    of_host: bool
+    """Whether the job would be quicker without the node."""
+
+
 class HostStatus(TypedDict, total=False):
     """What a node's host says of it, whether its agent lives or not."""
 
@@ -145,7 +154,11 @@ class NodeStatus(HostStatus, total=False):
     progress: Optional[str]
     progress_time: Optional[float]
     guess: Optional[Guess]
+    stage: str
+    """What its ranks do before the first step; "" where they do not say, and later."""
     usage: Optional[Usage]
+    slow: Optional[Slow]
+    """Who makes the others wait, on rank 0's node."""
     message: str
     cause: EndCause
     cure: str

@@ -1,13 +1,13 @@
-"""Hosts that remember being drained because something of them is broken (`deploy/host/node/broken.py`)."""
+"""Hosts that remember being drained because something of them is broken (`deploy/host/broken.py`)."""
 
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
+from nodekit.deploy.preflight.leftovers import broken_of
 from nodekit.inventory.errors import HostError, KitErrors
 from nodekit.inventory.schema import Inventory
 
@@ -40,12 +40,6 @@ def _remembered(links: Mapping[str, Link], inventory: Inventory) -> dict[str, st
         )
         return found
 
-    broken = {}
-    for name, found in all_or_raise(on_all(links, ask)).items():
-        # Nodes of this machine share it, but not their GPUs.
-        own = [each for node, each in found.items() if node == name or hosts[name].connection != "local"]
-        if own:
-            newest = max(own, key=lambda each: float(each["time"]))
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest["time"]))
-            broken[name] = f"{newest['why']} (drained by {newest['run']}, {when})"
-    return broken
+    answers = all_or_raise(on_all(links, ask))
+    broken = {name: broken_of(hosts[name], found) for name, found in answers.items()}
+    return {name: why for name, why in broken.items() if why}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.software import unseen
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.inventory.schema import Inventory
+from nodekit.inventory.schema import Host, Inventory
 
 LOOK_TIMEOUT_S = 15.0
 GRACE_S = 10.0
@@ -109,11 +110,28 @@ def findings(
         here = lefts(host, mine, records, gpu_of)
         bad = [each for each in here if each.standing != "running"]
         found += [_finding(each, inventory) for each in bad]
-        if not bad:
+        spec = next(each for each in inventory.hosts if each.name == host)
+        if why := broken_of(spec, own.get("broken", {})):
+            cure = f"when it is mended: kit clean --forgive {shlex.quote(str(inventory.path))}"
+            found.append(
+                Finding("leftovers", host, "warning", f"kit up leaves it out: {why}", "a sound host", cure)
+            )
+        elif not bad:
             running = ", ".join(sorted({each.run for each in here}))
             text = f"{running} runs" if running else "none"
             found.append(Finding("leftovers", host, "ok", text))
     return found
+
+
+def broken_of(host: Host, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what of a host an earlier run has found broken, from the answer of `broken.recall`; "" for nothing."""
+    # Nodes of this machine share it, but not their GPUs.
+    own = [each for node, each in found.items() if node == host.name or host.connection != "local"]
+    if not own:
+        return ""
+    newest = max(own, key=lambda each: float(each["time"]))
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest["time"]))
+    return f"{newest['why']} (drained by {newest['run']}, {when})"
 
 
 def _first(

@@ -12,7 +12,6 @@ from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all
 from nodekit.deploy.host.schema import NodeStatus
-from nodekit.deploy.launch import start
 from nodekit.deploy.launch import watch as launch_watch
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
@@ -45,6 +44,9 @@ class SshBackend:
             raise KitError(
                 f"{inventory.path}: --sweep submits to Slurm's queue, and this inventory has no slurm section"
             )
+        # Late: only what is to start needs all checks and the plan, half of what `kit status` would have to import.
+        from nodekit.deploy.launch import start
+
         if options.dry_run:
             return _dry_run(inventory, options)
         if options.metrics is not None:
@@ -291,6 +293,8 @@ def _gather_unwatched(client: NodeClient) -> None:
 
 def _dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
+    from nodekit.deploy.launch import start
+
     secrets_of(inventory)
     secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)

@@ -242,6 +242,10 @@ class Narrator:
         text = _first_line(event.get("text"))
         return [text] if text and self._once("hang", self._attempt, text) else []
 
+    def _on_slow(self, event: Event) -> list[str]:
+        line = _first_line(event.get("line"))
+        return [line] if line else []
+
     def _on_lingering(self, event: Event) -> list[str]:
         ranks = sorted(event.get("stacks") or (), key=lambda rank: (len(str(rank)), str(rank)))
         return [f"{event.node}: rank {', '.join(map(str, ranks))} did not end when asked"] if ranks else []

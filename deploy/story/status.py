@@ -43,6 +43,8 @@ def status_line(seen: NodeStatus, *, now: float) -> str:
         quiet = now - float(seen["progress_time"] or now)
         if quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
+    elif stage := seen.get("stage"):
+        parts.append(str(stage))
     elif guessed := seen.get("guess"):
         parts.append(guess.words(guessed))
     if seen.get("blocked"):

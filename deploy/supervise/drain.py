@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 
+from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.event_text import names
 from nodekit.deploy.supervise.state import Rules
+from nodekit.inventory.errors import NotWritten
 
 
 def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:
@@ -61,3 +64,24 @@ def exclude(run: Run, node: str, why: str) -> None:
     """
     with run.alone():
         run.drain({**run.drained_because, node: why})
+
+
+class SlowNodes:
+    """Drains nodes that make the others wait (`job.on_slow`), where their hosts are the reason; asked once for each."""
+
+    def __init__(self) -> None:
+        self._asked: set[str] = set()
+
+    def drain(
+        self, run: Run, rules: Rules, statuses: Mapping[str, NodeStatus], *, absent: Collection[str]
+    ) -> Iterator[str]:
+        """Do so, by what the nodes say; what to say of it. A disk that is full is tried again."""
+        for status in statuses.values():
+            slow = status.get("slow") if status["alive"] and status.get("state") == "running" else None
+            if not slow or not slow["of_host"] or slow["node"] in (*rules.drained, *self._asked):
+                continue
+            node = slow["node"]
+            with contextlib.suppress(NotWritten):
+                text = ask(run, rules, node, undo=False, absent=absent)
+                self._asked.add(node)
+                yield f"{node} makes the others wait: {text}"

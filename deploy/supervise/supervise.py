@@ -122,6 +122,7 @@ class Supervisor:
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
         self._busy: dict[str, str] = {}
         self._first_step = False
+        self._slow_nodes = drain.SlowNodes()
         self._disk_problem = ""
         """Why nothing could be written, since it could be the last time."""
         self._write_at = 0.0
@@ -173,6 +174,11 @@ class Supervisor:
             self._view.say("supervising now: the one before is gone")
         if (drained := self._run.drained) != self._rules.drained:
             self._rules = dataclasses.replace(self._rules, drained=drained)
+        if self._acts and self._client.inventory.job.on_slow == "drain":
+            absent = [name for name, seen in self._seen.items() if not seen.reachable]
+            for text in self._slow_nodes.drain(self._run, self._rules, self._statuses, absent=absent):
+                self._view.say(text, is_event=True)
+                self._note("said", text=text)
         state, actions = policy.decide(self._state, self._seen, time.monotonic(), self._rules)
         finish = next((action for action in actions if isinstance(action, Finish)), None)
         if not self._acts:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import warm_agents
 import warm_python
 import yaml
 from kit_runs import Kit
@@ -115,7 +116,7 @@ def test_a_script_of_ones_own_runs_with_the_inventory_of_the_page(tmp_path: Path
     (inventory,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     kit = Kit(tmp_path / "project", None)
     (kit.folder / "here.yaml").write_text(
-        yaml.safe_dump({**yaml.safe_load(inventory), "python": warm_python.program()})
+        yaml.safe_dump({**yaml.safe_load(inventory), "python": warm_agents.program()})
     )
     assert [host.name for host in load_inventory(kit.folder / "here.yaml").hosts] == ["here"]
     (kit.folder / "train.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\n")

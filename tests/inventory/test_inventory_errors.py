@@ -19,7 +19,7 @@ TOP_KEYS = (
     "notify, port, python, slurm, snapshots, timings, user, workdir"
 )
 HOST_KEYS = "address, connection, env, gpu_model, gpus, identity_file, interface, known_hosts, port, python, user, workdir"
-JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, on_nan, secrets, start"
+JOB_KEYS = "code, command, env, max_restarts, nproc_per_node, on_nan, on_slow, secrets, start"
 SLURM_KEYS = (
     "account, array, constraint, cpus_per_task, exclude, extra, gpus_per_node, login, max_requeues, mem_gb, nodes, partition, "
     "qos, setup, shared_dir, srun_args, time"
@@ -237,6 +237,10 @@ def test_a_mistake_in_a_host_is_told(tmp_path: Path, written: str, problem: str)
         ("slurm: {nodes: 1, extra: {a: [1]}}", "slurm.extra.a: found [1], wanted text, a number, true or false"),
         ("slurm: {nodes: 1, login: a b}", 'slurm.login: found "a b", wanted a login node, as user@login.example.org'),
         ("slurm: {nodes: 1}\ngpus: 1", "gpus: found beside slurm, wanted slurm.gpus_per_node"),
+        (
+            "slurm: {nodes: 1}\njob: {on_slow: drain}",
+            "job.on_slow: found drain beside slurm, which keeps its nodes, wanted tell",
+        ),
         ("slurm: {nodes: 1}\nnodes: 1", "nodes: found beside slurm, wanted slurm.nodes"),
         ("slurm: {nodes: 1}\nworkdir: x", "workdir: found beside slurm, wanted slurm.shared_dir"),
         ("slurm: {nodes: 1}\nconnection: ssh", "connection: found beside slurm, wanted none: Slurm reaches its nodes itself"),

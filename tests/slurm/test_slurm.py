@@ -54,7 +54,7 @@ def story(site: Site, unbroken: dict[int, float]) -> Callable[..., Story]:
 
 
 def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float]) -> None:
-    site.python = sys.executable
+    site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
     whole = Story(site, "whole", nodes=3)
     whole.hold()
     whole.begin()
@@ -175,7 +175,7 @@ def _answer(url: str) -> Any:
 def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.python = sys.executable
+    site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
     secret = "s3cr3t-of-the-ranks"
     monkeypatch.setenv("KIT_SECRET", secret)
     script = "import os, time\nprint(len(os.environ['KIT_SECRET']), 'letters', flush=True)\ntime.sleep(4)\n"
@@ -256,7 +256,7 @@ def test_stopped_and_taken_up_again_through_a_login_node(
 def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
-    site.python = sys.executable
+    site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
     run = story("queue", nodes=2, max_requeues=5)
     run.hold(0.5)  # until Slurm looks at time limits, up to 60 steps go by
     run.begin()
@@ -324,7 +324,7 @@ def without_user_signal(site: Site) -> Iterator[None]:
 
 
 def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> None:
-    site.python = sys.executable
+    site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
     stuck = Story(site, "stuck", ["job.py", "stuck", "100"], nodes=1)
     spent = Story(site, "spent", ["job.py", "fine", "100"], nodes=1, max_requeues=0)
     cancelled = Story(site, "cancelled", ["job.py", "fine", "100"], nodes=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def queued(site: Site, name: str) -> list[str]:
 
 @pytest.mark.lab
 def test_an_exported_script_trains_by_plain_sbatch_and_goes_on_after_a_requeue(site: Site) -> None:
+    site.python = sys.executable  # Slurm is to see all processes of the job
     (site.folder / "told.py").write_text(TASK + TELLS)
     name = "ex 'port"
     command = ["-m", "nodekit.training", "--task", "told.py:Task", "--epochs", "2", "--snapshot-every", "5"]

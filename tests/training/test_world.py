@@ -1,5 +1,6 @@
 """Who a rank is, from the environment, and the group it forms with the others."""
 
+import json
 import os
 import re
 import signal
@@ -41,6 +42,33 @@ def test_kits_environment_is_read() -> None:
         Path("/a b/o"),
         Path("/a b/p"),
     )
+
+
+def test_stages_of_the_start_are_told_and_end_with_the_meeting(tmp_path: Path) -> None:
+    file = tmp_path / "a 'b $HOME;" / "rank0"
+    file.parent.mkdir()
+    world = World.from_env({"NODEKIT_PROGRESS_FILE": str(file)})
+    world.stage("meeting the other ranks")
+    assert file.read_text().rstrip() == "starting: meeting the other ranks"
+    world.stage("x" * 100)
+    assert len(file.read_bytes()) == 80
+    with world:
+        assert not file.read_text().strip(), "what a script does then, kit does not know"
+    World.from_env({"NODEKIT_PROGRESS_FILE": str(tmp_path / "no/folder")}).stage("nothing")
+
+
+def test_the_flight_recorder_answers_by_its_pipe_until_the_group_is_left(tmp_path: Path) -> None:
+    files = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    with World.from_env(files) as world:
+        assert world.recorder_files == (f"{tmp_path}/p", f"{tmp_path}/d")
+        dist.all_reduce(torch.ones(3))
+        (tmp_path / "p0.pipe").write_text("1")
+        while not (tmp_path / "d0").exists():
+            time.sleep(0.01)
+        dump = json.loads((tmp_path / "d0").read_text())
+        assert [each["profiling_name"] for each in dump["entries"]][-1] == "gloo:all_reduce"
+    assert not (tmp_path / "p0.pipe").exists()
+    assert World.from_env({"TORCH_FR_DUMP_TEMP_FILE": "d"}).recorder_files is None
 
 
 def test_without_a_launcher_it_is_a_world_of_one_with_a_group() -> None:

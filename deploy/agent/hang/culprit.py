@@ -1,14 +1,15 @@
-"""Name the rank that the others wait for in a hang, from the stacks and steps of all. Pure; standard library only."""
+"""Name the rank that others wait for in a hang, by stacks, flight recorders and steps. Pure; standard library only."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack
 
@@ -24,7 +25,11 @@ _OPERATION = re.compile(
     r"|wait\w*|init_process_group|new_group|destroy_process_group|_sync_\w+|_verify_param_shape_across_processes"
 )
 # C functions leave no frame: the line that calls them tells.
-_C_CALL = re.compile(r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait))\(")
+_C_CALL = re.compile(
+    r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu))\("
+)
+_TORCH = re.compile(r"(?:^|/)torch/(?!utils/data/|multiprocessing/)")
+_FOR_A_GPU = ("item", "tolist", "cpu", "to", "synchronize", "nonzero")
 _STATES = (
     ("Tt", "is stopped (by SIGSTOP or a debugger)", "are stopped (by SIGSTOP or a debugger)"),
     ("ZX", "is gone", "are gone"),
@@ -57,25 +62,30 @@ class Wait(NamedTuple):
     is_sure: bool
     """Not for what may also compute: backward, .item()."""
 
+    @property
+    def is_for_gpu(self) -> bool:
+        """Whether a rank may spin in it: until its GPU is done, which may itself wait for others."""
+        return not self.is_sure and self.operation in _FOR_A_GPU
+
 
 def explain(
     stacks: Mapping[int, Stack],
     progress: Mapping[int, Progress],
     *,
+    records: Mapping[int, flight.Record] | None = None,
     nodes: Mapping[int, str] | None = None,
     world_size: int | None = None,
+    on_gpus: bool | None = None,
 ) -> Culprit:
     """Who holds up the others, by the stacks of all ranks or of those that can be had.
 
+    A rank that cannot move is named first; then who never entered what the others wait in, by the flight recorders.
     What a rank does says more than its step: steps are written now and then, and the one with the lowest may wait
-    for another. They decide where all wait or none does.
+    for another. They decide where all wait or none does. `on_gpus` is None where it is not known whether ranks do.
     """
     if not stacks:
         return Culprit((), "there is no rank to look at")
-    waits = {rank: wait for rank, stack in stacks.items() if (wait := waiting(stack.frames))}
-    busy = {rank for rank, wait in waits.items() if not wait.is_sure and stacks[rank].state == "R"}
-    if len(busy) < len(waits):  # a rank that waits for a GPU may spin, but then they all do
-        waits = {rank: wait for rank, wait in waits.items() if rank not in busy}
+    waits = _waits(stacks, on_gpus=on_gpus)
     if len(stacks) == 1 == (world_size or 1):
         waits = {}
     is_partial = world_size is not None and len(stacks) < world_size
@@ -83,11 +93,18 @@ def explain(
     def say(ranks: Iterable[int], verbs: tuple[str, str]) -> str:
         return _say(ranks, verbs, stacks, waits, nodes or {})
 
-    blamed, verbs = _odd_ones(stacks, waits, is_partial=is_partial)
-    behind, steps = _behind(stacks, progress)
-    operations = _by_operation(waits)
+    blamed, verbs = _stuck(stacks)
+    found = None if blamed else flight.compare(records or {})
+    if found:
+        return _by_record(
+            found, say, stacks, waits, num_others=(world_size or len(stacks)) - len(found.ranks)
+        )
+    if not blamed:
+        blamed, verbs = _odd_ones(stacks, waits, is_partial=is_partial)
+    behind, where = _behind(stacks, progress)
+    operations = _by_operation({rank: wait for rank, wait in waits.items() if wait.is_sure})
     if not blamed and behind:
-        blamed, verbs = behind, (f"is behind ({steps}),", f"are behind ({steps}),")
+        blamed, verbs = behind, (f"is behind ({where}),", f"are behind ({where}),")
     if blamed:
         line = say(blamed, verbs)
         if others := {rank: wait for rank, wait in waits.items() if rank not in blamed}:
@@ -106,17 +123,56 @@ def explain(
         line = f"the ranks wait for each other in different operations: {say(stacks, _WAITS)}"
     else:
         line = f"all wait, is it the network between them? {say(stacks, _WAITS)}"
-    shown = stacks[blamed[0] if blamed else min(stacks)]
-    return Culprit(tuple(blamed), line, tuple(_fold(shown.frames)))
+    return Culprit(tuple(blamed), line, _shown(blamed, stacks))
+
+
+def _waits(stacks: Mapping[int, Stack], *, on_gpus: bool | None) -> dict[int, Wait]:
+    """What each rank waits in for others; not those that run, for they compute, but for who may spin for a GPU."""
+    waits = {rank: wait for rank, stack in stacks.items() if (wait := waiting(stack.frames))}
+    busy = {rank for rank, wait in waits.items() if not wait.is_sure and stacks[rank].state == "R"}
+    spins = {rank for rank in busy if waits[rank].is_for_gpu}
+    if on_gpus is None:
+        on_gpus = len(spins) * 2 > len(waits)
+    if on_gpus:
+        busy -= spins
+    if len(busy) < len(waits):
+        waits = {rank: wait for rank, wait in waits.items() if rank not in busy}
+    return waits
+
+
+def _by_record(
+    found: flight.Finding,
+    say: Callable[[Iterable[int], tuple[str, str]], str],
+    stacks: Mapping[int, Stack],
+    waits: Mapping[int, Wait],
+    *,
+    num_others: int,
+) -> Culprit:
+    """In words: ``rank 1 never entered all_reduce 812: it hangs in load (a.py:3); 2 others wait there``."""
+    ranks = [rank for rank in found.ranks if rank in stacks]
+    verb = "wait" if all(rank in waits for rank in ranks) else "hang"
+    line = say(ranks, (f"{found.what}: it {verb}s", f"{found.what}: they {verb}"))
+    if num_others:
+        line += f"; {num_others} {'other waits' if num_others == 1 else 'others wait'} there"
+    return Culprit(tuple(ranks), line, _shown(ranks, stacks))
+
+
+def _shown(blamed: Sequence[int], stacks: Mapping[int, Stack]) -> tuple[str, ...]:
+    return tuple(_fold(stacks[blamed[0] if blamed else min(stacks)].frames))
+
+
+def _stuck(stacks: Mapping[int, Stack]) -> tuple[list[int], tuple[str, str]]:
+    """The ranks that cannot move, by the kernel, and what is to be said of them."""
+    for states, *verbs in _STATES:
+        if found := [rank for rank in sorted(stacks) if (stacks[rank].state or "Z") in states]:
+            return found, (verbs[0], verbs[1])
+    return [], _HANGS
 
 
 def _odd_ones(
     stacks: Mapping[int, Stack], waits: Mapping[int, Wait], *, is_partial: bool
 ) -> tuple[list[int], tuple[str, str]]:
     """The ranks that differ from those that wait, and what is to be said of them."""
-    for states, *verbs in _STATES:
-        if found := [rank for rank in sorted(stacks) if (stacks[rank].state or "Z") in states]:
-            return found, (verbs[0], verbs[1])
     if not waits and not is_partial:
         return list(stacks) if len(stacks) == 1 else [], _HANGS
     known = [rank for rank in sorted(stacks) if rank not in waits and stacks[rank].frames]
@@ -124,13 +180,21 @@ def _odd_ones(
 
 
 def _behind(stacks: Mapping[int, Stack], progress: Mapping[int, Progress]) -> tuple[list[int], str]:
+    """The ranks with the lowest step, or the few at another stage of their start, and what tells them from others."""
     steps = {rank: each.step for rank, each in progress.items() if rank in stacks and each.step is not None}
     lowest, highest = min(steps.values(), default=0), max(steps.values(), default=0)
-    if lowest == highest:
-        return [], ""
-    return [
-        rank for rank, step in sorted(steps.items()) if step == lowest
-    ], f"step {lowest}, others {highest}"
+    if lowest != highest:
+        return [
+            rank for rank, step in sorted(steps.items()) if step == lowest
+        ], f"step {lowest}, others {highest}"
+    stages: dict[str, list[int]] = {}
+    for rank, each in sorted(progress.items()):
+        if rank in stacks and each.stage:
+            stages.setdefault(each.stage, []).append(rank)
+    (few, own), *others = sorted(stages.items(), key=lambda each: len(each[1])) or [("", [])]
+    if len(others) == 1 and len(own) < len(others[0][1]):
+        return own, f"{few}, others {others[0][0]}"
+    return [], ""
 
 
 def _by_operation(waits: Mapping[int, Wait]) -> dict[str, list[int]]:
@@ -158,7 +222,8 @@ def waiting(frames: Sequence[Frame]) -> Wait | None:
         return Wait("synchronize", is_sure=False)
     if inner and distributed[0]:
         return Wait(names[0], is_sure=True)
-    if frames and not inner and (call := _C_CALL.search(frames[0].code)):
+    is_torch = bool(inner) and bool(_TORCH.search(frames[0].file))
+    if frames and (not inner or is_torch) and (call := _C_CALL.search(frames[0].code)):
         return Wait(next(filter(None, call.groups())), is_sure=False)
     return None
 

@@ -17,6 +17,11 @@ from typing import Literal
 FLOOR_S = 120.0  # a pause no longer than this is no hang, unless the inventory says so (timings.hang)
 _TALKING = 10  # how many times the learnt limit a job may stay at a step while its logs grow: it may evaluate
 _MAX_PATIENCE = 64
+_STARTING = (
+    5  # how many times the limit a rank may stay at a stage of its start: imports, downloads, compilation
+)
+STAGE = "starting: "
+"""What a rank's progress file begins with before its first step, if it tells its stages (training/world.py)."""
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")
 
@@ -45,7 +50,12 @@ class Progress:
     @property
     def is_start(self) -> bool:
         """Whether this, found first, is only the announcement of a step to come."""
-        return not self.text.strip() or self.step == 0
+        return not self.text.strip() or self.step == 0 or bool(self.stage)
+
+    @property
+    def stage(self) -> str:
+        """What it does before its first step; "" where it does not say."""
+        return self.text[len(STAGE) :].strip() if self.text.startswith(STAGE) else ""
 
 
 def read_progress(folder: Path) -> dict[int, Progress]:
@@ -133,6 +143,7 @@ class Watch:
         self._begun = self._clock
         self._changed: float | None = None
         self._talked: float | None = None
+        self._staged = self._clock
         self._patience = self.learnt.patience
 
     def observe(
@@ -157,7 +168,11 @@ class Watch:
         if known is None:
             known = self._ranks[rank] = _Rank(found, self._clock, 0)
             if found.is_start:
+                self._staged = self._clock
                 return
+        elif found.is_start and found.text != known.progress.text and (found.stage or not known.num_changes):
+            known.progress, self._staged = found, self._clock
+            return
         if known.num_changes:
             known.longest_s = max(known.longest_s, self._clock - known.since)
         known.progress, known.since, known.num_changes = found, self._clock, known.num_changes + 1
@@ -171,7 +186,20 @@ class Watch:
         if found and self._changed is not None:
             self.learnt.alarm_step = self._position()
             self.be_more_patient()
+        elif found and any(each.progress.stage for each in self._ranks.values()):
+            self.learnt.alarm_step = -1 if self.learnt.alarm_step is None else self.learnt.alarm_step
+            self.be_more_patient()
         return found
+
+    def is_silent(self, now: float) -> bool:
+        """Whether ranks that tell no stage have not begun in a time that is long for a start: they may only be slow."""
+        is_begun = self._changed is not None or self._hang == "never"
+        return not is_begun and self._silence_s(self._at(now)) > self.limit_s * _STARTING
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some rank has told of progress in this attempt."""
+        return self._changed is not None
 
     def be_more_patient(self) -> None:
         """From the next attempt on, wait twice as long: it may have been a false alarm."""
@@ -210,6 +238,13 @@ class Watch:
         ranks = self._ranks or self._log_sizes
         if self._first_step_s is not None and clock - self._begun > self._first_step_s:
             return self._suspicion(ranks, clock - self._begun, self._first_step_s)
+        stages = {rank: each.progress.stage for rank, each in self._ranks.items() if each.progress.stage}
+        limit_s, staged_s = self.limit_s * _STARTING, clock - self._staged
+        talks = self._talked is not None and clock - self._talked <= limit_s
+        if stages and staged_s > (limit_s * _TALKING if talks else limit_s):
+            what = " or ".join(sorted(set(stages.values())))
+            text = f"no first step: {what} for {staged_s:.0f} s, with a limit of {limit_s:.0f} s"
+            return Suspicion(tuple(sorted(stages)), staged_s, limit_s, text)
         # A script that tells us nothing: with a limit set for it, its output speaks for it.
         if isinstance(self._hang, str) or self.learnt.writes_progress or self._talked is None:
             return None

@@ -105,6 +105,11 @@ def _find_spy(python: str) -> str | None:
     return shutil.which("py-spy", path=os.pathsep.join(map(str, folders)))
 
 
+def can_answer(pid: int) -> bool:
+    """Whether a process may do what it is asked: not one that is stopped, gone, or stuck in the kernel."""
+    return _state(pid) not in ("", *"TtZXD")
+
+
 def _proc(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")

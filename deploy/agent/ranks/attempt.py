@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.ranks.failures import (
     is_cause,
     is_secondary,
@@ -47,6 +50,8 @@ class Attempts:
         self._attempt = ""
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._world_size = 0
+        self.recorder: Mapping[str, str] = {}
+        """By which variables ranks know where torch's flight recorder is asked, and answers."""
         self.ranks: dict[int, int] = {}
         """Local rank → rank."""
 
@@ -76,6 +81,7 @@ class Attempts:
 
     def start(self, spec: AgentSpec, formed: Formed) -> None:
         """Start the ranks."""
+        self.recorder = flight.environment(self._record.flight_dir, os.environ, torch.__version__)
         self._kills = kernel.oom_kills()
         pids = self.workers.start(
             [
@@ -136,6 +142,7 @@ class Attempts:
             "TORCHELASTIC_RUN_ID": f"{spec.run_id}.{spec.generation}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            **self.recorder,
             "NODEKIT_GENERATION": str(spec.generation),
             "NODEKIT_SNAPSHOT_DIR": str(self._record.snapshot_dir),
             "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,

@@ -44,8 +44,8 @@ _FLUSH_FAILED = 120  # python's exit status when what was printed could not be w
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
 _READ_AT_START = re.compile(
-    r"(?!TORCHELASTIC_|TORCH_NCCL_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|DNNL_"
-    r"|ONEDNN_|ATEN_|NPY_|NUMPY_|KINETO_|TORCH|PYTORCH_|AOT|INDUCTOR_|TRITON_|HALIDE_|FX_|COMPILE_|PARTITIONER_)"
+    r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
+    r"|OPENBLAS_|DNNL_|ONEDNN_|ATEN_|NPY_|NUMPY_|KINETO_|TORCH|PYTORCH_|AOT|INDUCTOR_|TRITON_|HALIDE_|FX_|COMPILE_|PARTITIONER_)"
 )
 
 
@@ -125,10 +125,12 @@ class _Server:
         self._mask = mask
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
         self._pids: dict[int, int] = {}
+        self._agent = 0
         self._stuck: set[int] = set()
 
     def serve(self, preload: Sequence[str], agent: int) -> None:
         """Answer until the agent is gone."""
+        self._agent = agent
         worker.die_with(agent)
         children.adopt_orphans()
         ours = self._socket.fileno()
@@ -168,7 +170,7 @@ class _Server:
                 try:
                     requests.close()
                     self._socket.close()
-                    worker.settle(server, start["log"])
+                    worker.settle(server, self._agent, start["log"])
                     self._become(start, None if refusal else target)
                 except BaseException:
                     traceback.print_exc()
@@ -198,6 +200,9 @@ class _Server:
             os.write(2, os.fsencode(problem + "\n"))
             os._exit(1)
         _forget_the_agent()
+        os.register_at_fork(
+            after_in_child=functools.partial(worker.be_read_by, self._agent)
+        )  # its loaders' too
         sys.modules["__main__"] = ModuleType("__main__")  # and nowhere here, so that its end is as python's
         sys.modules["__main__"].__dict__.update(
             __annotations__={}, __builtins__=builtins, __loader__=BuiltinImporter

@@ -10,6 +10,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 
 
 def die_with(parent: int | None) -> None:
@@ -19,9 +20,15 @@ def die_with(parent: int | None) -> None:
         os._exit(1)  # it was gone before the line above took hold
 
 
-def settle(parent: int, log: str) -> None:
-    """Die with `parent`, in a session of our own, with `log` (appended, 0600) as stdout and stderr."""
+def be_read_by(pid: int) -> None:
+    """Let a process and what it starts (py-spy) read this one's stack, which Ubuntu (Yama) allows only ancestors."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def settle(parent: int, agent: int, log: str) -> None:
+    """Die with `parent`, be read by `agent`, in a session of our own, with `log` (appended, 0600) as our output."""
     die_with(parent)
+    be_read_by(agent)
     os.setsid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the agent was handed sockets to inherit
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -47,7 +54,7 @@ def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
 if __name__ == "__main__":
     import resource  # the agent has it already, and the fork server need not
 
-    settle(int(sys.argv[1]), sys.argv[2])
+    settle(int(sys.argv[1]), int(sys.argv[1]), sys.argv[2])
     # The agent has raised its own; only now, for what it had open above this limit had to be closed first.
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (int(sys.argv[3]), resource.getrlimit(resource.RLIMIT_NOFILE)[1])

@@ -166,13 +166,8 @@ class Rendezvous:
                 f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s",
             )
         with self.lost_store_is_told():
-            self._store = TCPStore(
-                spec.master_addr,
-                spec.master_port,
-                is_master=spec.listen_fd is not None,
-                multi_tenant=True,
-                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-                master_listen_fd=spec.listen_fd,
+            self._store = _store(
+                spec.master_addr, spec.master_port, listen_fd=spec.listen_fd, multi_tenant=True
             )
             self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
             node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
@@ -450,19 +445,22 @@ def answers(address: str, port: int) -> bool:
     return False
 
 
+def _store(address: str, port: int, *, listen_fd: int | None, **more: bool) -> Any:
+    """Reach a store, or, with the descriptor of a socket that listens, be it."""
+    more["is_master"] = listen_fd is not None
+    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    try:
+        return TCPStore(address, port, timeout=timeout, master_listen_fd=listen_fd, **more)
+    except NotImplementedError:
+        # The libuv server of torch 2.4 takes over no socket; the older server, which is slower with many ranks, does.
+        return TCPStore(address, port, timeout=timeout, master_listen_fd=listen_fd, use_libuv=False, **more)
+
+
 def _new_store(address: str) -> Any:
     held = ports.listen(address)
     port = held.getsockname()[1]
     try:
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=False,
-            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-            master_listen_fd=held.detach(),
-        )
+        return _store(address, port, listen_fd=held.detach(), wait_for_workers=False)
     except DistError:
         descriptors.check()  # torch does not say that there were too few; that is no loss of the rendezvous
         raise

@@ -38,6 +38,7 @@ class EventLog:
         self._folder = Path(spec.node_dir)
         self.progress_dir = self._folder / "progress"
         self.told_dir = self._folder / "told"
+        self.flight_dir = self._folder / "flight"
         self._lock = threading.Lock()  # of the status
         self._looking = threading.Lock()  # at what the ranks tell
         self._ended = threading.Event()
@@ -58,13 +59,14 @@ class EventLog:
             "progress": None,
             "progress_time": None,
             "guess": None,
+            "stage": "",
             "usage": None,
             "address": spec.local_addr,
         }
         self._reserve = self._folder / "reserve"
         with contextlib.suppress(OSError):
             files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
-        for name in ("logs", "progress", "told", "snapshots", "output"):
+        for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._forget_progress()
         self._events = str(self._folder / "events.jsonl")
@@ -127,7 +129,7 @@ class EventLog:
         """Remove what ranks of an earlier attempt said of theirs."""
         for stale in self.progress_dir.iterdir():
             stale.unlink(missing_ok=True)
-        self._status.update({"progress": None, "progress_time": None})
+        self._status.update({"progress": None, "progress_time": None, "stage": ""})
 
     def update(self, **changes: Unpack[NodeStatus]) -> None:
         """Change the status, and rewrite its line in the events; not if nothing has changed."""
@@ -217,8 +219,15 @@ class EventLog:
         said = hang.read_progress(self.progress_dir).values()
         if not said:  # for people alone: what is guessed at is no sign of progress
             return {"guess": guess.of_file(self._guessed_from) if self._guessed_from else None}
-        changed, text = min((each.mtime, each.text.strip()) for each in said)
-        return {"progress": text, "progress_time": changed, "guess": None}
+        least = min(said, key=lambda each: (each.mtime, each.text))
+        if least.stage:
+            return {"progress": None, "progress_time": None, "guess": None, "stage": least.stage}
+        return {
+            "progress": least.text.strip(),
+            "progress_time": least.mtime,
+            "guess": None,
+            "stage": "",
+        }
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""
@@ -227,6 +236,13 @@ class EventLog:
             found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
             return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
         return {}
+
+    @property
+    def gpu_clock(self) -> float | None:
+        """Of the slowest GPU that this node's ranks use, in MHz, as of the last sample; None where that is unknown."""
+        gpus = (self._status.get("usage") or {}).get("gpus") or []
+        clocks = [float(clock) for each in gpus if isinstance(clock := each.get("clock"), int | float)]
+        return min(clocks, default=None)
 
     @property
     def step(self) -> int | None:

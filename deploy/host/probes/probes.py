@@ -20,7 +20,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import files, processes
+from nodekit.deploy.host import broken, files, processes
 from nodekit.deploy.host.probes import gpus, hostfacts, kernel, leftovers
 
 _OTHERS_TIMEOUT_S = 2.0
@@ -75,7 +75,7 @@ def _guarded(look: Callable[..., Dict[str, Any]], *args: Any) -> Dict[str, Any]:
 
 
 def _runs(workdir: str) -> Dict[str, Any]:
-    return {"runs": leftovers.runs(workdir)}
+    return {"runs": leftovers.runs(workdir), "broken": broken.recall(workdir)}
 
 
 # --- the working folder -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from nodekit.deploy.agent.hang import stacks as stacks_module
 from nodekit.deploy.agent.hang.culprit import explain, waiting
 from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack, parse_faulthandler, stacks
+from nodekit.training import world
 
 POLL_S = 1.0
 
@@ -111,6 +112,59 @@ def test_the_first_step_has_a_deadline_of_its_own():
     assert job.wait(590) is None
     job.train(1, 2)
     assert job.wait(100) == 30 - 5 + POLL_S
+
+
+def test_a_start_that_tells_its_stages_has_a_limit_too():
+    job = Job(Watch(floor_s=30))
+    job.step("starting: meeting the other ranks", 0)
+    assert job.wait(100) is None
+    job.step("starting: loading the snapshot", 0)  # rank 1 has not come as far as to tell
+    assert job.wait(1000) == 5 * 30 + POLL_S
+    found = job.watch.suspect(job.now)
+    assert found is not None
+    assert (found.ranks, found.text) == (
+        (0,),
+        "no first step: loading the snapshot for 151 s, with a limit of 150 s",
+    )
+    job.watch.begin()
+    job.step("starting: loading the snapshot")
+    assert job.wait(1000) == 2 * 5 * 30 + POLL_S, "it may have been a false alarm"
+    job.watch.begin()
+    job.step("starting: loading the snapshot")
+    job.train(1, 2)
+    assert job.watch.limit_s == 30, "and is none any more"
+
+
+def test_a_start_that_talks_has_more_time():
+    job = Job(Watch(floor_s=30))
+    job.step("starting: making the model and reading the data")
+    assert job.wait(10_000, talks=True) == 10 * 5 * 30 + POLL_S
+
+
+@pytest.mark.parametrize("stages", [(), ("",), ("starting: meeting the other ranks", "")])
+def test_a_start_that_tells_no_stage_is_told_of_and_not_ended(stages):
+    """With `World` alone, a script's own start follows, of which nothing is known."""
+    job = Job(Watch(floor_s=30))
+    for stage in stages:
+        job.step(stage)
+        assert job.wait(5) is None
+    assert not job.watch.is_silent(job.now)
+    assert job.wait(36_000) is None
+    assert job.watch.is_silent(job.now)
+    job.train(1, 2)
+    assert not job.watch.is_silent(job.now)
+
+
+def test_a_stage_after_steps_is_no_progress():
+    job = Job(Watch(floor_s=30))
+    job.train(1, 2, 3)
+    job.step("starting: meeting the other ranks")
+    assert job.wait(100) == 30 - 5 + POLL_S
+
+
+def test_the_stages_are_those_that_world_writes():
+    assert hang.STAGE == world.STAGE
+    assert Progress.parse("starting: meeting the other ranks   \n", 0.0).stage == "meeting the other ranks"
 
 
 def test_files_left_by_the_attempt_before_are_no_progress():
@@ -378,6 +432,15 @@ train (coll.py:26)"""
 WORK_WAIT = "train (coll.py:25) w=dist.all_reduce(t,async_op=True); w.wait()"
 STORE_GET = 'train (coll.py:27) dist.distributed_c10d._get_default_store().get("x")'
 ITEM = "train (coll.py:30) total += loss.item()"
+TOLIST = "sums (coll.py:31) return [float(each) for each in values.tolist()]"
+SYNCHRONIZE = """
+synchronize (torch/cuda/__init__.py:1140) return torch._C._cuda_synchronize()
+train (coll.py:32)"""
+FOUND_INF = """
+<genexpr> (torch/amp/grad_scaler.py:350) if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+GradScaler._maybe_opt_step (torch/amp/grad_scaler.py:350)
+GradScaler.step (torch/amp/grad_scaler.py:461)
+train (coll.py:33)"""
 LOCK = "train (coll.py:14) l.acquire(); l.acquire()"
 WAITS_FOR_A_THREAD = """
 Event.wait (threading.py:629) signaled = self._cond.wait(timeout)
@@ -433,6 +496,9 @@ def ranks_in(*texts: str, states: str = "") -> dict[int, Stack]:
         (WORK_WAIT, "wait"),
         (STORE_GET, "get"),
         (ITEM, "item"),
+        (TOLIST, "tolist"),
+        (SYNCHRONIZE, "synchronize"),
+        (FOUND_INF, "item"),
         (LOAD_BATCH, None),
         (DATA_LOADER, None),
         (SUBPROCESS, None),
@@ -450,6 +516,10 @@ def test_waiting_for_others_is_told_from_work_of_its_own(text, operation):
 
 def steps(*values: int | None) -> dict[int, Progress]:
     return {rank: Progress("", 0.0, step) for rank, step in enumerate(values)}
+
+
+def at(*stages: str) -> dict[int, Progress]:
+    return {rank: Progress.parse(f"{hang.STAGE}{stage}", 0.0) for rank, stage in enumerate(stages)}
 
 
 @pytest.mark.parametrize(
@@ -499,6 +569,23 @@ def steps(*values: int | None) -> dict[int, Progress]:
         (  # they spin for a GPU, all of them
             ranks_in(ITEM, ITEM, states="RR"), {}, [],
             "all wait, is it the network between them? ranks 0 on n0 and 1 on n1 wait in item (coll.py:30)",
+        ),
+        (  # spinning for a GPU is waiting, and goes with any collective
+            ranks_in(ITEM, ITEM, ITEM, ALL_REDUCE, states="RRRS"), {}, [],
+            "all wait, is it the network between them? ranks 0 on n0, 1 on n1 and 2 on n0 wait in item (coll.py:30) "
+            "and rank 3 on n1 waits in all_reduce (coll.py:19)",
+        ),
+        (
+            ranks_in(TOLIST, SYNCHRONIZE, FOUND_INF, LOAD_BATCH, states="RRRS"), {}, [3],
+            "rank 3 on n1 hangs in load_batch (ddp.py:11); 3 others wait for it in item or synchronize or tolist",
+        ),
+        (  # one alone computes, where the others are in a collective of the CPU's
+            ranks_in(ALL_REDUCE, ALL_REDUCE, ITEM, ALL_REDUCE, states="SSRS"), {}, [2],
+            "rank 2 on n0 hangs in train (coll.py:30); 3 others wait for it in all_reduce",
+        ),
+        (
+            ranks_in(LOCK, LOCK, LOCK), at("loading the snapshot", "meeting", "meeting"), [0],
+            "rank 0 on n0 is behind (loading the snapshot, others meeting), in train (coll.py:14)",
         ),
         (
             ranks_in(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE), steps(7, 3, 7), [1],

@@ -294,7 +294,9 @@ def test_an_old_state_that_a_stranger_puts_back_is_refused(connect: Any) -> None
 def test_what_a_stranger_writes_over_is_refused(connect: Any, name: str) -> None:
     host, other = connect(0, nodes=2), connect(1, nodes=2)
     formed, _ = form_all([host, other])
-    stranger(host).set(key(name), "1")
+    store = stranger(host)
+    store.set(key(name), "1")
+    store.get(key(name))  # torch 2.4's server has not done what it was told before it answers
     if name == "outcome":
         assert other.outcome == "failed"
         return

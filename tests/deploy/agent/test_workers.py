@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from agents import freeze, processes_of, until
 
+from nodekit.deploy.agent.ranks import worker
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 
 # The stand-in: one JSON call per line on stdin, its result on stdout.
@@ -665,3 +667,21 @@ def test_a_server_is_not_forked_from_a_process_with_threads() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_a_worker_may_be_read_by_its_agent_and_what_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Yama (Ubuntu) wants it said; a kernel without it answers EINVAL, which is no matter."""
+    asked: list[tuple[int, int]] = []
+
+    class Libc:
+        def __init__(self, name: None) -> None:
+            pass
+
+        def prctl(self, option: int, value: ctypes.c_ulong, *rest: int) -> int:
+            assert (option, rest) == (0x59616D61, (0, 0, 0)), "PR_SET_PTRACER, and zeros"
+            asked.append((option, value.value))
+            return -1
+
+    monkeypatch.setattr(worker.ctypes, "CDLL", Libc)
+    worker.be_read_by(4711)
+    assert asked == [(0x59616D61, 4711)]

@@ -109,3 +109,8 @@ def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -
     assert cli.main(["--debug", "up", "--", *own]) == 0
     assert cli.main(["up", "lab.yaml", "--debug"]) == 0
     assert found == [("lab.yaml", own, False), ("local", own, True), ("lab.yaml", [], True)]
+
+
+def test_a_look_at_a_run_loads_nothing_of_a_start() -> None:
+    code = "import sys, nodekit.deploy.ssh_backend.backend; sys.exit('nodekit.deploy.launch.start' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.host.node import broken
+from nodekit.deploy.host import broken
 
 
 def test_a_host_remembers_until_it_is_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

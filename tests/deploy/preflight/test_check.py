@@ -64,7 +64,7 @@ def probe(**changes: Any) -> dict[str, Any]:
         },
         "workdir": {"problem": None, "errno": "", "quota": "", "free_inodes": 10**7},
         "gpus": {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": [], "num_cards": 1},
-        "runs": {"runs": []},
+        "runs": {"runs": [], "broken": {}},
     }
     for name, value in changes.items():
         part = next(part for part in parts.values() if name in part)
@@ -595,6 +595,19 @@ def test_a_run_that_runs_is_told_from_what_a_run_has_left(
     (judged,) = leftovers.lefts("gpu1", [found], records, {11: 3})
     assert (judged.standing, judged.still_trains) == (standing, still_trains)
     assert "pid 11 (rank 0, 1000 MB, GPU 3, port 29500)" in judged.text
+
+
+def test_a_host_that_an_earlier_run_has_found_broken_is_told(tmp_path: Path) -> None:
+    broken = {"gpu1": {"run": "lab-1", "why": "GPU 3: Xid 79", "time": 0.0}}
+    found = examined(tmp_path, "hosts: {gpu1: }\n", gpu1=(facts("gpu1"), probe(broken=broken)))
+    (told,) = [each for each in found if each.check == "leftovers"]
+    assert told.level == "warning"
+    assert re.fullmatch(
+        r"kit up leaves it out: GPU 3: Xid 79 \(drained by lab-1, 1970-01-01 \d\d:00\)", told.found
+    )
+    assert told.problem.cure.startswith("when it is mended: kit clean --forgive ")
+    here = inventory(tmp_path, "hosts: {gpu1: {connection: local}, gpu2: {connection: local}}\n").hosts
+    assert [bool(leftovers.broken_of(host, broken)) for host in here] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from nodekit.deploy.host.schema import NodeStatus, Slow
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.drain import ask, exclude, refusal
+from nodekit.deploy.supervise.drain import SlowNodes, ask, exclude, refusal
 from nodekit.deploy.supervise.state import Rules
 
 RULES = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
@@ -79,3 +80,32 @@ def test_of_two_that_drain_at_once_none_is_forgotten_and_enough_nodes_stay(
         thread.join()
     assert len(run.drained) == 1
     assert sorted("leaves the job" in text for text in said) == [False, True]
+
+
+def test_a_node_that_makes_the_others_wait_is_drained_once_where_its_host_is_the_reason() -> None:
+    run = Run(run_id="r", name="r", inventory_path="x", inventory={}, command=None, created=0.0)
+    run.save()
+    nodes, rules = SlowNodes(), RULES
+
+    def said(node: str, *, of_host: bool = True, alive: bool = True, state: str = "running") -> list[str]:
+        slow: Slow = {"node": node, "cause": "cpu", "of_host": of_host}
+        statuses: dict[str, NodeStatus] = {
+            "a": {"alive": alive, "state": state, "slow": slow},
+            "b": {"alive": True},
+        }
+        return list(nodes.drain(run, rules, statuses, absent=()))
+
+    for is_left in ({"of_host": False}, {"alive": False}):
+        assert said("c", **is_left) == []
+    assert said("c", state="fenced") == []
+    (text,) = said("c")
+    assert text.startswith("c makes the others wait: c leaves the job")
+    assert run.drained == {"c"}
+    rules = dataclasses.replace(RULES, drained=run.drained)
+    assert said("c") == []
+    (text,) = said("b")
+    assert text.startswith("b makes the others wait: b stays: the job needs at least 2 nodes")
+    assert said("b") == [], "it is said once"
+    ask(run, RULES, "c", undo=True)
+    rules = RULES
+    assert said("c") == [], "the user wants it in"

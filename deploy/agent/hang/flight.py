@@ -1,0 +1,222 @@
+"""Ask the ranks for torch's flight recorder, and compare which collectives each has entered. Standard library only.
+
+The recorder of a rank dumps when something is written to its pipe: torch's own where the backend is NCCL, that of
+`nodekit.training.world` where it is gloo. Names and formats: torch/csrc/distributed/c10d/FlightRecorder.hpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NUM_ENTRIES = "2000"
+MAX_BYTES = 64 * 1024**2
+_KEPT = 200  # calls of a group, the last of them: what the nodes send each other
+_POLL_S = 0.05
+_MARKS = ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist")
+
+
+class Call(NamedTuple):
+    """A collective that a rank has entered."""
+
+    number: int
+    """Of the group's collectives, in their order."""
+    name: str
+    """As ``all_reduce``."""
+    sizes: str
+    """Of the tensors that go in."""
+    is_over: bool
+
+
+class Group(NamedTuple):
+    """A process group, as one rank has used it."""
+
+    ranks: tuple[int, ...]
+    """Its members; none where the recorder does not say."""
+    calls: tuple[Call, ...]
+
+
+Record = Mapping[str, Group]
+"""What one rank's recorder has: the group's name → the group."""
+
+
+class Finding(NamedTuple):
+    """Who keeps the others waiting in a collective."""
+
+    ranks: tuple[int, ...]
+    what: str
+    """What is said of them: ``never entered all_reduce 812``."""
+
+
+def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """The variables by which ranks leave their dumps in `folder`; what the user has set stays."""
+    is_new = tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 9)
+    # Either version warns where it finds the other's name.
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+    if not is_new:
+        names = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    stem = str(folder / "rank")
+    wanted = {names[0]: NUM_ENTRIES, names[1]: stem, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem}
+    return {name: environ.get(name, value) for name, value in wanted.items()}
+
+
+def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
+    """What the recorders of these ranks of this node have; those that do not answer in time are left out.
+
+    Args:
+        environ: the ranks' (`environment`).
+        ranks: of this node.
+        timeout_s: torch looks at the pipe once a second.
+    """
+    file = environ.get("TORCH_FR_DUMP_TEMP_FILE") or environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "")
+    pipe = environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
+    if not file or not pipe:
+        return {}
+    waited = {
+        rank: Path(f"{file}{rank}") for rank in ranks if _poke(Path(f"{pipe}{rank}.pipe"), f"{file}{rank}")
+    }
+    found: dict[int, Record] = {}
+    sizes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(waited) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        for rank in waited.keys() - found.keys():
+            with contextlib.suppress(OSError, ValueError):
+                size = waited[rank].stat().st_size
+                # It is written in place: what has just grown is not whole yet, and reading it would be for nothing.
+                is_still = size == sizes.get(rank)
+                sizes[rank] = size
+                if size and is_still and size <= MAX_BYTES:
+                    found[rank] = parse(waited[rank].read_bytes())
+    return found
+
+
+def _poke(pipe: Path, file: str) -> bool:
+    """Ask for a dump; False where nobody reads the pipe."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISFIFO(pipe.lstat().st_mode):
+            return False
+        handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            Path(file).unlink(missing_ok=True)  # an older one
+            os.write(handle, b"1")
+        finally:
+            os.close(handle)
+        return True
+    return False
+
+
+class _Plain(pickle.Unpickler):
+    """Reads numbers, texts, lists and dictionaries; what would call anything is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.jit._pickle" and name in _MARKS:  # of the type of what is there already
+            return _unmarked
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a dump")
+
+
+def _unmarked(value: Any, *_: Any) -> Any:
+    return value
+
+
+def parse(data: bytes) -> dict[str, Group]:
+    """A dump, torch's pickle or JSON.
+
+    Raises:
+        ValueError: it is neither, not whole, or not of the recorder.
+    """
+    try:
+        dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        members = {name: tuple(json.loads(each["ranks"])) for name, each in dump.get("pg_config", {}).items()}
+        everyone = members.pop("", ())  # gloo's default group is listed without its name
+        calls: dict[str, dict[int, Call]] = {name: {} for name in members}
+        for each in dump.get("entries", ()):
+            if each["is_p2p"]:
+                continue
+            name, number = str(each["process_group"][0]), int(each["collective_seq_id"])
+            if name not in members and each["process_group"][1] == "default_pg":
+                members[name] = everyone
+            calls.setdefault(name, {})[number] = Call(
+                number,
+                str(each["profiling_name"]).partition(":")[2] or str(each["profiling_name"]),
+                json.dumps(each["input_sizes"]),
+                is_over=bool(each["retired"]) or each["state"] == "completed",
+            )
+    except (pickle.UnpicklingError, EOFError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise ValueError(f"not a dump of the flight recorder: {error!r}") from error
+    return {
+        name: Group(members.get(name, ()), tuple(sorted(found.values())[-_KEPT:]))
+        for name, found in calls.items()
+    }
+
+
+def load(fields: Mapping[str, Any]) -> dict[str, Group]:
+    """A record back from JSON."""
+    return {
+        name: Group(tuple(ranks), tuple(Call(*each) for each in calls))
+        for name, (ranks, calls) in fields.items()
+    }
+
+
+def compare(records: Mapping[int, Record]) -> Finding | None:
+    """Who has not entered a collective that others wait in, or has called another; None where that is not seen. Pure.
+
+    Where the ranks of one group wait for one that waits in another group, that one is not the first to be named.
+    """
+    found = [each for name in _names(records) if (each := _compare(_calls(records, name)))]
+    waiting = {rank for name in _names(records) for rank in _waiting(_calls(records, name))}
+    return next((each for each in found if waiting.isdisjoint(each.ranks)), found[0] if found else None)
+
+
+def _names(records: Mapping[int, Record]) -> list[str]:
+    return sorted({name for record in records.values() for name in record})
+
+
+def _calls(records: Mapping[int, Record], name: str) -> dict[int, dict[int, Call]]:
+    """Rank → number → call, of the members of a group whose records there are."""
+    members = {rank for record in records.values() if name in record for rank in record[name].ranks}
+    return {
+        rank: {call.number: call for call in record[name].calls} if name in record else {}
+        for rank, record in records.items()
+        if rank in members or (not members and name in record)
+    }
+
+
+def _waiting(calls: Mapping[int, Mapping[int, Call]]) -> Iterator[int]:
+    return (rank for rank, own in calls.items() if own and not own[max(own)].is_over)
+
+
+def _compare(calls: Mapping[int, Mapping[int, Call]]) -> Finding | None:
+    last = {rank: max(own, default=0) for rank, own in calls.items()}
+    waiting = set(_waiting(calls))
+    lowest = min(last.values(), default=0)
+    behind = tuple(sorted(rank for rank in last if last[rank] == lowest))
+    if any(last[rank] > lowest for rank in waiting):
+        ahead = [own[lowest + 1] for own in calls.values() if lowest + 1 in own]
+        name = Counter(call.name for call in ahead).most_common(1)[0][0] if ahead else "collective"
+        return Finding(behind, f"never entered {name} {lowest + 1}")
+    if not waiting:
+        return None
+    now = {rank: own[lowest] for rank, own in calls.items() if lowest in own}
+    for what in ("name", "sizes"):
+        said = Counter(getattr(call, what) for call in now.values())
+        (most, num_most), *others = said.most_common()
+        if not others or num_most == others[0][1]:
+            continue
+        odd = tuple(sorted(rank for rank, call in now.items() if getattr(call, what) != most))
+        own = now[odd[0]]
+        if what == "name":
+            return Finding(odd, f"called {own.name} where others called {most} {lowest}")
+        if own.name in ("all_reduce", "broadcast", "reduce", "all_reduce_barrier", "reduce_scatter"):
+            return Finding(odd, f"called {own.name} {lowest} with {own.sizes} where others have {most}")
+    return None

@@ -1,0 +1,132 @@
+"""Measure how long this node's ranks wait for others, and what keeps them from running. Standard library only.
+
+kit's training module says how long its ranks wait (training/reporting/waits.py). Of other scripts the kernel knows:
+a rank's main thread sleeps in a collective of gloo, and runs or wants a core when it works. Where NCCL waits the thread
+spins, and nobody stands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from nodekit.deploy.agent.stragglers.naming import NodeWindow, RankShare
+
+WAITS = ".waits"
+"""Beside the progress files: what a rank has waited so far."""
+_QUEUED_BYTES = 32 * 1024
+_ESTABLISHED = "01"
+
+
+class _Totals(NamedTuple):
+    """Seconds since some moment."""
+
+    at: float
+    running_s: float
+    """The main thread ran, or could have run."""
+    starved_s: float
+    waits: Mapping[str, float] | None
+    """What the rank says itself."""
+
+
+class Measure:
+    """Of one attempt: begun with its ranks, asked for a window now and then."""
+
+    def __init__(self, pids: Mapping[int, int], progress: Path, peers: Mapping[str, str]) -> None:
+        """Nothing is measured yet.
+
+        Args:
+            pids: rank → process.
+            progress: the folder of the progress files.
+            peers: address → node, of the others.
+        """
+        self._pids, self._progress, self._peers = dict(pids), progress, dict(peers)
+        self._number = self._num_looks = 0
+        self._queued: dict[str, int] = {}
+        self._totals = {rank: self._total(rank) for rank in self._pids}
+
+    def look(self) -> None:
+        """See whether data waits to be sent; once a second."""
+        self._num_looks += 1
+        for peer in _full_queues(self._peers):
+            self._queued[peer] = self._queued.get(peer, 0) + 1
+
+    def window(self, clock: float | None = None) -> NodeWindow:
+        """What was measured since the last; `clock` of the node's slowest GPU."""
+        ranks = {}
+        for rank, before in self._totals.items():
+            self._totals[rank] = now = self._total(rank)
+            if (share := _share(before, now)) is not None:
+                ranks[rank] = share
+        queued = {
+            peer: round(self._queued.get(peer, 0) / max(1, self._num_looks), 3)
+            for peer in self._peers.values()
+        }
+        self._number, self._num_looks, self._queued = self._number + 1, 0, {}
+        return NodeWindow(self._number, ranks, queued, clock)
+
+    def _total(self, rank: int) -> _Totals:
+        pid = self._pids[rank]
+        ran_s, starved_s = _scheduled(pid)
+        waits = None
+        with contextlib.suppress(OSError, ValueError):
+            waits = json.loads((self._progress / f"{WAITS}{rank}").read_text(encoding="utf-8"))
+        return _Totals(time.monotonic(), ran_s + starved_s, starved_s, waits)
+
+
+def _share(before: _Totals, now: _Totals) -> RankShare | None:
+    seconds = now.at - before.at
+    if seconds <= 0:
+        return None
+    starved = min(1.0, max(0.0, now.starved_s - before.starved_s) / seconds)
+    if now.waits and before.waits:
+        passed = {name: now.waits[name] - before.waits[name] for name in now.waits}
+        if passed["steps"] > 0 and passed["seconds"] > 0:
+            return RankShare(
+                round(max(0.0, 1 - passed["waited_s"] / passed["seconds"]), 3),
+                round(starved, 3),
+                round(min(1.0, passed["loading_s"] / passed["seconds"]), 3),
+                round(passed["seconds"] / passed["steps"], 6),
+            )
+    if now.waits:  # it makes no step, or has just begun: nothing is known of this window
+        return None
+    own = min(1.0, max(0.0, now.running_s - before.running_s) / seconds)
+    return RankShare(round(own, 3), round(starved, 3))
+
+
+def _scheduled(pid: int) -> tuple[float, float]:
+    """Seconds that the main thread has run so far, and in which it could have run and had no core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+        return int(fields[0]) / 1e9, int(fields[1]) / 1e9
+    return 0.0, 0.0
+
+
+def _full_queues(peers: Mapping[str, str]) -> set[str]:
+    """The nodes to which much data waits to be sent."""
+    return {peers[address] for address in _queues("/proc/net/tcp", peers)}
+
+
+def _queues(table: str, addresses: Collection[str]) -> Iterator[str]:
+    """The remote address of each connection with a full queue."""
+    wanted = {_as_kernel(address): address for address in addresses}
+    with contextlib.suppress(OSError), open(table, encoding="ascii") as file:  # noqa: PTH123
+        for line in file:
+            fields = line.split()
+            address = wanted.get(fields[2].partition(":")[0]) if len(fields) > 4 else None
+            if address and fields[3] == _ESTABLISHED and int(fields[4].partition(":")[0], 16) > _QUEUED_BYTES:
+                yield address
+
+
+def _as_kernel(address: str) -> str:
+    """An IPv4 address as /proc/net/tcp has it; "" for any other."""
+    with contextlib.suppress(OSError):
+        (number,) = struct.unpack("=I", socket.inet_aton(address))
+        return f"{number:08X}"
+    return ""

@@ -1,0 +1,288 @@
+"""The flight recorders of all ranks tell who has not entered the collective that the others wait in."""
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import until
+
+from nodekit.deploy.agent.hang import flight
+from nodekit.deploy.agent.hang.culprit import explain
+from nodekit.deploy.agent.hang.flight import Call, Finding, Group, compare
+from nodekit.deploy.agent.hang.stacks import Frame, Stack
+
+
+def record(*calls: str, ranks: tuple[int, ...] = (0, 1, 2), first: int = 811) -> Group:
+    """Calls as ``all_reduce``, ``all_reduce [[4]]`` with sizes; ``…`` after one that is not over."""
+    found = []
+    for number, text in enumerate(calls, first):
+        name, _, sizes = text.rstrip("…").strip().partition(" ")
+        found.append(Call(number, name, sizes or "[[8]]", is_over=not text.endswith("…")))
+    return Group(ranks, tuple(found))
+
+
+@pytest.mark.parametrize(
+    ("records", "finding"),
+    [
+        (
+            [record("all_reduce", "all_reduce…"), record("all_reduce"), record("all_reduce", "all_reduce…")],
+            Finding((1,), "never entered all_reduce 812"),
+        ),
+        (  # NCCL's ranks run ahead of what is over
+            [record("x…", "all_reduce…", "all_reduce…"), record("x…"), record("x…", "all_reduce…")],
+            Finding((1,), "never entered all_reduce 812"),
+        ),
+        (
+            [record("x", "barrier…"), record("x", "all_reduce…"), record("x", "all_reduce…")],
+            Finding((0,), "called barrier where others called all_reduce 812"),
+        ),
+        (
+            [record("all_reduce [[4]]…"), record("all_reduce [[3]]…"), record("all_reduce [[4]]…")],
+            Finding((1,), "called all_reduce 811 with [[3]] where others have [[4]]"),
+        ),
+        ([record("all_gather [[4]]…"), record("all_gather [[3]]…"), record("all_gather [[4]]…")], None),
+        ([record("all_reduce…")] * 3, None),
+        ([record("all_reduce")] * 3, None),
+        ([record("barrier…"), record("all_reduce…")], None),  # one of two: neither is the odd one
+        # The root of a broadcast goes on, and nobody waits for who comes later.
+        ([record("broadcast", "broadcast"), record("broadcast"), record("broadcast")], None),
+        (
+            [record("all_reduce…", first=1), record(), record("all_reduce…", first=1)],
+            Finding((1,), "never entered all_reduce 1"),
+        ),
+        ([], None),
+    ],
+)  # fmt: skip
+def test_who_has_not_entered_what_the_others_wait_in_is_found(
+    records: list[Group], finding: Finding | None
+) -> None:
+    assert compare({rank: {"0": each} for rank, each in enumerate(records)}) == finding
+    sent = json.loads(json.dumps({rank: {"0": each} for rank, each in enumerate(records)}))
+    assert compare({int(rank): flight.load(each) for rank, each in sent.items()}) == finding
+
+
+def test_of_two_groups_the_rank_that_waits_in_none_is_named() -> None:
+    """Ranks 0 and 1 wait for 2 in their row; 3 waits for 2 in its column, and so does 0 for 3."""
+    found = compare(
+        {
+            0: {"rows": record("all_gather…", ranks=(0, 1)), "columns": record("x", "all_reduce…", ranks=(0, 3))},
+            1: {"rows": record("all_gather…", ranks=(0, 1))},
+            3: {"columns": record("x", ranks=(0, 3)), "world": record("x", "barrier…", ranks=(2, 3))},
+            2: {"world": record("x", ranks=(2, 3))},
+        }
+    )  # fmt: skip
+    assert found == Finding((2,), "never entered barrier 812")
+
+
+def test_the_culprit_is_told_with_what_it_does() -> None:
+    stuck = (Frame("load_batch", "/home/me/data.py", 11, "time.sleep(1000)"),)
+    waits = (Frame("train", "/home/me/train.py", 5, "total += loss.item()"),)
+    stacks = {rank: Stack(rank, 9, "R", "py-spy", stuck if rank == 1 else waits) for rank in range(8)}
+    ahead, behind = (
+        record("all_reduce", "all_reduce…", ranks=tuple(range(8))),
+        record("x", ranks=tuple(range(8))),
+    )
+    records = {rank: {"0": behind if rank == 1 else ahead} for rank in range(8)}
+    found = explain(stacks, {}, records=records, nodes={1: "n1"}, world_size=8)
+    assert (found.ranks, found.line) == (
+        (1,),
+        "rank 1 on n1 never entered all_reduce 812: it hangs in load_batch (data.py:11); 7 others wait there",
+    )
+    assert found.stack == ("load_batch (/home/me/data.py:11)  time.sleep(1000)",)
+    stacks[1] = Stack(1, 9, "R", "py-spy", waits)  # where the stacks say that all wait
+    found = explain(stacks, {}, records=records, world_size=8)
+    assert found.line == (
+        "rank 1 never entered all_reduce 812: it waits in item (train.py:5); 7 others wait there"
+    )
+    stacks[3] = Stack(3, 9, "T", "none")
+    assert explain(stacks, {}, records=records, world_size=8).ranks == (3,), "a stopped one cannot answer"
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        ("2.13.0+cpu", {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}),
+        ("2.9.1", {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}),
+        ("2.6.0a0+git", {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}),
+    ],
+)
+def test_the_recorder_is_set_by_the_names_that_this_torch_knows(version: str, names: set[str]) -> None:
+    found = flight.environment(Path("/n/flight"), {}, version)
+    assert set(found) == {*names, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+    own = dict.fromkeys(found, "the user's")
+    assert flight.environment(Path("/n/flight"), own, version) == own
+
+
+DUMP = {
+    "version": "2.10",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {
+            "process_group": ("0", "default_pg"), "collective_seq_id": 1, "p2p_seq_id": 0, "is_p2p": False,
+            "profiling_name": "nccl:all_reduce", "input_sizes": [[4]], "state": "started", "retired": False,
+        },
+        {
+            "process_group": ("0", "default_pg"), "collective_seq_id": 1, "p2p_seq_id": 1, "is_p2p": True,
+            "profiling_name": "nccl:send 0->1", "input_sizes": [[4]], "state": "completed", "retired": True,
+        },
+    ],
+}  # fmt: skip
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch /tmp/owned",)
+
+
+def test_a_dump_is_read_and_nothing_in_it_is_run() -> None:
+    expected = {"0": Group((0, 1), (Call(1, "all_reduce", "[[4]]", is_over=False),))}
+    assert flight.parse(json.dumps(DUMP).encode()) == expected
+    assert flight.parse(pickle.dumps(DUMP, protocol=2)) == expected
+    for bad in (
+        pickle.dumps(Evil()),
+        pickle.dumps({**DUMP, "entries": [Evil()]}),
+        pickle.dumps(DUMP)[:-20],
+        json.dumps(DUMP).encode()[:-20],
+        b"",
+        b"\x80",
+        b"{}x",
+        json.dumps({"entries": [{"state": "completed"}]}).encode(),
+        json.dumps({"pg_config": {"0": {"ranks": "x"}}}).encode(),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            flight.parse(bad)
+
+
+class Recorder:
+    """A rank as torch's DumpPipe has it: makes the pipe, looks at it now and then, and writes the dump in place."""
+
+    def __init__(self, pipe: Path, file: Path) -> None:
+        os.mkfifo(pipe)
+        self._handle = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self._file = file
+        self.ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.ended.wait(0.01):
+            if os.read(self._handle, 128):
+                data = pickle.dumps(DUMP, protocol=2)
+                with self._file.open("wb", buffering=0) as file:
+                    file.write(data[:50])
+                    time.sleep(0.02)
+                    file.write(data[50:])
+
+    def close(self) -> None:
+        self.ended.set()
+        self._thread.join()
+        os.close(self._handle)
+
+
+def test_ranks_are_asked_by_their_pipes_and_who_does_not_answer_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "a 'b $HOME;"
+    folder.mkdir()
+    environ = flight.environment(folder, {}, "2.13.0")
+    assert flight.ask(environ, [0], timeout_s=5) == {}, "no pipe: nothing is waited for"
+    (folder / "rank1.pipe").write_text("")
+    os.mkfifo(folder / "rank2.pipe")  # nobody reads it
+    (folder / "rank0").write_bytes(json.dumps({**DUMP, "entries": []}).encode())
+    recorder = Recorder(folder / "rank0.pipe", folder / "rank0")
+    try:
+        found = flight.ask(environ, [0, 1, 2, 3], timeout_s=5)
+    finally:
+        recorder.close()
+    assert found == {0: flight.parse(json.dumps(DUMP).encode())}, "not the dump of an earlier time"
+    assert flight.ask({}, [0], timeout_s=5) == {}
+
+
+TRAIN_PY = """\
+import os, sys, time, torch
+import torch.distributed as dist
+from nodekit.training.world import World
+
+def load_batch():
+    if sys.argv[1] == "sleeps":
+        time.sleep(1000)
+
+with World.from_env() as world:
+    if world.rank == 0:
+        from torch._C._distributed_c10d import _dump_fr_trace
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    for step in range(100):
+        if step == 3 and world.rank == 0:
+            open(sys.argv[2], "wb").write(_dump_fr_trace())
+        if step == 3 and world.rank == 1:
+            load_batch()
+            dist.barrier()
+        model(torch.ones(4, 8)).sum().backward()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*argv: str, **env: str) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen(argv, env={**os.environ, **env}))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("sleeps", "rank 1 never entered all_reduce {}: it hangs in load_batch (train.py:7); 2 others wait there"),
+        ("calls", "rank 1 called barrier where others called all_reduce {}: it waits in barrier (train.py:18)"),
+    ],
+)  # fmt: skip
+def test_ranks_on_gloo_answer_and_the_one_that_others_wait_for_is_named(
+    how: str, said: str, tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    from nodekit.deploy.agent.hang.stacks import stacks
+
+    (tmp_path / "train.py").write_text(TRAIN_PY)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+    environ = flight.environment(tmp_path, {}, "2.13.0")
+    workers = {
+        rank: started(
+            sys.executable, str(tmp_path / "train.py"), how, str(tmp_path / "pickled"), **environ,
+            RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+        )
+        for rank in range(3)
+    }  # fmt: skip
+    told: dict[int, flight.Record] = {}
+
+    def line() -> str:
+        assert all(worker.poll() is None for worker in workers.values())
+        told.update(flight.ask(environ, list(workers), timeout_s=5))
+        pids = {rank: worker.pid for rank, worker in workers.items()}
+        seen = stacks(pids, python=sys.executable, timeout_s=10)
+        return explain(seen, {}, records=told, world_size=3).line
+
+    def is_said() -> bool:
+        calls = {call.number for each in told.values() for group in each.values() for call in group.calls}
+        return any(said.format(number) in line() for number in calls or {0})
+
+    until(lambda: line() and is_said(), timeout_s=100, what=said)
+    assert set(told) == {0, 1, 2}
+    pickled = flight.parse((tmp_path / "pickled").read_bytes())
+    for name, group in pickled.items():
+        assert {call.name for call in group.calls} <= {call.name for call in told[0][name].calls}
+        assert group.ranks == (0, 1, 2)

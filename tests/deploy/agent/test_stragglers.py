@@ -1,0 +1,296 @@
+"""Who makes the others wait is named, with the reason; equal hosts are never accused."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from agents import Agents, until
+
+from nodekit.deploy.agent import straggler_watch
+from nodekit.deploy.agent.stragglers import naming
+from nodekit.deploy.agent.stragglers.measure import Measure
+from nodekit.deploy.agent.stragglers.naming import NodeWindow, RankShare, name
+
+HOSTS, RANKS, WINDOW_S = 4, 2, 10.0
+
+
+def windows(
+    seed: int,
+    *,
+    factors: Mapping[int, float] | None = None,
+    extra_s: Mapping[int, float] | None = None,
+    step_s: float = 0.2,
+    noise: float = 0.15,
+    num_windows: int = naming.NUM_WINDOWS,
+    num_hosts: int = HOSTS,
+    **shares: float,
+) -> list[dict[str, NodeWindow]]:
+    """What nodes would measure of a job in which each step takes as long as its slowest rank.
+
+    Args:
+        seed: of the noise.
+        factors: host → how much slower its ranks are.
+        extra_s: rank → what it does besides in each step.
+        step_s: the mean time of a rank's own work.
+        noise: the standard deviation of the logarithm of that.
+        num_windows: how many.
+        num_hosts: of RANKS ranks each.
+        shares: of the ranks of slow hosts, as ``starved``.
+    """
+    rng = random.Random(seed)
+    found = []
+    for number in range(num_windows):
+        own = dict.fromkeys(range(num_hosts * RANKS), 0.0)
+        total, num_steps = 0.0, 0
+        while total < WINDOW_S:
+            times = {
+                rank: step_s * rng.lognormvariate(0, noise) * (factors or {}).get(rank // RANKS, 1.0)
+                + (extra_s or {}).get(rank, 0.0)
+                for rank in own
+            }
+            total, num_steps = total + max(times.values()), num_steps + 1
+            for rank, time_s in times.items():
+                own[rank] += time_s
+        found.append(
+            {
+                f"n{host}": NodeWindow(
+                    number,
+                    {
+                        rank: RankShare(
+                            own[rank] / total,
+                            step_s=total / num_steps,
+                            **(shares if host in (factors or {}) else {}),
+                        )
+                        for rank in range(host * RANKS, (host + 1) * RANKS)
+                    },
+                )
+                for host in range(num_hosts)
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 16])
+@pytest.mark.parametrize("step_s", [0.02, 0.2, 2.0])
+def test_equal_hosts_are_never_accused(num_hosts: int, step_s: float) -> None:
+    for seed in range(10):
+        noise = random.Random(seed).choice((0.02, 0.1, 0.3))
+        found = windows(seed, step_s=step_s, noise=noise, num_hosts=num_hosts)
+        assert name(found) is None, (seed, noise)
+
+
+def test_what_rank_0_does_besides_is_no_fault_of_its_host() -> None:
+    """Between quick steps it writes the report."""
+    for seed in range(20):
+        assert name(windows(seed, step_s=0.005, extra_s={0: 0.003})) is None
+
+
+@pytest.mark.parametrize("host", range(HOSTS))
+@pytest.mark.parametrize("factor", [1.6, 2.0, 5.0])
+def test_a_host_that_is_slower_is_named_whichever_it_is(host: int, factor: float) -> None:
+    for seed in range(5):
+        found = name(windows(seed, factors={host: factor}, noise=0.1, starved=0.45))
+        assert found is not None
+        assert (found.node, found.cause, found.is_of_the_host) == (f"n{host}", "cpu", True)
+        assert found.ranks == (2 * host, 2 * host + 1)
+
+
+def test_it_takes_as_long_as_it_is_sure_and_no_longer_than_a_minute() -> None:
+    found = windows(1, factors={1: 2.0})
+    assert name(found[:-1]) is None
+    assert (naming.NUM_WINDOWS + 1) * WINDOW_S <= 60
+    healthy = windows(2)
+    assert name([*found[:2], healthy[0], *found[2:]]) is None, "not always: it may have been a save"
+    assert name([*healthy, *found]) is not None
+
+
+def test_two_slow_hosts_are_not_one() -> None:
+    assert name(windows(1, factors={1: 3.0, 2: 3.0})) is None
+
+
+def test_one_slow_rank_of_a_host_is_named_alone() -> None:
+    found = name(windows(1, extra_s={3: 0.3}))
+    assert found is not None
+    assert (found.node, found.ranks, found.cause, found.is_of_the_host) == ("n1", (3,), "", False)
+    assert found.line.startswith("rank 3 on n1 makes the others wait: they wait ")
+    assert found.line.endswith("its own work takes longer, and neither its CPU nor its loader is the reason")
+
+
+def test_the_reason_is_told() -> None:
+    loader = name(windows(1, factors={2: 2.0}, loading=0.6))
+    assert loader is not None
+    assert (loader.cause, loader.is_of_the_host) == ("loader", False)
+    assert "it waits for its data 60% of the time, the others 0%" in loader.line
+    throttled = [
+        {
+            node: NodeWindow(own.number, own.ranks, clock=900.0 if node == "n2" else 1700.0)
+            for node, own in window.items()
+        }
+        for window in windows(1, factors={2: 2.0})
+    ]
+    gpu = name(throttled)
+    assert gpu is not None
+    assert gpu.cause == "gpu"
+    assert "its GPU runs at 900 MHz, those of the others at 1700" in gpu.line
+
+
+def linked(
+    queued: Mapping[tuple[str, str], float], own: float = 0.2, nodes: int = 3
+) -> list[dict[str, NodeWindow]]:
+    names = [f"n{number}" for number in range(nodes)]
+    window = {
+        node: NodeWindow(
+            1,
+            {number: RankShare(own)},
+            {peer: queued.get((node, peer), 0.05) for peer in names if peer != node},
+        )
+        for number, node in enumerate(names)
+    }
+    return [window] * naming.NUM_WINDOWS
+
+
+def test_a_slow_link_is_named_where_all_wait() -> None:
+    found = name(linked({("n1", "n2"): 0.9}))
+    assert found is not None
+    assert (found.line, found.is_of_the_host) == (
+        "the link from n1 to n2 makes all wait: data waits in it 90% of the time, in the others 5% at most",
+        False,
+    )
+    found = name(linked({("n1", "n2"): 0.9, ("n0", "n1"): 0.8}))
+    assert found is not None
+    assert found.line.startswith("the link of n1 makes all wait")
+    assert name(linked({("n1", "n2"): 0.9}, own=0.9)) is None, "they compute"
+    assert name(linked({("n0", "n1"): 0.9, ("n1", "n2"): 0.9, ("n2", "n0"): 0.9})) is None, "all are as slow"
+    assert name(linked({("n0", "n1"): 0.9, ("n1", "n2"): 0.4})) is None, "not clear"
+    assert name(linked({("n0", "n1"): 0.9, ("n1", "n0"): 0.9}, nodes=2)) is None, (
+        "there is no other to compare"
+    )
+
+
+def test_a_window_survives_json() -> None:
+    (window,) = windows(1, num_windows=1)
+    for own in window.values():
+        assert NodeWindow.load(json.loads(json.dumps(own.to_json()))) == own
+
+
+WORKS = "import time, sys\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass\n"
+SLEEPS = "import time\ntime.sleep(60)\n"
+
+
+def test_a_main_thread_that_works_is_told_from_one_that_waits(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (WORKS, SLEEPS)]
+    try:
+        measure = Measure({rank: each.pid for rank, each in enumerate(processes)}, tmp_path, {})
+        time.sleep(0.3)
+        shares = measure.window().ranks
+        assert shares[0].own > 0.6 > 0.4 > shares[1].own
+        (tmp_path / ".waits0").write_text(
+            '{"steps": 10, "seconds": 5.0, "waited_s": 1.0, "loading_s": 0.5}   '
+        )
+        assert 0 not in measure.window().ranks, "it speaks for itself from now on"
+        (tmp_path / ".waits0").write_text(
+            '{"steps": 20, "seconds": 7.0, "waited_s": 1.5, "loading_s": 1.5}   '
+        )
+        found = measure.window().ranks[0]
+        assert (found.own, found.loading, found.step_s) == (0.75, 0.5, 0.2)
+        assert 0 not in measure.window().ranks, "it makes no step"
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+def test_data_that_waits_to_be_sent_is_seen(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        with client, accepted:
+            measure = Measure({}, tmp_path, {"127.0.0.1": "n1", "127.0.0.9": "n2", "::1": "n3"})
+            measure.look()
+            client.setblocking(False)
+            try:
+                while True:
+                    client.send(bytes(1 << 16))
+            except BlockingIOError:
+                measure.look()
+            assert measure.window().queued == {"n1": 0.5, "n2": 0.0, "n3": 0.0}
+
+
+def test_the_node_of_rank_0_tells_and_says_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straggler_watch, "LOOK_S", 0.0)
+    kept: dict[str, str] = {}
+    told: list[str] = []
+    status: dict[str, object] = {}
+    record = SimpleNamespace(
+        progress_dir=tmp_path,
+        gpu_clock=None,
+        event=lambda _, **fields: told.append(fields["line"]),
+        update=lambda **changes: status.update(changes),
+    )
+    formed = SimpleNamespace(
+        store=SimpleNamespace(get=kept.get, set=kept.__setitem__),
+        group_rank=0,
+        names=["n0", "n1", "n2", "n3"],
+        members=[{"name": f"n{number}", "address": f"127.0.0.{number}"} for number in range(4)],
+    )
+    watch = straggler_watch.StragglerWatch(record, 0.0)  # type: ignore[arg-type]  # all that is used of it
+    watch.begin(formed, {0: os.getpid()})  # type: ignore[arg-type]  # the same
+    for window in windows(1, factors={1: 2.0}, num_windows=8, starved=0.4):
+        for number, own in enumerate(window.values()):
+            kept[f"slow/{number}"] = json.dumps(own.to_json())
+        monkeypatch.setattr(watch._measure, "window", lambda _, own=window["n0"]: own)
+        watch.look()
+    assert len(told) == 1
+    assert "ranks 2, 3 on n1 make the others wait" in told[0]
+    assert status["notice"] == told[0]
+    assert status["slow"] == {"node": "n1", "cause": "cpu", "of_host": True}
+    watch.begin(formed, {0: os.getpid()})  # type: ignore[arg-type]  # the same
+    assert status["slow"] is None
+
+
+JOB_PY = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+os.sched_setaffinity(0, {int(os.environ["RANK"]) % os.cpu_count()})
+if dist.get_rank() == 1:
+    open("pid", "w").write(str(os.getpid()))
+weights = torch.ones(600, 600)
+while not os.path.exists("enough"):
+    for _ in range(8):
+        weights @ weights
+    dist.all_reduce(torch.ones(8))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="the ranks need a core each")
+def test_a_rank_whose_core_others_use_is_named_of_a_script_that_tells_nothing(agents: Agents) -> None:
+    agents.start(JOB_PY, num_nodes=2, window_s=2.0)
+    code = agents.folder / "code"
+    until((code / "pid").exists, what="the ranks")
+    pid = int(until((code / "pid").read_text, what="its number"))
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for each in burners:
+            os.sched_setaffinity(each.pid, os.sched_getaffinity(pid))
+        os.setpriority(
+            os.PRIO_PROCESS, pid, 10
+        )  # on a busy machine the other rank has to share its core, too
+        slow = until(lambda: agents.status("n0").get("slow"), timeout_s=120, what="the name")
+        assert slow == {"node": "n1", "cause": "cpu", "of_host": True}
+        assert "rank 1 on n1 makes the others wait" in agents.status("n0")["notice"]
+    finally:
+        (code / "enough").touch()
+        for each in burners:
+            each.kill()
+            each.wait()
+    assert agents.wait("n0", "succeeded")["state"] == "succeeded"

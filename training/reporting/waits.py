@@ -1,0 +1,112 @@
+"""How long a rank waits for others and for its data: kit compares the ranks, and names the one that others wait for."""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_TELL_EVERY_S = 1.0
+_BYTES = 160
+
+
+class Waits:
+    """Adds up the seconds in which this rank waits, and writes the sums beside its progress file.
+
+    On a GPU waiting is measured there, by events around the end of the backward pass: the CPU only sees that the GPU
+    is not done.
+    """
+
+    def __init__(self, device: torch.device, progress_file: Path | None, *, rank: int) -> None:
+        """Without a progress file nothing is written."""
+        self._is_on_gpu = device.type == "cuda"
+        self._file = progress_file.with_name(f".waits{rank}") if progress_file else None
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._began: float | None = None
+        self._told = 0.0
+        self._steps, self._waited_s, self._loading_s = 0, 0.0, 0.0
+
+    def loading(self, source: Iterator[T]) -> Iterator[T]:
+        """The same, with the time that each takes to come added up."""
+        while True:
+            begin = time.monotonic()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._loading_s += time.monotonic() - begin
+            yield batch
+
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there."""
+        ends: list[Any] = []
+
+        def mark() -> None:
+            ends.append(self._now())
+
+        def begin(_: torch.Tensor) -> None:
+            # Callbacks run at the end, in the order in which they came: the engines' waiting is in theirs.
+            torch.autograd.Variable._execution_engine.queue_callback(mark)
+
+        handle = loss.register_hook(begin)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not ends:
+            return
+        if self._is_on_gpu:
+            self._events.append((ends[0], self._now()))
+        else:
+            self._waited_s += self._now() - ends[0]
+
+    def _now(self) -> Any:
+        if not self._is_on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @contextmanager
+    def for_others(self) -> Iterator[None]:
+        """Around waiting for a collective; on a GPU what is waited for is its own work too, and does not count."""
+        begin = time.monotonic()
+        yield
+        if not self._is_on_gpu:
+            self._waited_s += time.monotonic() - begin
+
+    def step(self) -> None:
+        """A step is done; it is told if it is time to."""
+        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end = self._events.popleft()
+            self._waited_s += begin.elapsed_time(end) / 1000
+        now = time.monotonic()
+        if self._began is None:  # the first step has all that is slow only once
+            self._began, self._steps, self._waited_s, self._loading_s = now, 0, 0.0, 0.0
+            return
+        self._steps += 1
+        if self._file is None or now - self._told < _TELL_EVERY_S:
+            return
+        self._told = now
+        sums = {
+            "steps": self._steps,
+            "seconds": round(now - self._began, 3),
+            "waited_s": round(self._waited_s, 3),
+            "loading_s": round(self._loading_s, 3),
+        }
+        try:
+            handle = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.write(handle, json.dumps(sums).ljust(_BYTES).encode())
+            finally:
+                os.close(handle)
+        except OSError:  # it is for people, and nothing depends on it
+            self._file = None
