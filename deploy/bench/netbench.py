@@ -149,10 +149,11 @@ def measure(
     notes: list[str] = []
     reduced: list[Reduced] = []
     without = [name for name, found in facts.items() if found.torch is None]
-    num_gpus = sum(len(node.gpus) for node in nodes) if all(node.gpus for node in nodes) else 0
+    has_nccl = all(node.gpus and facts[node.name].gpus.row.backend == "nccl" for node in nodes)
+    num_gpus = sum(len(node.gpus) for node in nodes) if has_nccl else 0
     backends = [*(["gloo"] if len(nodes) > 1 else []), *(["nccl"] if num_gpus > 1 else [])]
     gpu_pairs: list[GpuPair] = []
-    if not without:
+    if num_gpus and not without:
         is_shared = len({found.boot_id for found in facts.values()}) < len(nodes)
         gpu_pairs, problems = measure_gpus(nodes, links, progress, one_at_a_time=is_shared)
         broken += problems

@@ -37,7 +37,7 @@ OFFERED = (
     "accept", "broken", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema",
     "tree", "treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status",
+    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status", "probes.accelerators",
     "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
     "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip

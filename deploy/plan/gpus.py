@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nodekit.deploy.host.probes.accelerators import ACCELERATORS, NVIDIA, Accelerator
 from nodekit.inventory.errors import Problem
 from nodekit.inventory.schema import Host
 
@@ -37,6 +38,13 @@ class HostGpus:
     """CUDA_VISIBLE_DEVICES as it is set on the host."""
     problem: str = ""
     """Why GPUs that are there could not be listed."""
+    kind: str = NVIDIA
+    """Of `ACCELERATORS`."""
+
+    @property
+    def row(self) -> Accelerator:
+        """What is known of their kind."""
+        return ACCELERATORS[self.kind]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> HostGpus:
@@ -81,8 +89,8 @@ def environment(found: HostGpus, own: Sequence[Gpu]) -> dict[str, str]:
     if not found.usable:
         return {}
     return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # CUDA's default is the fastest first
-        "CUDA_VISIBLE_DEVICES": ",".join(each.token for each in own),
+        **found.row.order,  # CUDA's default is the fastest first
+        found.row.variable: ",".join(each.token for each in own),
         "NODEKIT_NUM_GPUS": str(len(own)),
     }
 
@@ -106,18 +114,18 @@ def problem(host: Host, found: HostGpus, torch: str, torch_build: str) -> Proble
             else "reset it, or reboot the host"
         )
         return Problem(
-            f"its GPUs cannot be listed: nvidia-smi: {found.problem}",
+            f"its GPUs cannot be listed: {found.row.counted_by}: {found.problem}",
             cure=f"see `sudo dmesg | grep -i nvrm`; {cure}; or set `gpus: 0` to train on the CPU",
         )
     return _too_few(host, found) or _several_instances(host, found) or _no_code(found, torch, torch_build)
 
 
 def _too_few(host: Host, found: HostGpus) -> Problem | None:
-    listed = f"nvidia-smi lists {len(found.usable)}"
+    listed = f"{found.row.counted_by} lists {len(found.usable)}"
     cure = "correct `gpus:`, or look for the lost one: sudo dmesg | grep -i nvrm"
     if found.preset is not None:
         shown = ", ".join(str(each.index) for each in found.usable) or "none"
-        listed = f"CUDA_VISIBLE_DEVICES={found.preset} there leaves {shown}"
+        listed = f"{found.row.variable}={found.preset} there leaves {shown}"
         cure = "correct `gpus:`, or where that host sets the variable"
     if isinstance(host.gpus, int) and host.gpus > len(found.usable):
         return Problem(f"`gpus: {host.gpus}`, but {listed}", cure=cure)
@@ -141,7 +149,7 @@ def _several_instances(host: Host, found: HostGpus) -> Problem | None:
 
 
 def _no_code(found: HostGpus, torch: str, torch_build: str) -> Problem | None:
-    if not found.usable:
+    if not found.usable or found.kind != NVIDIA:
         return None
     number = f"{len(found.usable)} GPU{'s' * (len(found.usable) != 1)}"
     if torch_build == "cpu":

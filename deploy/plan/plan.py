@@ -290,7 +290,8 @@ def build(
             **_environment(inventory, found, gpus, run_id, f"{run_dir}/{host.name}"),
         }
         env |= {**threads[host.name], **host.env, **inventory.job.env}
-        if "CUDA_VISIBLE_DEVICES" in {**host.env, **inventory.job.env}:
+        row = found.gpus.row
+        if {row.variable, *row.also} & {**host.env, **inventory.job.env}.keys():
             env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
         node = NodePlan(
             name=host.name,

@@ -6,10 +6,11 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nodekit.deploy.host.probes.accelerators import NVIDIA
 from nodekit.deploy.host.probes.xids import HARDWARE_XIDS, OFF_THE_BUS, Xid, parse_xids
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, Level
-from nodekit.deploy.plan.gpus import share
+from nodekit.deploy.plan.gpus import HostGpus, share
 from nodekit.deploy.preflight import nvidia_smi
 from nodekit.deploy.preflight.nvidia_smi import Gpu, Smi, SmiError
 from nodekit.deploy.preflight.software import differing, unseen
@@ -35,6 +36,8 @@ def findings(
             found.append(unseen("gpus", host, told["error"]))
         elif told["problem"] and (level := _level_of_none(inventory, host, told["num_cards"])) != "ok":
             found.append(_silent(host, told["problem"], level))
+        elif used[host] and facts[host].gpus.kind != NVIDIA:
+            found.append(_unproven(host, facts[host].gpus, len(used[host])))
         elif not used[host]:
             nothing = "none" if not facts[host].num_gpus else "not used"
             found.append(Finding("gpus", host, "ok", nothing))
@@ -54,6 +57,20 @@ def findings(
                 *_divided(host, [gpu for gpu in own if gpu.mig and gpu.index in whole[host]]),
             ] or [Finding("gpus", host, "ok", kinds[host])]
     return [*found, *_unequal(kinds, joined)]
+
+
+def _unproven(host: str, there: HostGpus, number: int) -> Finding:
+    """Return that kit counts and hides such GPUs, and nobody has seen it do so on the hardware."""
+    row = there.row
+    return Finding(
+        "gpus",
+        host,
+        "warning",
+        f"{number} × {there.usable[0].name}: kit has not been run on {row.name} hardware (counted by {row.counted_by}, "
+        f"hidden by {row.variable}, {row.backend})",
+        "hardware that it has been run on",
+        "see that the number is right and that each rank sees its own; kit selftest tries it, please send us its file",
+    )
 
 
 def _level_of_none(inventory: Inventory, host: str, num_cards: int) -> Level:

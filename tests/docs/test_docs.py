@@ -216,7 +216,8 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
         env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
     ) as process:
         until(
-            lambda: progress.exists() and int(progress.read_text().partition("/")[0] or 0) > 20, timeout_s=60
+            lambda: progress.exists() and int(progress.read_text().partition("/")[0].strip() or 0) > 20,
+            timeout_s=60,
         )
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143

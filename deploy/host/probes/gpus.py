@@ -1,4 +1,4 @@
-"""Look up the NVIDIA GPUs of this host, and which of them CUDA_VISIBLE_DEVICES leaves to a job."""
+"""Look up the GPUs of this host, and which of them CUDA_VISIBLE_DEVICES, or its like, leaves to a job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from typing import Any, Dict, List, Optional, Sequence
 
 from nodekit.deploy.host import files, processes
+from nodekit.deploy.host.probes import accelerators
 
 # nvidia-smi takes a second per GPU and more where persistence mode is off; one that hangs is a finding.
 SMI_TIMEOUT_S = 6.0
@@ -16,16 +17,26 @@ _MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 _ON_GPU = re.compile(r"^GPU (\d+): ")
 
 
-def look_up(timeout_s: float = SMI_TIMEOUT_S) -> Dict[str, Any]:
+def look_up(timeout_s: float = SMI_TIMEOUT_S, torch_build: str = "") -> Dict[str, Any]:
     """What `deploy/plan/gpus.py` needs to know of this host's GPUs.
 
+    Args:
+        timeout_s: of each program that is asked.
+        torch_build: as `hostfacts.torch_build`: it decides which kind of accelerator is looked for.
+
     Returns:
+        ``kind``: of `accelerators.ACCELERATORS`;
         ``usable``: those that a job may use, ``[{"index", "token", "name", "memory_mib"}]``: nvidia-smi's number, and
         the entry for CUDA_VISIBLE_DEVICES; ``driver``: its version, or ""; ``preset``: the CUDA_VISIBLE_DEVICES that
         is set here, or None; ``problem``: why GPUs that are there could not be listed, or "".
     """
-    preset = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = {"usable": [], "driver": "", "preset": preset, "problem": ""}  # type: Dict[str, Any]
+    kind = accelerators.of_build(torch_build)
+    _, preset = accelerators.preset(kind)
+    found = {"kind": kind, "usable": [], "driver": "", "preset": preset, "problem": ""}  # type: Dict[str, Any]
+    if kind != accelerators.NVIDIA:
+        those, found["driver"], found["problem"] = accelerators.listed(kind, timeout_s)
+        found["usable"] = visible(preset, those, {})
+        return found
     query = ["nvidia-smi", "--query-gpu=" + ",".join(_QUERY), "--format=csv,noheader,nounits"]
     text, problem = processes.output(query, timeout_s)
     listed = []

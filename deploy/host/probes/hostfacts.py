@@ -59,7 +59,7 @@ def facts(
         "rsync": shutil.which("rsync") is not None,
         "boot_id": boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
-        "gpus": gpus.look_up(smi_timeout_s),
+        "gpus": gpus.look_up(smi_timeout_s, torch_build()),
         "has_kit": False,
     }
     try:
@@ -135,11 +135,16 @@ def module_version(name: str) -> Optional[str]:
 
 
 def torch_build() -> str:
-    """What torch was built for, read without importing it: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown."""
+    """What torch was built for, read without importing it: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown.
+
+    Also ``xpu 20250302`` (Intel) and ``npu 2.7`` (Ascend).
+    """
+    if npu := module_version("torch_npu"):  # beside a torch for the CPU
+        return "npu %s" % npu
     spec = PathFinder.find_spec("torch", [each for each in sys.path if each])
     try:
         with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:  # type: ignore
-            found = re.findall(r"^(cuda|hip)\b[^=]*= (None|'[^']+')", file.read(), re.MULTILINE)
+            found = re.findall(r"^(cuda|hip|xpu)\b[^=]*= (None|'[^']+')", file.read(), re.MULTILINE)
     except (OSError, AttributeError, TypeError):  # no torch, or not as PyTorch's own builds are
         return ""
     built = ["%s %s" % (name, version.strip("'")) for name, version in found if version != "None"]

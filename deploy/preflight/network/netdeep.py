@@ -133,7 +133,8 @@ def deep_findings(
         return _failures(problems, "an interface to meet the others on", lambda _: f"see {inventory.path}")
     limit_s = deadline_s - min(_MAX_DIAGNOSIS_S, deadline_s * _DIAGNOSIS_SHARE) - FINISH_S
     gpus = share(hosts, {host.name: facts[host.name].gpus for host in hosts})
-    backend = "nccl" if all(gpus[host.name] for host in hosts) else "gloo"
+    has_nccl = all(gpus[host.name] and facts[host.name].gpus.row.backend == "nccl" for host in hosts)
+    backend = "nccl" if has_nccl else "gloo"
     with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
         here, silent = netpairs.told_apart(answers)
         if silent:

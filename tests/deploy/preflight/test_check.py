@@ -277,6 +277,18 @@ def test_gpus_that_are_divided_by_mig_are_told_unless_an_instance_is_meant(
     assert told == ([(level, text)] if level else [])
 
 
+def test_of_hardware_that_kit_has_not_been_run_on_that_is_told(tmp_path: Path) -> None:
+    usable = tuple(Gpu(index=index, token=str(index), name="AMD gfx90a") for index in range(2))
+    there = dataclasses.replace(facts("gpu1"), gpus=HostGpus(usable=usable, kind="amd"))
+    found = examined(tmp_path, ONE, gpu1=(there, probe(num_cards=0)))
+    (told,) = [each for each in found if each.check == "gpus"]
+    assert told.level == "warning"
+    assert told.found == (
+        "2 × AMD gfx90a: kit has not been run on AMD hardware (counted by the kernel's amdkfd, hidden by "
+        "HIP_VISIBLE_DEVICES, nccl)"
+    )
+
+
 def test_a_newer_xid_is_told_with_its_meaning(tmp_path: Path) -> None:
     lines = [f"NVRM: Xid (PCI:0000:01:00): {number}, pid='<unknown>', text" for number in (145, 154, 13)]
     assert [text.split(" ×")[0] for _, text in on_gpus(tmp_path, smi=whole_a100(), xid=lines)] == [

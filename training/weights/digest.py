@@ -1,0 +1,20 @@
+"""The size and the hash of weights."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+
+def size_bytes(module: torch.nn.Module) -> int:
+    """The size of a module's state dict."""
+    return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+
+
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all parameters and buffers, to compare the weights of two runs."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
