@@ -1,7 +1,6 @@
 """The training loop: one task on all ranks, from the newest snapshot to the last epoch."""
 
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 from nodekit.training.weights.epochs import EpochWeights
-from nodekit.training.weights.export import load_weights, read_weights
+from nodekit.training.weights.export import load_weights, read_weights, size_bytes, weights_sha256
 from nodekit.training.world import World
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
@@ -495,17 +494,3 @@ class Loop:
             # Its own generator: starting a loader must not move the global one, or a resume would differ.
             "generator": torch.Generator().manual_seed(self.options.seed + self.world.rank),
         }
-
-
-def size_bytes(module: torch.nn.Module) -> int:
-    """The size of a module's state dict."""
-    return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, torch.Tensor))
-
-
-def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
-    """A hash of all parameters and buffers, to compare the weights of two runs."""
-    digest = hashlib.sha256()
-    for name, tensor in state.items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -19,8 +19,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from nodekit.deploy.agent.replicas.replica_files import is_allowed, scan
 from nodekit.training import Fenced, Snapshots, World, writes_snapshots
-from nodekit.training.loop import weights_sha256
 from nodekit.training.snapshots.sharded import ShardedSnapshots
+from nodekit.training.weights.export import weights_sha256
 
 pytestmark = pytest.mark.slow
 

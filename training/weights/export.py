@@ -1,6 +1,7 @@
 """Folders of trained weights, which plain torch and transformers can read too, and loading weights that fit."""
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -275,3 +276,17 @@ def _old(folder: Path) -> Path:
 def _there(folder: Path) -> Path:
     """The folder, or the old one, if a kill has interrupted `_place`."""
     return _old(folder) if not folder.exists() and _old(folder).is_dir() else folder
+
+
+def size_bytes(module: nn.Module) -> int:
+    """The size of a module's state dict."""
+    return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+
+
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """A hash of all parameters and buffers, to compare the weights of two runs."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
