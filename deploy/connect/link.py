@@ -10,10 +10,11 @@ import itertools
 import json
 import logging
 import queue
+import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -42,6 +43,8 @@ OFFERED = (
     "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
+
+_IMPORT = re.compile(r"^ *from (nodekit\.deploy\.host[\w.]*) import ([\w, ]+)", re.MULTILINE)
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
 BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
@@ -310,10 +313,14 @@ def _program() -> bytes:
 def program(names: Sequence[str], last_line: str) -> bytes:
     """Modules of `deploy.host` as one program in ASCII; in its last line, `module` is the last of them.
 
-    The others are compiled when they are first imported: most calls need few of them. There, `module_of` finds a
-    module by its own name alone, without its folder's.
+    What they import of `deploy.host` comes along. All but the last are compiled when they are first imported: most
+    calls need few of them. There, `module_of` finds a module by its own name alone, without its folder's.
     """
-    sources = {f"nodekit.deploy.host.{name}": source(f"nodekit.deploy.host.{name}") for name in names}
+    sources: dict[str, str] = {}
+    missing = [f"nodekit.deploy.host.{name}" for name in names]
+    while missing:
+        sources.update({name: source(name) for name in missing})
+        missing = sorted({each for name in missing for each in _imported(sources[name])} - sources.keys())
     return f"""
 import functools, importlib, importlib.util, sys, types
 sources = {sources!a}
@@ -341,6 +348,16 @@ def module_of(name):
 module = module_of({names[-1].rpartition(".")[2]!a})
 {last_line}
 """.encode("ascii")
+
+
+def _imported(text: str) -> Iterator[str]:
+    """The modules of `deploy.host` that a source imports."""
+    for folder, names in _IMPORT.findall(text):
+        # "from FOLDER import MODULE, …", or "from MODULE import name, …".
+        if importlib.util.find_spec(folder).submodule_search_locations is None:  # type: ignore[union-attr]
+            yield folder
+        else:
+            yield from (f"{folder}.{name.split()[0]}" for name in names.split(","))
 
 
 def source(module: str) -> str:

@@ -337,10 +337,7 @@ def _on_host(
         HostError: it failed.
         _LateError: it exceeded the limit.
     """
-    source = program(
-        ("files", "processes", "programs", "probes.nics", "probes.gpus", "probes.hostfacts", "venvs"),
-        f"module.run({do!a}, **{args!a})",
-    ).decode("ascii")
+    source = program(("venvs",), f"module.run({do!a}, **{args!a})").decode("ascii")
     done = link.stream(
         "attend",
         beat,

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from nodekit.deploy import host
-from nodekit.deploy.connect.link import OFFERED, Link, LinkLost, RemoteError, on_all, open_local
+from nodekit.deploy.connect.link import OFFERED, Link, LinkLost, RemoteError, on_all, open_local, program
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import status
@@ -189,6 +189,12 @@ def test_all_that_is_sent_needs_no_nodekit_on_the_host(tmp_path: Path) -> None:
             assert caught.value.type == "AttributeError"
     finally:
         opened.close()
+
+
+@pytest.mark.parametrize("name", ["venvs", "node.agents", "probes.discovery"])
+def test_a_program_has_what_its_modules_import(name: str) -> None:
+    text = program((name,), "for name in full_names: module_of(name)")
+    subprocess.run([sys._base_executable, "-I", "-S", "-"], input=text, check=True)  # type: ignore[attr-defined]
 
 
 def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
