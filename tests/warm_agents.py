@@ -81,8 +81,12 @@ def _started() -> tuple[subprocess.Popen[bytes], Path, socket.socket]:
 
 
 @functools.cache
-def _listen_in(space: str) -> None:
-    """Have it answer in a network namespace: a socket without a path is reached from its own only."""
+def _listen_in(space: str, inode: int) -> None:
+    """Have it answer in a network namespace: a socket without a path is reached from its own only.
+
+    A lab that is made again has others under the same paths, with inodes of their own: a namespace that is listened in
+    stays.
+    """
     _, folder, maker = _started()
     ours, theirs = socket.socketpair()
     if not (child := os.fork()):
@@ -109,7 +113,7 @@ def program(lab: Lab | None = None) -> str:
         "/proc/self/ns/net",
         *(str(lab.folder / "hosts" / name / "net") for name in (lab.hosts if lab else ())),
     ):
-        _listen_in(space)
+        _listen_in(space, Path(space).stat().st_ino)
     return str(_started()[1] / "python")
 
 
