@@ -3,16 +3,14 @@
 import gzip
 import importlib.util
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
+
+from nodekit.training.tasks.classifier import Classifier, Sample
 
 NUM_TEST = 360
-
-Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pixels(torch.utils.data.Dataset[Sample]):
@@ -29,7 +27,7 @@ class Pixels(torch.utils.data.Dataset[Sample]):
         return self.images[index], self.labels[index]
 
 
-class Digits:
+class Digits(Classifier):
     """The default task; reaches 97 % or more in a few seconds on two cores."""
 
     labels = tuple("0123456789")
@@ -63,18 +61,6 @@ class Digits:
     def test_data(self) -> Pixels:
         """360 samples."""
         return self._test
-
-    def predict(self, model: nn.Module, batch: Sample) -> torch.Tensor:
-        """The scores before softmax, ``(num, 10)``."""
-        return cast(torch.Tensor, model(batch[0]))
-
-    def targets(self, batch: Sample) -> torch.Tensor:
-        """The right digits, int64 ``(num,)``."""
-        return batch[1]
-
-    def loss(self, model: nn.Module, batch: Sample) -> torch.Tensor:
-        """Cross-entropy, the mean over the batch."""
-        return functional.cross_entropy(self.predict(model, batch), batch[1])
 
 
 def _data_file() -> Path:

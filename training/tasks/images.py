@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from nodekit.training.tasks import TaskError
-from nodekit.training.tasks.digits import Sample
+from nodekit.training.tasks.classifier import Classifier, Sample
 from nodekit.training.tasks.rows import HELD_OUT, held_out
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -26,7 +26,7 @@ Data = torch.utils.data.Dataset[Sample]
 """Images, float32 ``(3, size, size)`` in -1 to 1, and labels, int64."""
 
 
-class Images:
+class Images(Classifier):
     """Images of any size, each scaled until its shorter side fits, and cut to the square in its middle."""
 
     def __init__(
@@ -87,18 +87,6 @@ class Images:
     def notes(self) -> list[str]:
         """Whether images for the evaluation were taken from the training's."""
         return self._notes
-
-    def predict(self, model: nn.Module, batch: Sample) -> torch.Tensor:
-        """The scores before softmax, ``(num, len(labels))``."""
-        return cast(torch.Tensor, model(batch[0]))
-
-    def targets(self, batch: Sample) -> torch.Tensor:
-        """The right indices into ``labels``, int64 ``(num,)``."""
-        return batch[1]
-
-    def loss(self, model: nn.Module, batch: Sample) -> torch.Tensor:
-        """Cross-entropy, the mean over the batch."""
-        return functional.cross_entropy(self.predict(model, batch), batch[1])
 
     def _read_folders(self, folder: Path) -> None:
         if importlib.util.find_spec("PIL") is None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from nodekit.training.tasks import TaskError
-from nodekit.training.tasks.digits import Digits, Pixels, Sample
+from nodekit.training.tasks.classifier import Sample
+from nodekit.training.tasks.digits import Digits, Pixels
 
 SIDE = 28
 NUM_CLASSES = 10
