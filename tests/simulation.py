@@ -61,7 +61,7 @@ class Call:
     generation: int
     host: str
     port: int
-    electorate: Voters
+    voters: Voters
     called_off: int
     is_new: bool = False
 
@@ -122,7 +122,7 @@ class Node:
         self.fence = -1
         self.generation = -1
         self.hosted = -1
-        self.electorate: Voters | None = None
+        self.voters: Voters | None = None
         self.snapshot = (-1, 0)  # (generation, step)
         self.written_state = ""
         self.ran = ""  # the last agent
@@ -150,7 +150,7 @@ class Node:
         store = self.store
         members = store.round.members if store and store.round and self.name in store.round.set else ()
         fields = (self.agent or self.ran, self.generation, self.state or self.written_state, self.blocked)
-        rest = (self.fence, self.electorate, self.port, self.snapshot, bool(self.agent), self.broken)
+        rest = (self.fence, self.voters, self.port, self.snapshot, bool(self.agent), self.broken)
         now = (*fields, members, *rest)
         if now != self.seen or self.problem != self.last_seen.problem:
             self.seen = now
@@ -162,7 +162,7 @@ class Node:
                 blocked=self.blocked,
                 members=members,
                 fence=self.fence,
-                electorate=self.electorate,
+                voters=self.voters,
                 port=self.port,
                 held=self.snapshot,
                 problem=self.problem,
@@ -388,10 +388,10 @@ class Simulation:
 
     def step_round(self, current: Round) -> None:
         if not current.trains:
-            electorate = newest(node.electorate for node in current.nodes if node.electorate)
-            blocked = not electorate.may_train(current.members)
+            voters = newest(node.voters for node in current.nodes if node.voters)
+            blocked = not voters.may_train(current.members)
             if blocked and not current.nodes[0].blocked:
-                self.log(f"{_few(current.members)} are no majority of {electorate}")
+                self.log(f"{_few(current.members)} are no majority of {voters}")
             for node in current.nodes:
                 node.blocked = blocked
             if not blocked and all(node.fence <= current.store.generation for node in current.nodes):
@@ -508,7 +508,7 @@ class Simulation:
     def join(self, node: Node, call: Call) -> None:
         if node.agent and self.accepts(node, call):
             if call.generation == node.generation and node.state not in ("fenced", "orphaned"):
-                self.grant(node, call.electorate)
+                self.grant(node, call.voters)
                 return
             self.take_up(node, call)
 
@@ -524,9 +524,9 @@ class Simulation:
             node.state = "rendezvous"
             return
         self.leave(node, "starting")
-        known = node.electorate
-        is_newer = known is None or known.generation != call.generation or call.electorate > known
-        node.electorate = call.electorate if is_newer else known
+        known = node.voters
+        is_newer = known is None or known.generation != call.generation or call.voters > known
+        node.voters = call.voters if is_newer else known
         node.has_folder, node.fence, node.generation = True, call.generation, call.generation
         node.fenced_at, node.problem, node.written_state = None, "", ""
         node.host, node.host_port, node.retries = call.host, call.port, 0
@@ -539,10 +539,10 @@ class Simulation:
             is_slow = self.random.random() < 0.1  # to die
             node.fenced_at = self.now + self.random.uniform(0, 8 if is_slow else 0.4)
 
-    def grant(self, node: Node, electorate: Voters) -> None:
-        own = node.electorate
-        if own and node.has_folder and own.generation == electorate.generation and electorate > own:
-            node.electorate = electorate
+    def grant(self, node: Node, voters: Voters) -> None:
+        own = node.voters
+        if own and node.has_folder and own.generation == voters.generation and voters > own:
+            node.voters = voters
 
     def drain(self, node: Node) -> None:
         if node.agent and node.ends_at is None:
@@ -636,7 +636,7 @@ class Simulation:
         elif isinstance(action, Fence):
             self.send(action.node, self.fence, action.generation)
         elif isinstance(action, SetVoters):
-            self.send(action.node, self.grant, action.electorate)
+            self.send(action.node, self.grant, action.voters)
         elif isinstance(action, Stop):
             self.send(action.node, self.stop)
         elif isinstance(action, Drain):
@@ -651,9 +651,9 @@ class Simulation:
     # --- what must hold ---
 
     def check_state(self, state: State) -> None:
-        for electorate in (state.electorate, state.newest):
-            if electorate.generation != state.generation or len(electorate.nodes) > self.rules.max_nodes:
-                self.broken(f"{electorate} in generation {state.generation}")
+        for voters in (state.voters, state.newest):
+            if voters.generation != state.generation or len(voters.nodes) > self.rules.max_nodes:
+                self.broken(f"{voters} in generation {state.generation}")
 
     def check_action(self, supervisor: Supervisor, action: Action) -> None:
         state = supervisor.state
@@ -746,7 +746,7 @@ class Simulation:
             self.at(self.breaking.uniform(5, max(6.0, self.faults_s)), self.break_gpu)
 
     def strike(self) -> None:
-        """Faults when they hurt most: while a generation or an electorate changes."""
+        """Faults when they hurt most: while a generation or voters changes."""
         kinds = [self.partition, self.isolate, self.crash_machine, self.crash_agent, self.hide, self.hide_all]
         kinds += [self.kill_supervisor, self.split, self.split, self.heal, self.heal]
         for _ in range(self.random.randint(1, 3)):
@@ -958,7 +958,7 @@ class Simulation:
             else set()
         )
         rest = [name for name in self.names if name not in dead]
-        # What the electorate may become at any moment: those who train, or did when they were looked at last.
+        # What the voters may become at any moment: those who train, or did when they were looked at last.
         rounds = [self.group.members] if self.group else []
         rounds += [each.members for each in self.supervisor.seen.values()]
         if len(rest) < self.rules.min_nodes or any(2 * len(set(each) & dead) > len(each) for each in rounds):
@@ -979,14 +979,14 @@ class Simulation:
         return dead
 
     def check_settled(self, dead: set[str]) -> None:
-        """After a while of peace all who may be in are in, in an electorate of just them."""
+        """After a while of peace all who may be in are in, in voters of just them."""
         assert self.group is not None
         wanted = min(self.rules.max_nodes, len(self.names) - len(dead))
         if len(self.group.members) != wanted:
             self.broken(f"{self.group.members} train: {wanted} nodes were wanted")
         assert self.supervisor is not None
-        if set(self.supervisor.state.electorate.nodes) != self.group.set:
-            self.broken(f"{self.group.members} train, with {self.supervisor.state.electorate}")
+        if set(self.supervisor.state.voters.nodes) != self.group.set:
+            self.broken(f"{self.group.members} train, with {self.supervisor.state.voters}")
 
 
 def _few(names: Iterable[str]) -> str:

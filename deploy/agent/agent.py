@@ -94,7 +94,7 @@ class Agent:
         # For the rendezvous, should the supervisor choose this node.
         self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
-        self._electorate = self._orders.voters(spec.known_electorate())
+        self._voters = self._orders.voters(spec.known_voters())
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
@@ -171,8 +171,8 @@ class Agent:
         finally:
             self._is_meeting = False
         names = formed.names
-        self._electorate = newest(Voters.of(each["electorate"]) for each in formed.members)
-        if not self._electorate.may_train(names):
+        self._voters = newest(Voters.of(each["electorate"]) for each in formed.members)
+        if not self._voters.may_train(names):
             self._wait_blocked(rendezvous, names)
             return None
         self._formed = formed
@@ -217,7 +217,7 @@ class Agent:
         if spec.generation > old.generation:
             self._is_orphan = False
         self._spec = spec
-        self._electorate = self._orders.voters(spec.known_electorate())
+        self._voters = self._orders.voters(spec.known_voters())
         self._say_where()
         self._record.event("generation", generation=spec.generation, host=spec.master_addr)
 
@@ -284,33 +284,33 @@ class Agent:
         if fault is not None or self._attempts.workers.stuck:
             raise Broken.of(fault, self._attempts.workers.stuck)
 
-    # --- electorate ---
+    # --- voters ---
 
     def _wait_blocked(self, rendezvous: Rendezvous, names: list[str]) -> None:
-        """Wait, without workers, until others come or the supervisor shrinks the electorate."""
-        voters = ", ".join(self._electorate.nodes)
+        """Wait, without workers, until others come or the supervisor reduces the voters."""
+        voters = ", ".join(self._voters.nodes)
         self._record.update(
             members=names,
             no_quorum=True,
             blocked=f"{', '.join(names)} alone are no majority of {voters}; they may be training elsewhere",
         )
-        self._record.event("no-quorum", members=names, electorate=self._electorate.to_dict())
-        before = self._electorate
+        self._record.event("no-quorum", members=names, electorate=self._voters.to_dict())
+        before = self._voters
         try:
-            while rendezvous.num_nodes_waiting() == 0 and self._electorate == before:
+            while rendezvous.num_nodes_waiting() == 0 and self._voters == before:
                 self._pause()
-                self._electorate = self._orders.voters(self._electorate)
+                self._voters = self._orders.voters(self._voters)
                 time.sleep(_POLL_S)
         finally:
             self._record.update(no_quorum=False, blocked="")
 
     def _own(self) -> dict[str, Any]:
-        self._electorate = self._orders.voters(self._electorate)
+        self._voters = self._orders.voters(self._voters)
         return {
             "name": self._spec.name,
             "address": self._spec.local_addr,
             "nproc": self._spec.nproc_per_node,
-            "electorate": self._electorate.to_dict(),
+            "electorate": self._voters.to_dict(),
             "replicas": self._replicas.endpoint if self._replicas else None,
         }
 
@@ -516,4 +516,4 @@ class Agent:
         """Where the rendezvous is, if it is here, or would be."""
         held_port = self._held.getsockname()[1]
         port = self._spec.master_port if self._spec.is_host else held_port
-        self._record.update(port=port, held_port=held_port, electorate=self._electorate.to_dict())
+        self._record.update(port=port, held_port=held_port, electorate=self._voters.to_dict())

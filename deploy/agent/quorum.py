@@ -1,12 +1,12 @@
 """Who may train: the rule by which at most one group of nodes goes on, whatever is cut from what. Pure, stdlib only.
 
-Every generation has an *electorate*, the nodes it was started for. A group of nodes trains only while more than
-half of the electorate is in it, and the supervisor starts another generation only after it has fenced so many of
-the old one's electorate that the rest is not more than half. So no two groups can go on at once, with no clock and
+Every generation has *voters*, the nodes it was started for. A group of nodes trains only while more than
+half of the voters are in it, and the supervisor starts another generation only after it has fenced so many of
+the old one's voters that the rest is not more than half. So no two groups can go on at once, with no clock and
 no lease in it: a group that is cut off from everyone trains on while it holds the majority, and only then.
 
-When a node is gone for good the supervisor shrinks the electorate (`Voters`, a higher `version`). A group goes by
-the newest that any of it has written down. So the change has taken hold once so many of the *old* electorate have
+When a node is gone for good the supervisor leaves it out of the voters (`Voters`, a higher `version`). A group goes by
+the newest that any of it has written down. So the change has taken hold once so many of the *old* voters have
 written it down that the others cannot train; until then either may be gone by, and both must be fenced.
 """
 
@@ -50,6 +50,6 @@ class Voters:
         return {"generation": self.generation, "version": self.version, "nodes": list(self.nodes)}
 
 
-def newest(electorates: Iterable[Voters]) -> Voters:
+def newest(of: Iterable[Voters]) -> Voters:
     """The one that all of a group go by."""
-    return max(electorates)
+    return max(of)

@@ -77,8 +77,8 @@ class AgentSpec:
         """The spec as JSON has it."""
         return dataclasses.asdict(self)
 
-    def known_electorate(self) -> Voters:
-        """The electorate as it was when this spec was made."""
+    def known_voters(self) -> Voters:
+        """The voters as they were when this spec was made."""
         return Voters(self.generation, self.electorate_version, self.electorate or (self.name,))
 
     def name_of(self, node_rank: int) -> str:

@@ -281,8 +281,8 @@ class Narrator:
 
     def _on_no_quorum(self, event: Event) -> list[str]:
         members = tuple(event.get("members") or ())
-        electorate = event.get("electorate") or {}
-        voters = electorate.get("nodes", ()) if isinstance(electorate, Mapping) else electorate
+        voters = event.get("electorate") or {}
+        voters = voters.get("nodes", ()) if isinstance(voters, Mapping) else voters
         if not self._once("no-quorum", members, tuple(voters)):
             return []
         verb = "waits" if len(members) == 1 else "wait"

@@ -54,7 +54,7 @@ def regenerate(turn: Turn) -> None:
         slow and turn.now - (turn.state.fencing_since or 0.0) < NO_QUORUM_S
     ):
         return
-    # The last group committed on more than half of the electorate, so on one that is fenced. It goes on from there.
+    # The last group committed on more than half of the voters, so on one that is fenced. It goes on from there.
     newest = max(turn.seen[name].held for name in fenced)
     if holders := [name for name in able if turn.seen[name].held == newest]:
         _begin_generation(turn, able, holders)
@@ -117,7 +117,7 @@ def _begin_fencing(turn: Turn, why: str) -> None:
 def _begin_generation(turn: Turn, able: list[str], holders: list[str]) -> None:
     """Begin the generation that was fenced for.
 
-    Its electorate are nodes that hold the newest snapshot, so that nobody goes on without it; the others of `able`
+    Its voters are nodes that hold the newest snapshot, so that nobody goes on without it; the others of `able`
     come in, and are given it, later.
     """
     state, seen, rules = turn.state, turn.seen, turn.rules
@@ -145,7 +145,7 @@ def _begin_generation(turn: Turn, able: list[str], holders: list[str]) -> None:
         generation=following,
         host=host,
         port=seen[host].port if seen[host].alive else 0,
-        electorate=Voters(following, 0, tuple(nodes)),
+        voters=Voters(following, 0, tuple(nodes)),
         granted=None,
         next_generation=None,
         forgot=frozenset(),

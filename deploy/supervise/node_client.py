@@ -174,9 +174,9 @@ class NodeClient:
         """Refuse older generations on a node."""
         self._call(name, "fence", node_dir=self.node(name).node_dir, generation=generation)
 
-    def set_voters(self, name: str, electorate: Voters) -> None:
+    def set_voters(self, name: str, voters: Voters) -> None:
         """Have a node write down other voters."""
-        self._call(name, "set_voters", node_dir=self.node(name).node_dir, electorate=electorate.to_dict())
+        self._call(name, "set_voters", node_dir=self.node(name).node_dir, voters=voters.to_dict())
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
@@ -221,7 +221,7 @@ class NodeClient:
             self.inventory,
             run_id=self.run.run_id,
             nodes=[host.name for host in self.inventory.hosts],
-            electorate=state.newest,
+            voters=state.newest,
             master_addr=self.node(state.host).local_addr,
             master_port=state.port,
             is_host=name == state.host,

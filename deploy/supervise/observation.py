@@ -11,7 +11,7 @@ def seen_of(status: NodeStatus, *, problem: str = "", broken: str = "") -> Obser
     """What the judge is to know of a node's status; `broken`: why it was not started, if it was not."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
-    electorates = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
+    all_voters = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
     fence = int(status.get("fence", -1))
     held = status.get("snapshot", (-1, 0))
     is_clear = not alive or generation >= fence or not status.get("workers")
@@ -24,7 +24,7 @@ def seen_of(status: NodeStatus, *, problem: str = "", broken: str = "") -> Obser
         members=tuple(status.get("members", ())),
         # Workers of the old generation may still be ending: only then is it over there.
         fence=fence if is_clear else min(fence, generation),
-        electorate=max((each for each in electorates if each.generation == generation), default=None),
+        voters=max((each for each in all_voters if each.generation == generation), default=None),
         port=int(status.get("port") or 0),
         held=(held[0], held[1]),
         problem=problem,

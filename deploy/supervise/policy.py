@@ -56,7 +56,7 @@ def begin(rules: Rules, *, generation: int, host: str, port: int, nodes: Iterabl
         generation=generation,
         host=host,
         port=port,
-        electorate=Voters(generation, 0, tuple(nodes)),
+        voters=Voters(generation, 0, tuple(nodes)),
         known={name: NodeHistory() for name in rules.nodes},
     )
 
@@ -75,7 +75,7 @@ def decide(
         _exclude(turn)
         regenerate(turn)
         if turn.state.next_generation is None:
-            _adjust_electorate(turn)
+            _adjust_voters(turn)
             _fill(turn)
             _drain(turn)
         _wait(turn)
@@ -90,8 +90,8 @@ def _take_note(turn: Turn) -> None:
     if turn.rounds and not turn.state.has_trained:
         turn.change(has_trained=True)
     had_folder = {name for name, each in turn.seen.items() if each.fence >= 0}
-    if not had_folder <= turn.state.voters:
-        turn.change(voters=turn.state.voters | had_folder)
+    if not had_folder <= turn.state.had_folder:
+        turn.change(had_folder=turn.state.had_folder | had_folder)
     if not (lost_folder := turn.wiped()) <= turn.state.forgot:
         turn.change(forgot=turn.state.forgot | lost_folder)
     for name in turn.rules.nodes:
@@ -168,42 +168,42 @@ def _has_ended(turn: Turn) -> bool:
 # --- keeping the generation whole ---------------------------------------------------------------------------
 
 
-def _adjust_electorate(turn: Turn) -> None:
-    """Shrink the electorate to those who train on, or grow it with those who came."""
+def _adjust_voters(turn: Turn) -> None:
+    """Reduce the voters to those who train on, or extend them by those who came."""
     state, granted = turn.state, turn.state.granted
     if granted is not None:
-        written = {name for name, each in turn.seen.items() if each.electorate == granted}
-        if state.electorate.is_changed_by(written):
+        written = {name for name, each in turn.seen.items() if each.voters == granted}
+        if state.voters.is_changed_by(written):
             if state.stable_since is None:
                 turn.change(stable_since=turn.now, floor=max(turn.seen[name].held for name in written))
-            # What the old electorate committed must be with a majority of the new, or it could go on without.
+            # What the old voters committed must be with a majority of the new, or it could go on without.
             elif granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor]):
-                turn.change(electorate=granted, granted=None, stable_since=None)
+                turn.change(voters=granted, granted=None, stable_since=None)
                 return
         for name in (name for name in turn.own if name not in written and name not in turn.rules.drained):
             turn.ask(name, f"grant{granted.version}", ASK_AGAIN_S, SetVoters(name, granted))
         return
     members = next(iter(turn.rounds)) if len(turn.rounds) == 1 else frozenset[str]()
-    if not members or members == set(state.electorate.nodes):
+    if not members or members == set(state.voters.nodes):
         turn.change(stable_since=None)
         return
     if state.stable_since is None:
-        electors = members & set(state.electorate.nodes)
+        electors = members & set(state.voters.nodes)
         floor = min(turn.seen[name].held for name in electors or members)
         turn.change(stable_since=turn.now, floor=floor)
         return
     # A newcomer has a vote once it holds what the others held before: no majority can go on without that.
-    wanted = {n for n in members if n in state.electorate.nodes or turn.seen[n].held >= state.floor}
-    if turn.now - state.stable_since >= GRANT_S and wanted != set(state.electorate.nodes):
-        version = state.electorate.version + 1
+    wanted = {n for n in members if n in state.voters.nodes or turn.seen[n].held >= state.floor}
+    if turn.now - state.stable_since >= GRANT_S and wanted != set(state.voters.nodes):
+        version = state.voters.version + 1
         granted = Voters(state.generation, version, tuple(sorted(wanted)))
         turn.change(granted=granted, stable_since=None)
 
 
 def _fill(turn: Turn) -> None:
-    """Bring nodes in until there are as many as the job takes: those of the electorate first, then spares."""
+    """Bring nodes in until there are as many as the job takes: the voters first, then spares."""
     seen, state = turn.seen, turn.state
-    electorate = {*state.electorate.nodes, *state.newest.nodes}
+    voters = {*state.voters.nodes, *state.newest.nodes}
     wiped, has_host = turn.wiped(), state.host in turn.own
     if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
@@ -214,10 +214,10 @@ def _fill(turn: Turn) -> None:
         turn.ask(name, "join", STRAY_S, Join(name))
     out = {name for name in turn.own if seen[name].state == "fenced"}
     if turn.rounds:  # one that has not found the others for long makes room
-        out |= set(orphans) - electorate
+        out |= set(orphans) - voters
     taken = {name for name in turn.rules.nodes if turn.is_coming(name)} | (turn.here - out)
-    wanted: Sequence[str] = [state.host, *state.electorate.nodes, *turn.rules.nodes]
-    if not turn.rounds and state.may_train(unseen := electorate.difference(turn.in_sight)):
+    wanted: Sequence[str] = [state.host, *state.voters.nodes, *turn.rules.nodes]
+    if not turn.rounds and state.may_train(unseen := voters.difference(turn.in_sight)):
         # They may be training, with those who did when they were seen, and nobody knows how many others.
         taken |= unseen | {
             name for name in turn.rules.nodes if turn.known[name].present and not seen[name].reachable

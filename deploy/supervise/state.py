@@ -47,7 +47,7 @@ class Observation:
     """Who is in its round."""
     fence: int = -1
     """Generations below this are refused there; -1 where there is no run folder (never started, or lost)."""
-    electorate: Voters | None = None
+    voters: Voters | None = None
     """The newest it has written down."""
     port: int = 0
     """Where its rendezvous listens or would: a port it keeps."""
@@ -96,7 +96,7 @@ class State:
     host: str
     """The node whose agent keeps the rendezvous store."""
     port: int
-    electorate: Voters
+    voters: Voters
     """The one in force."""
     granted: Voters | None = None
     """One that is being written down: until it is in force, either may be what a group goes by."""
@@ -104,10 +104,10 @@ class State:
     """The one being fenced for."""
     called_off: int = -1
     """The last that was fenced for in vain. A `Start` or `Join` says it: up to here a fence holds no longer."""
-    voters: frozenset[str] = frozenset()
+    had_folder: frozenset[str] = frozenset()
     """Those that have had a run folder."""
     forgot: frozenset[str] = frozenset()
-    """Those of the electorate that have lost theirs since, and with it what they promised and held."""
+    """Voters that have lost theirs since, and with it what they promised and held."""
     known: Mapping[str, NodeHistory] = field(default_factory=dict)
     met: tuple[str, ...] = ()
     """While fencing: the nodes that had a way to each other."""
@@ -129,8 +129,8 @@ class State:
 
     @property
     def newest(self) -> Voters:
-        """The electorate that a `Start` or `Join` gives along."""
-        return self.granted or self.electorate
+        """The voters that a `Start` or `Join` gives along."""
+        return self.granted or self.voters
 
     def to_dict(self) -> dict[str, Any]:
         """What another supervisor must know to go on, for JSON; see the top of this file."""
@@ -138,11 +138,11 @@ class State:
             "generation": self.generation,
             "host": self.host,
             "port": self.port,
-            "electorate": self.electorate.to_dict(),
+            "electorate": self.voters.to_dict(),
             "granted": self.granted.to_dict() if self.granted else None,
             "next_generation": self.next_generation,
             "called_off": self.called_off,
-            "voters": sorted(self.voters),
+            "voters": sorted(self.had_folder),
             "forgot": sorted(self.forgot),
             "failures": {name: list(each.failures) for name, each in self.known.items() if each.failures},
         }
@@ -155,23 +155,23 @@ class State:
             generation=fields["generation"],
             host=fields["host"],
             port=fields["port"],
-            electorate=Voters.of(fields["electorate"]),
+            voters=Voters.of(fields["electorate"]),
             granted=Voters.of(fields["granted"]) if fields["granted"] else None,
             next_generation=fields["next_generation"],
             called_off=fields["called_off"],
-            voters=frozenset(fields["voters"]),
+            had_folder=frozenset(fields["voters"]),
             forgot=frozenset(fields["forgot"]),
             known={name: NodeHistory(failures=failures[name]) for name in rules.nodes},
             elapsed_s=max((when for each in failures.values() for when in each), default=0.0),
         )
 
     def is_fenced_by(self, nodes: Collection[str]) -> bool:
-        """Whether, with these fenced, no group of the others may go on, by whichever electorate."""
-        return self.electorate.is_fenced_by(nodes) and self.newest.is_fenced_by(nodes)
+        """Whether, with these fenced, no group of the others may go on, by whichever voters."""
+        return self.voters.is_fenced_by(nodes) and self.newest.is_fenced_by(nodes)
 
     def may_train(self, nodes: Collection[str]) -> bool:
-        """Whether a group of these might go on, by whichever electorate."""
-        return self.electorate.may_train(nodes) or self.newest.may_train(nodes)
+        """Whether a group of these might go on, by whichever voters."""
+        return self.voters.may_train(nodes) or self.newest.may_train(nodes)
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class Fence:
 
 @dataclass(frozen=True)
 class SetVoters:
-    """Have a node write down another electorate."""
+    """Have a node write down other voters."""
 
     node: str
-    electorate: Voters
+    voters: Voters
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,8 @@ class Supervisor:
                     self._client.join(name, state)
                 case Fence(name, generation):
                     self._client.fence(name, generation)
-                case SetVoters(name, electorate):
-                    self._client.set_voters(name, electorate)
+                case SetVoters(name, voters):
+                    self._client.set_voters(name, voters)
                 case Stop(name):
                     self._client.stop(name)
                 case Drain(name):

@@ -76,9 +76,9 @@ class Turn:
         """Nodes whose vote counts, but whose run folder is gone, and with it what they promised.
 
         Started in this generation, such a node would vote as if it had promised nothing. So it comes in as a new node
-        only once it has no vote (the others train, and the electorate is shrunk to them), or in the next generation.
+        only once it has no vote (the others train, and the voters are reduced to them), or in the next generation.
         """
-        voting = {*self.state.electorate.nodes, *self.state.newest.nodes} & self.state.voters
+        voting = {*self.state.voters.nodes, *self.state.newest.nodes} & self.state.had_folder
         return {
             n for n in voting if self.seen[n].reachable and self.seen[n].fence < 0 and not self.seen[n].alive
         }

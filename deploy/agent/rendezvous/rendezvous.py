@@ -396,7 +396,7 @@ class Rendezvous:
         return self._keepalive_server is not None and node.identity in self._keepalive_server.lost
 
     def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
-        """Whether a round need not wait for anyone: all who are connected (at first: all of the electorate) are in."""
+        """Whether a round need not wait for anyone: all who are connected (at first: all voters) are in."""
         if self._keepalive_server is None or len(participants) < self._spec.min_nodes:
             return False
         if is_first_round:

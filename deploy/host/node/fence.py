@@ -98,7 +98,7 @@ def make_snapshot_folder(folder: str, is_shared: bool) -> None:
         raise OSError(error.errno, why, folder) from error
 
 
-def set_voters(node_dir: str, electorate: Dict[str, Any]) -> None:
+def set_voters(node_dir: str, voters: Dict[str, Any]) -> None:
     """Write down which nodes are voters (deploy/agent/quorum.py), unless a newer list is there."""
     node_dir = os.path.expanduser(node_dir)
     path = os.path.join(node_dir, "electorate.json")
@@ -106,8 +106,8 @@ def set_voters(node_dir: str, electorate: Dict[str, Any]) -> None:
         return
     with locked(node_dir):
         old = files.load(path)
-        if load_spec(node_dir).get("generation") != electorate["generation"]:
+        if load_spec(node_dir).get("generation") != voters["generation"]:
             return
         order = ("generation", "version")
-        if not old or [old[key] for key in order] < [electorate[key] for key in order]:
-            files.write_private(path, json.dumps(electorate).encode(), durable=True)
+        if not old or [old[key] for key in order] < [voters[key] for key in order]:
+            files.write_private(path, json.dumps(voters).encode(), durable=True)

@@ -375,9 +375,7 @@ def test_a_node_that_is_no_majority_waits_until_it_is_granted_one(agents: Agents
     until(lambda: agents.status("n0").get("no_quorum"), what="that half is no majority")
     assert agents.status("n0")["workers"] == []
     granted = {"generation": 0, "version": 1, "nodes": ["n0"]}
-    agents.links["n0"].call(
-        "set_voters", timeout_s=5, node_dir=str(agents.node_dir("n0")), electorate=granted
-    )
+    agents.links["n0"].call("set_voters", timeout_s=5, node_dir=str(agents.node_dir("n0")), voters=granted)
     assert agents.wait("n0", "running")["world_size"] == 1
 
 

@@ -70,12 +70,12 @@ def test_of_requests_that_come_at_once_the_older_never_comes_last(
     fence.fence(node_dir, 0)
     write(f"{node_dir}/spec.json", json.dumps({"generation": 0}).encode())
     monkeypatch.setattr(files, "write_private", writes)
-    electorate = {"generation": 0, "nodes": ["n0"]}
+    voters = {"generation": 0, "nodes": ["n0"]}
     calls: list[Callable[[], object]] = [
         lambda number=number: fence.fence(node_dir, number) for number in range(1, 6)
     ]
     calls += [
-        lambda number=number: fence.set_voters(node_dir, {**electorate, "version": number})
+        lambda number=number: fence.set_voters(node_dir, {**voters, "version": number})
         for number in range(1, 6)
     ]
     threads = [threading.Thread(target=call) for call in calls]

@@ -167,7 +167,7 @@ def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_surv
     done = story.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
     assert {Join("b"), Join("c"), Join("d")} <= set(done)
     assert (story.state.generation, story.state.host, story.state.port) == (1, "b", 1)
-    assert story.state.electorate == Voters(1, 0, ("b", "c", "d"))
+    assert story.state.voters == Voters(1, 0, ("b", "c", "d"))
 
 
 def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
@@ -185,7 +185,7 @@ def test_where_the_others_cannot_reach_the_host_it_is_another() -> None:
     assert {Fence(name, 1) for name in NODES} <= set(done)
     story.sees(2, **fenced(*FOUR, generation=0, fence=1))
     assert story.state.host == "b"
-    assert story.state.electorate.nodes == ("b", "c", "d")
+    assert story.state.voters.nodes == ("b", "c", "d")
 
 
 def test_the_next_generation_goes_on_from_the_newest_snapshot_only() -> None:
@@ -197,7 +197,7 @@ def test_the_next_generation_goes_on_from_the_newest_snapshot_only() -> None:
     }
     story.sees(5, **{**back, "d": dataclasses.replace(back["d"], held=(0, 100))})
     assert story.state.host == "d"
-    assert story.state.electorate.nodes == ("d",)
+    assert story.state.voters.nodes == ("d",)
 
 
 def test_where_only_a_node_out_of_sight_has_the_newest_snapshot_it_is_waited_for() -> None:
@@ -289,20 +289,20 @@ def test_a_node_that_is_lost_again_and_again_is_left_out_for_longer_each_time() 
     assert pauses == pytest.approx([0, 0, 10, 20, 40, 80], abs=1)
 
 
-def test_the_electorate_is_shrunk_to_those_who_train_on_and_grown_again() -> None:
+def test_the_voters_are_reduced_to_those_who_train_on_and_extended_again() -> None:
     story = Story(rules=dataclasses.replace(RULES, nodes=FOUR))
     story.all_run()
     three = {name: running("a", "b", "c") for name in "abc"}
     smaller = Voters(0, 1, ("a", "b", "c"))
     done = story.sees(6, d=UNSEEN, **three)
     assert done == [SetVoters(name, smaller) for name in "abc"]
-    assert (story.state.electorate.version, story.state.newest) == (0, smaller)
-    story.sees(1, a=running("a", "b", "c", electorate=smaller))
-    assert story.state.electorate.version == 0  # b, c and d could still train by the old one
-    story.sees(1, b=running("a", "b", "c", electorate=smaller))
-    assert (story.state.electorate, story.state.granted) == (smaller, None)
+    assert (story.state.voters.version, story.state.newest) == (0, smaller)
+    story.sees(1, a=running("a", "b", "c", voters=smaller))
+    assert story.state.voters.version == 0  # b, c and d could still train by the old one
+    story.sees(1, b=running("a", "b", "c", voters=smaller))
+    assert (story.state.voters, story.state.granted) == (smaller, None)
     larger = Voters(0, 2, FOUR)
-    done = story.sees(7, **{name: running(*FOUR, electorate=smaller) for name in FOUR})
+    done = story.sees(7, **{name: running(*FOUR, voters=smaller) for name in FOUR})
     assert done == [SetVoters(name, larger) for name in FOUR]
 
 
@@ -314,10 +314,10 @@ def test_a_newcomer_has_no_vote_before_it_holds_what_the_others_do() -> None:
     assert len(story.sees(1, d=running(*FOUR, held=(0, 120)))) == 4
 
 
-def test_while_an_electorate_is_being_written_down_both_must_be_fenced() -> None:
+def test_while_voters_are_being_written_down_both_must_be_fenced() -> None:
     story = Story(rules=Rules(nodes=NODES, min_nodes=1, max_nodes=5), nodes=NODES)
     story.state = dataclasses.replace(story.state, granted=Voters(0, 1, ("a", "b", "c")))
-    assert story.state.electorate.is_fenced_by(("c", "d", "e"))
+    assert story.state.voters.is_fenced_by(("c", "d", "e"))
     assert not story.state.is_fenced_by(("c", "d", "e"))
     assert story.state.is_fenced_by(("b", "c", "d"))
     assert story.state.may_train(("a", "b"))
@@ -330,7 +330,7 @@ def test_a_node_whose_disk_is_lost_has_no_vote_until_it_is_a_new_one() -> None:
     done = story.sees(7, d=UNSTARTED, **three)
     smaller = Voters(0, 1, ("a", "b", "c"))
     assert done == [SetVoters(name, smaller) for name in "abc"]
-    done = story.sees(2, **{name: running("a", "b", "c", electorate=smaller) for name in "abc"})
+    done = story.sees(2, **{name: running("a", "b", "c", voters=smaller) for name in "abc"})
     assert done == [Start("d", is_new=True)]
 
 
@@ -381,7 +381,7 @@ def test_the_others_are_stopped_after_their_last_words(state: str) -> None:
 
 def test_how_an_older_generation_ended_says_nothing() -> None:
     story = Story()
-    story.state = dataclasses.replace(story.state, generation=3, electorate=Voters(3, 0, FOUR))
+    story.state = dataclasses.replace(story.state, generation=3, voters=Voters(3, 0, FOUR))
     story.seen.update({name: running(*FOUR, generation=3) for name in "abc"})
     assert story.sees(d=ended("stopped", generation=2)) == [Start("d")]
 
@@ -419,7 +419,7 @@ def test_who_takes_over_while_fencing_goes_on_with_it() -> None:
     other = taken_over(story)
     assert other.sees() == [Fence(name, 1) for name in "bcde"]
     other.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
-    assert other.state.electorate == Voters(1, 0, ("b", "c", "d"))
+    assert other.state.voters == Voters(1, 0, ("b", "c", "d"))
 
 
 def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
@@ -435,9 +435,9 @@ def test_what_must_be_written_down_is_and_does_not_change_with_time() -> None:
     fields = json.loads(json.dumps(story.state.to_dict()))
     again = State.from_dict(fields, RULES)
     assert again.to_dict() == fields
-    for name in ("generation", "host", "port", "electorate", "granted", "next_generation", "called_off"):
+    for name in ("generation", "host", "port", "voters", "granted", "next_generation", "called_off"):
         assert getattr(again, name) == getattr(story.state, name)
-    assert (again.voters, again.forgot) == (frozenset(FOUR), frozenset("c"))
+    assert (again.had_folder, again.forgot) == (frozenset(FOUR), frozenset("c"))
     assert again.known["d"].paused_until - again.elapsed_s == PAUSE_S
     before = Story().all_run()
     fields = before.state.to_dict()

@@ -142,12 +142,12 @@ STATUS = {
         pytest.param({"no_quorum": True}, {"blocked": True}, id="it waits for a majority"),
         pytest.param(
             {"granted": {"generation": 1, "version": 3, "nodes": ["a"]}},
-            {"electorate": Voters(1, 3, ("a",))},
+            {"voters": Voters(1, 3, ("a",))},
             id="the newer electorate",
         ),
         pytest.param(
             {"granted": {"generation": 0, "version": 3, "nodes": ["a"]}},
-            {"electorate": Voters(1, 0, ("a", "b"))},
+            {"voters": Voters(1, 0, ("a", "b"))},
             id="one of an older generation does not count",
         ),
     ],
@@ -208,7 +208,7 @@ def supervising(
 
 def generation_after(state: State) -> State:
     number = state.generation + 1
-    return dataclasses.replace(state, generation=number, electorate=Voters(number, 0, ("a", "b")))
+    return dataclasses.replace(state, generation=number, voters=Voters(number, 0, ("a", "b")))
 
 
 @pytest.fixture
