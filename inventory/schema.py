@@ -247,7 +247,7 @@ class Timings(_Model):
     lost_after: PositiveCount = 3
     """How many signs of life may be missed before a node counts as lost."""
     last_call: Seconds = 1.0
-    """Seconds that nodes that meet again wait for one more."""
+    """Seconds that a new rendezvous round waits for one more node."""
     wait: Seconds = 1800.0
     """Seconds the job waits for the fewest nodes it needs."""
     collective: Seconds = 600.0

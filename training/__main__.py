@@ -3,7 +3,7 @@
 import os
 
 from nodekit.training import gpus
-from nodekit.training.options import parse
+from nodekit.training.arguments import parse
 from nodekit.training.rank import refused, train
 from nodekit.training.stop import leave
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nodekit.training.options import Options, parse
+from nodekit.training.arguments import parse
+from nodekit.training.options import Options
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import KitError
-from nodekit.training import options as training
+from nodekit.training.arguments import OptionsError, read
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
+from nodekit.training.options import Options
 
 BASE = "single"
 """The baseline of the comparison."""
@@ -214,11 +215,11 @@ def refusal(run: Run, arguments: Sequence[str], machine: Machine) -> str | None:
     return None
 
 
-def parsed(arguments: Sequence[str]) -> training.Options | str:
+def parsed(arguments: Sequence[str]) -> Options | str:
     """Return the training module's options, or why it refuses them."""
     try:
-        return training.read(arguments, {})
-    except training.OptionsError as error:
+        return read(arguments, {})
+    except OptionsError as error:
         return str(error).removeprefix(_PROGRAM)
 
 
@@ -237,9 +238,7 @@ def environment(run: Run, machine: Machine, ours: Mapping[str, str]) -> dict[str
     return {**kept, "OMP_NUM_THREADS": str(machine.num_threads(run.num_ranks))}
 
 
-def heading(
-    options: training.Options, given: Sequence[str], machine: Machine, plan: Sequence[Run]
-) -> tuple[str, str]:
+def heading(options: Options, given: Sequence[str], machine: Machine, plan: Sequence[Run]) -> tuple[str, str]:
     """Return two lines: what is trained, and where and how."""
     what = (
         f"{options.task}, {count(options.epochs, 'epoch')}, {count(options.batch_size, 'sample')} a step "
@@ -257,7 +256,7 @@ def heading(
     return what, where + (f"; options: {shlex.join(given)}" if given else "")
 
 
-def batch_remark(options: training.Options, plan: Sequence[Run]) -> str:
+def batch_remark(options: Options, plan: Sequence[Run]) -> str:
     """Return what a reader of tutorials has to know of the batch; "" if all runs are of one rank."""
     num_ranks = max(run.num_ranks for run in plan)
     if num_ranks == 1:

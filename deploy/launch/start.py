@@ -34,7 +34,7 @@ from nodekit.deploy.supervise.node_client import (
     list_code,
     secrets_of,
 )
-from nodekit.deploy.supervise.supervise import rules_of
+from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import HostError, KitError, KitErrors, NotWritten
@@ -325,7 +325,7 @@ class _Starting:
         """Give the agents their go, and wait until workers run on every node."""
         run, active = client.run, [node.name for node in planned.active]
         state = policy.begin(
-            rules_of(self._inventory),
+            Rules.of(self._inventory),
             generation=run.generation,
             host=active[0],
             port=planned.nodes[0].master_port,

@@ -37,7 +37,7 @@ from nodekit.deploy.supervise import drain
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
 from nodekit.deploy.supervise.state import Rules
-from nodekit.deploy.supervise.supervise import Supervisor, rules_of
+from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
@@ -63,7 +63,7 @@ def watch(
     """
     run, inventory = client.run, client.inventory
     hosts = {host.name: host for host in inventory.hosts}
-    rules = rules_of(inventory)
+    rules = Rules.of(inventory)
     lock = runs.SupervisorLock(run)
     handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
     with _view(run, rules, options, is_asked=is_asked) as view, handling:

@@ -22,9 +22,10 @@ from nodekit.deploy.plan.gpus import Gpu
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
-from nodekit.training import options
+from nodekit.training.arguments import OptionsError, read
 from nodekit.training.engine_info import lacking, refused_on_gpus
 from nodekit.training.errors import SAFE_TORCH, is_safe
+from nodekit.training.options import Options
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits
@@ -212,9 +213,7 @@ def refuse_options(
             raise KitError(str(error)) from error
 
 
-def training_options(
-    argv: Sequence[str], env: Mapping[str, str], code: Path | None = None
-) -> options.Options | None:
+def training_options(argv: Sequence[str], env: Mapping[str, str], code: Path | None = None) -> Options | None:
     """Return the training module's options in a command; None for another command, or for its --help.
 
     With ``code``, the folder that is synced, the files in it that the options name are read too.
@@ -228,8 +227,8 @@ def training_options(
     if {"-h", "--help"} & set(arguments):
         return None
     try:
-        return options.read(arguments, env, folder=code)
-    except options.OptionsError as error:
+        return read(arguments, env, folder=code)
+    except OptionsError as error:
         raise KitError(str(error)) from None
 
 

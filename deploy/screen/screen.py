@@ -31,7 +31,7 @@ class Node:
     name: str
     state: str = "connecting"
     why: str = ""
-    """What it waits for, or why it is out of sight."""
+    """What it waits for, or why it is unreachable."""
     generation: int | None = None
     restarts: int = 0
     usage: Mapping[str, Any] = field(default_factory=dict)

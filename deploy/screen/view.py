@@ -48,7 +48,7 @@ class Doing:
     interrupts: str
     """What Ctrl-C does."""
     drain: Callable[[str, bool, Collection[str]], str] | None = None
-    """(node, whether to take that back, nodes that are out of sight) → what is to be said of it."""
+    """(node, whether to take that back, nodes that are unreachable) → what is to be said of it."""
     drained: Callable[[], Collection[str]] = tuple
     """The nodes that are drained."""
 

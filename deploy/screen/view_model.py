@@ -194,7 +194,7 @@ class ViewModel:
                 if len(self.sentences) == EVENTS:
                     self.sentences.popleft()
                 at = len(self.sentences)
-                while at and self.sentences[at - 1][0] > when:  # of a node that was out of sight
+                while at and self.sentences[at - 1][0] > when:  # of a node that was unreachable
                     at -= 1
                 self.sentences.insert(at, (when, line.rstrip()))
 
@@ -270,5 +270,5 @@ class ViewModel:
         if any(node.why for node in nodes if node.state == "rendezvous"):
             return "waiting for nodes"
         if all(state in ("unreachable", "gone") for state in states):
-            return "out of sight"
+            return "unreachable"
         return "re-forming" if self._has_trained else "starting"

@@ -27,7 +27,7 @@ from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.deploy.supervise.state import Rules
-from nodekit.deploy.supervise.supervise import Supervisor, rules_of
+from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
@@ -82,7 +82,7 @@ class SshBackend:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
         inventory = restore(run.inventory)
         hosts = {host.name: host for host in inventory.hosts}
-        rules = rules_of(inventory)
+        rules = Rules.of(inventory)
         with cluster.links(inventory.hosts, ssh, some=True) as links:
             is_led = _is_led(run)
             if not is_led and not _is_alive(run, links):
@@ -146,7 +146,7 @@ class SshBackend:
 
     def rules(self, run: Run, node: str) -> Rules:
         """What its supervisor goes by."""
-        return rules_of(restore(run.inventory))
+        return Rules.of(restore(run.inventory))
 
     def down(
         self, run: Run, ssh: SshOptions, *, force: bool = False, lost: bool = False, fetch: bool = False

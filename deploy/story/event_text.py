@@ -95,7 +95,7 @@ class Narrator:
 
     def _on_unreachable(self, event: Event) -> list[str]:
         why = _first_line(event.get("why"))
-        return [f"{event.about} is out of sight" + (f": {why}" if why else "")]
+        return [f"{event.about} is unreachable" + (f": {why}" if why else "")]
 
     def _on_reached(self, event: Event) -> list[str]:
         return [f"{event.about} is in sight again"]
@@ -135,9 +135,9 @@ class Narrator:
             who = event.get("names") or ()
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
-            return [f"{text} {'is' if lost == 1 else 'are'} lost; the others meet again"]
+            return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
         verb = "wants" if waiting == 1 else "want"
-        return [f"{count(waiting, 'node')} {verb} to come in: ranks save, and all meet again"]
+        return [f"{count(waiting, 'node')} {verb} to come in: ranks save, and all re-rendezvous"]
 
     def _on_rendezvous(self, event: Event) -> list[str]:
         attempt = str(event.get("attempt"))

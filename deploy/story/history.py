@@ -19,7 +19,7 @@ from nodekit.deploy.story.attempts import (
     session_of,
 )
 from nodekit.deploy.story.goodput import CAUSES, Goodput, goodput
-from nodekit.deploy.story.timeline import Span, whereabouts
+from nodekit.deploy.story.timeline import Span, spans_by_node
 
 __all__ = ["CAUSES", "Attempt", "Goodput", "History", "Point", "Span", "standing"]
 
@@ -78,7 +78,7 @@ class History:
         found = sorted((each for each in events if math.isfinite(each.time)), key=lambda event: event.time)
         sessions = read_sessions(found, max([now, *(each.time for each in found[-1:])]))
         attempts = read_attempts(found, sessions)
-        spans = whereabouts(found, sessions, attempts)
+        spans = spans_by_node(found, sessions, attempts)
         last = sessions[-1]
         samples: dict[str, list[Event]] = {}
         for event in of_kind(found, "sample"):

@@ -23,7 +23,7 @@ class Span:
     why: str = ""
 
 
-def whereabouts(
+def spans_by_node(
     events: Sequence[Event], sessions: Sequence[Session], attempts: Sequence[Attempt]
 ) -> dict[str, tuple[Span, ...]]:
     """Node → what it did, without gaps from when it was first heard of."""

@@ -45,7 +45,7 @@ class Told:
     notice: str = ""
     """What the user was told of already."""
     silent_since: float = 0.0
-    """When it went out of sight; 0: it is in sight."""
+    """Since when it is unreachable; 0: it is reachable."""
     attempt: str = ""
     """The last one it took part in."""
     ranks: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ def regenerate(turn: Turn) -> None:
         if each.fence >= following and not (each.trains and each.generation < following)
     ]
     if not turn.state.is_fenced_by({*turn.in_sight, *fenced}):
-        return  # those out of sight may go on, and then so should these
+        return  # unreachable nodes may go on, and then so should these
     for name in turn.in_sight:
         if turn.seen[name].fence < following:
             turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))

@@ -86,7 +86,7 @@ def decide(
 
 
 def _take_note(turn: Turn) -> None:
-    """Count the losses of each node, once per loss. Out of sight is not lost, unless its peers train without it."""
+    """Count the losses of each node, once per loss. Unreachable is not lost, unless its peers train without it."""
     if turn.rounds and not turn.state.has_trained:
         turn.change(has_trained=True)
     had_folder = {name for name, each in turn.seen.items() if each.fence >= 0}

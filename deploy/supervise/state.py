@@ -9,6 +9,7 @@ from typing import Any
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.records.runs import Outcome
 from nodekit.deploy.story.cause import Cause
+from nodekit.inventory.schema import Inventory
 
 FREE_FAILURES = 2
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
@@ -26,6 +27,16 @@ class Rules:
     """How long the job may wait for enough nodes."""
     drained: frozenset[str] = frozenset()
     """Those that the user wants out of the job (`kit drain`); not of the inventory."""
+
+    @classmethod
+    def of(cls, inventory: Inventory) -> Rules:
+        """An inventory's, with no node drained."""
+        return cls(
+            nodes=tuple(host.name for host in inventory.hosts),
+            min_nodes=inventory.nodes.min,
+            max_nodes=inventory.nodes.max,
+            wait_s=inventory.timings.wait,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

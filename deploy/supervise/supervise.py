@@ -45,7 +45,6 @@ from nodekit.deploy.supervise.state import (
     Stop,
 )
 from nodekit.inventory.errors import HostError, KitError, NotWritten
-from nodekit.inventory.schema import Inventory
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,16 +54,6 @@ UNREACHABLE_AFTER_S = 4.0  # a node says something every second; this long witho
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
-
-
-def rules_of(inventory: Inventory) -> Rules:
-    """What the supervisor goes by."""
-    return Rules(
-        nodes=tuple(host.name for host in inventory.hosts),
-        min_nodes=inventory.nodes.min,
-        max_nodes=inventory.nodes.max,
-        wait_s=inventory.timings.wait,
-    )
 
 
 class Supervisor:

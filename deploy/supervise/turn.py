@@ -36,7 +36,7 @@ class Turn:
         """The rounds that train, as those in sight say."""
         unseen = {member for members in self.rounds for member in members}.difference(self.in_sight)
         self.here = {*self.own, *unseen}
-        """Who is in the job: in sight, or out of sight but training with one in sight."""
+        """Who is in the job: reachable, or unreachable but training with a node that is reachable."""
 
     def change(self, **changes: Any) -> None:
         """Change fields of the state."""

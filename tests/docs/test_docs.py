@@ -31,7 +31,7 @@ from nodekit.inventory.errors import Problem
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import json_schema
 from nodekit.inventory.source import parse
-from nodekit.training import options
+from nodekit.training import arguments
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [*DOCS.rglob("*.md"), *ROOT.glob("README*.md")]}
@@ -121,7 +121,7 @@ def test_kit_takes_every_command_that_is_shown(page: str, refusal: Any) -> None:
         if words[0] == "kit":
             assert not refusal(words[1:]), shlex.join(words)
         if "nodekit.training" in words:
-            options.read(words[words.index("nodekit.training") + 1 :], {})
+            arguments.read(words[words.index("nodekit.training") + 1 :], {})
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
 

@@ -18,9 +18,9 @@ from kit_runs import Kit, run_id
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
 from nodekit.training import Snapshots
+from nodekit.training.arguments import parse
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
-from nodekit.training.options import parse
 from nodekit.training.tasks.text import Text
 from nodekit.training.weights.export import read_weights
 

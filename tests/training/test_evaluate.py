@@ -13,9 +13,9 @@ import torch
 from engine_runs import task, train
 from sklearn.metrics import f1_score
 
+from nodekit.training.arguments import parse
 from nodekit.training.evaluate import Evaluation, macro_f1
 from nodekit.training.loop import Loop
-from nodekit.training.options import parse
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.epochs import EpochWeights

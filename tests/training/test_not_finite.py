@@ -17,8 +17,8 @@ from nodekit.deploy.agent.ranks.budget import Budget
 from nodekit.deploy.agent.ranks.failures import WorkerFailure
 from nodekit.deploy.story.causes import recognise
 from nodekit.training import ElasticSampler, LossWatch, NotFinite, Snapshots, World, rank
+from nodekit.training.arguments import parse
 from nodekit.training.not_finite import check_loss, check_weights
-from nodekit.training.options import parse
 
 NAN, INF = math.nan, math.inf
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nodekit.training import Snapshots
+from nodekit.training.arguments import parse
 from nodekit.training.optimizers import is_fused, load_state
-from nodekit.training.options import parse
 from nodekit.training.snapshots import manifest
 
 

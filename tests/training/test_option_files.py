@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from nodekit.training.arguments import OptionsError, read
 from nodekit.training.deepspeed_config import make_optimizer, read_settings
 from nodekit.training.engine_info import EngineError
-from nodekit.training.options import Options, OptionsError, read
+from nodekit.training.options import Options
 from nodekit.training.trainer_args import _DECIDED_BY, TAKEN, read_arguments
 
 TUTORIAL = {

@@ -19,7 +19,7 @@ import torch
 import warm_python
 
 from nodekit.training import Snapshots
-from nodekit.training.options import parse
+from nodekit.training.arguments import parse
 
 pytestmark = pytest.mark.slow
 

@@ -52,7 +52,7 @@ _REASSURE_S = 1.0
 _KEEP_S = 60.0  # what it has received, the other side writes to its disk before it answers
 
 
-def keepers(name: str, peers: Mapping[str, str], copies: int) -> list[str]:
+def replica_holders(name: str, peers: Mapping[str, str], copies: int) -> list[str]:
     """Who keeps copies for `name`: the next nodes, but first those on hosts of their own, for a host fails whole."""
     ring = after(name, peers)
     hosts = {node: endpoint.rpartition(":")[0] for node, endpoint in peers.items()}
@@ -159,7 +159,7 @@ class Replicas:
             files.save()
             self._copies.clean(all_have_all=is_joined and not gathered.missing)
         self._is_gathering = False
-        targets = {node: peers[node] for node in keepers(self._here.name, peers, self._num_copies)}
+        targets = {node: peers[node] for node in replica_holders(self._here.name, peers, self._num_copies)}
         self._pusher = Pusher(self._here, targets)
         gathered.seconds = round(time.monotonic() - started, 4)
         if gathered.num_files or gathered.silent or gathered.lost or gathered.set_aside:

@@ -25,7 +25,7 @@ from nodekit.deploy.agent import agent_wire
 from nodekit.deploy.agent.replicas import replicas
 from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
-from nodekit.deploy.agent.replicas.replicas import Replicas, keepers
+from nodekit.deploy.agent.replicas.replicas import Replicas, replica_holders
 from nodekit.deploy.host import ports
 from nodekit.training.snapshots import commit
 
@@ -389,8 +389,8 @@ PEERS = {"a": "10.0.0.1:1", "b": "10.0.0.1:2", "c": "10.0.0.2:1", "d": "10.0.0.2
     ("a", "abcde", 3, "ce"), ("a", "abcd", 3, "cb"), ("e", "abcde", 3, "ac"), ("a", "a", 2, ""),
     ("d", "abcd", 9, "abc"), ("b", "abcde", 1, ""),
 ])  # fmt: skip
-def test_keepers_are_on_other_hosts_first(name: str, peers: str, copies: int, expected: str) -> None:
-    found = keepers(name, {peer: PEERS[peer] for peer in peers}, copies)
+def test_replica_holders_are_on_other_hosts_first(name: str, peers: str, copies: int, expected: str) -> None:
+    found = replica_holders(name, {peer: PEERS[peer] for peer in peers}, copies)
     assert sorted(found) == sorted(expected)
 
 

@@ -19,7 +19,6 @@ from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
-from nodekit.training import options
 from nodekit.training.engine_info import LIBRARIES
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
@@ -492,10 +491,10 @@ def test_without_kit_too_a_batch_must_have_a_sample_for_each_rank(
     capsys: pytest.CaptureFixture[str], arguments: list[str], env: dict[str, str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        options.parse(arguments, env)
+        parse(arguments, env)
     assert end.value.code == 2
     assert "--batch-size 2 is less than the 3 ranks" in capsys.readouterr().err
-    assert options.parse(["--batch-size", "3", *arguments[2:]], env).batch_size == 3
+    assert parse(["--batch-size", "3", *arguments[2:]], env).batch_size == 3
 
 
 def test_kit_looks_at_text_without_torch() -> None:

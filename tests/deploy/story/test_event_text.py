@@ -52,7 +52,7 @@ def test_a_lost_node_is_told_from_the_loss_to_the_first_step_after_it() -> None:
         *((105.9, name, "first-step", {"attempt": "0.2", "step": 4121}) for name in rest),
     )
     assert after[2:] == [
-        "gpu3 is lost; the others meet again",
+        "gpu3 is lost; the others re-rendezvous",
         "re-formed with 3 nodes",
         "resumed at step 4,120 after 5.9 s, 8 steps redone",
     ]
@@ -141,7 +141,7 @@ def test_what_the_supervisor_says_and_does_is_told() -> None:
         (6, None, "run-ended", {"state": "failed", "verdict": "rank 1 on a failed first\nand more"}),
     ) == [
         "generation 1: a, b; the rendezvous is on a now",
-        "c is out of sight: no route to host",
+        "c is unreachable: no route to host",
         "c is in sight again",
         "c: not started: its disk is full",
         "c is called into generation 1",

@@ -12,8 +12,7 @@ from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.node_client import BrokenHost
-from nodekit.deploy.supervise.state import State
-from nodekit.deploy.supervise.supervise import rules_of
+from nodekit.deploy.supervise.state import Rules, State
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 
@@ -23,7 +22,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 
 def state(nodes: Nodes) -> State:
-    return policy.begin(rules_of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
+    return policy.begin(Rules.of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
 
 
 def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:

@@ -37,7 +37,7 @@ from nodekit.deploy.supervise.state import (
     State,
     Stop,
 )
-from nodekit.deploy.supervise.supervise import Supervisor, rules_of
+from nodekit.deploy.supervise.supervise import Supervisor
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")
@@ -187,7 +187,7 @@ def supervising(
         new, actions = decide(state, asked)
         return new, tuple(actions)
 
-    rules = rules_of(nodes.inventory)
+    rules = Rules.of(nodes.inventory)
     if not nodes.run.judgement:
         with nodes.run.changing():
             begun = policy.begin(rules, generation=0, host="a", port=4711, nodes=("a", "b"))
