@@ -19,6 +19,7 @@ from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
+from nodekit.training.arguments import parse
 from nodekit.training.engine_info import LIBRARIES
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
