@@ -16,6 +16,7 @@ from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
+from nodekit.training.last_whole_step import LastWholeStep
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
@@ -24,7 +25,7 @@ from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
-from nodekit.training.snapshots.hostcopy import gather_for_others
+from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.snapshots.snapshot import Snapshots
@@ -36,7 +37,7 @@ from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
-from nodekit.training.world import World
+from nodekit.training.world import SAVING_ALONE, World
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -104,6 +105,7 @@ class Loop:
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
             self.report.say(f"left out of {options.init_from or options.resume_from}: {each}")
+        self.last_whole_step = LastWholeStep(self.module)
         self.saver = Saver(
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
@@ -263,6 +265,7 @@ class Loop:
         self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True)
         if not self._why_early:
             self.sampler.next_epoch()
+            self.last_whole_step.is_done(self.step, self.sampler.state_dict())
         elif self._saved_step != self.step:
             self._save()
 
@@ -281,6 +284,8 @@ class Loop:
         micro_batches = zip(self.sampler.micro_batches(), self.loader, strict=True)
 
         def compute() -> None:
+            rng.seed_step(self.sampler.seed, 1 + self.world.rank, self.step, self.world.device)
+            self.last_whole_step.next_begins()
             factor = self.options.lr_factor(self.step, self.total_steps)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -295,6 +300,7 @@ class Loop:
                 loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
                     self._start_sum(loss_sum)
+                    self.last_whole_step.update_begins()
                     return
 
         if not getattr(self.engine, "drive", self._drive)(num_steps, compute, self._end_step):
@@ -341,6 +347,7 @@ class Loop:
 
     def _end_step(self) -> bool:
         """Between two steps, agree with all ranks on loss, snapshot and stopping; True to stop."""
+        self.last_whole_step.is_done(self.step, self.sampler.state_dict())
         self._newest.ended = time.time()
         if not self._sums:
             return False
@@ -418,26 +425,39 @@ class Loop:
             self._same_buffers()
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
-            generators = self.world.gather(rng.capture(self.world.device))
             if self.saver.writes:
-                self.saver.save(self._state(generators), step=self.step)
+                self.saver.save(self._state(), step=self.step)
             else:
                 gather_for_others(self.engine.state())
+
+    def save_alone(self) -> bool:
+        """Save the last whole step without the other ranks, one of which is lost: else it would be done again.
+
+        Where this rank has all of the state. Any number of ranks may do so: on each node the first one saves. False if
+        the step may not be saved.
+        """
+        found = self.last_whole_step.found()
+        if found is None or self.local_sgd or self.is_sharded:
+            return False
+        step, sampler = found
+        state = {**self._state(), "sampler": sampler, "step": step}
+        if holds_gathered(state):
+            return False
+        self.world.stage(SAVING_ALONE)
+        return self.saver.save_alone(state, step=step)
 
     def _prepare_snapshots(self) -> None:
         """Make the memory for snapshots beside the next steps: now the optimizer has its state."""
         self._is_prepared = True
         if self.saver.writes:
-            generators = [rng.capture(self.world.device) for _ in range(self.world.world_size)]
-            self.saver.snapshots.prepare(self._state(generators))
+            self.saver.snapshots.prepare(self._state())
 
-    def _state(self, generators: list[dict[str, Any]]) -> State:
+    def _state(self) -> State:
         """What a snapshot has; with --snapshot-format sharded, this rank's part of the tensors."""
         return {
             **(cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()),
             "sampler": self.sampler.state_dict(),
             "step": self.step,
-            "rng": generators,
             "trained_s": self.saver.trained_s,
             "best": self.best.state(),
             "outer": self.local_sgd.state() if self.local_sgd else {},
@@ -457,8 +477,6 @@ class Loop:
             ) from error
         self._refuse_if_over(found.source)
         self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
-        if self.world.rank < len(state["rng"]):  # additional ranks keep their fresh seeds
-            rng.restore(state["rng"][self.world.rank], self.world.device)
 
     def _resume_checkpoint(self, path: Path, optimizer: torch.optim.Optimizer) -> list[str]:
         """Continue at the epoch of a script's own checkpoint; return what was left out of it, a line for each."""

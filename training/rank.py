@@ -155,12 +155,13 @@ def _prints(world: "World") -> bool:
 
 def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
     """Join the other ranks, train, and return the exit status."""
+    from nodekit.training.connections import is_lost_rank
     from nodekit.training.loop import Loop
     from nodekit.training.not_finite import NotFinite
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
 
-    with world, Stop(options.grace) as stop:
+    with world, Stop(options.grace, on_signal=world.leave_others_if_lost) as stop:
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
         loop = None
@@ -191,12 +192,16 @@ def _train(options: Options, world: "World", task: "Task", folder: Path, parent:
             _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
             code = stop.exit_code if stop.requested else 1
             stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
-            if stop.requested:
-                print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
-            elif parent is None or parent.is_first():
+            is_saved = False
+            if not stop.requested and (parent is None or parent.is_first()):
                 _report(error)
             if loop is not None:
+                if is_lost_rank(error):
+                    world.leave_others()
+                    is_saved = loop.save_alone()
                 loop.saver.settle()  # a snapshot on its way to the disk is work saved
+            if stop.requested and not is_saved:
+                print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
             world.close()
             return code
         return stop.exit_code if result is None else 0

@@ -11,12 +11,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training import recorder
+from nodekit.training import connections, recorder
 from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
 
 STAGE = "starting: "
 """What a progress file begins with before the first step."""
+SAVING_ALONE = "saving a snapshot alone, since another rank is lost"
+"""The stage in which kit does not end this rank before the grace is over."""
 _PROGRESS_BYTES = 80
 
 T = TypeVar("T")
@@ -74,6 +76,8 @@ class World:
     """Where it writes events for kit, one JSON object per line."""
     on_nan: str = "stop"
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
+    lost_file: Path | None = None
+    """Where kit says, before it stops this rank, that another one is lost."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
 
@@ -131,6 +135,7 @@ class World:
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
+            lost_file=_path(env, "NODEKIT_LOST_FILE"),
             recorder_files=_recorder_files(env),
         )
 
@@ -159,15 +164,16 @@ class World:
             if self.launched
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
-        dist.init_process_group(
-            self.backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=self.timeout_s),
-            # Connect now, and name the right device.
-            device_id=self.device if self.backend == "nccl" else None,
-        )
+        with connections.opened():
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self.timeout_s),
+                # Connect now, and name the right device.
+                device_id=self.device if self.backend == "nccl" else None,
+            )
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi assigns its own
             found = f"{dist.get_rank()} of {dist.get_world_size()}"
             dist.destroy_process_group()
@@ -194,8 +200,20 @@ class World:
             if self.is_main:
                 self.init_method.remove()
 
+    def leave_others(self) -> None:
+        """Break the connections to the other ranks: whoever waits for them, here or there, gets an error at once.
+
+        For a rank that has lost another one. With gloo only: NCCL has its own ways. Any thread may call it.
+        """
+        connections.shut_down()
+
+    def leave_others_if_lost(self) -> None:
+        """`leave_others`, if kit says that another rank is lost: this one may wait for it in a collective."""
+        if self.lost_file is not None and self.lost_file.exists():
+            self.leave_others()
+
     def stage(self, text: str) -> None:
-        """Tell kit what this rank does before its first step, so that a hang there is found; at most 60 letters."""
+        """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters."""
         if self.progress_file is None:
             return
         line = f"{STAGE if text else ''}{text}"[: _PROGRESS_BYTES - 1].ljust(_PROGRESS_BYTES - 1) + "\n"

@@ -203,7 +203,7 @@ class Agent:
             self._record.update(notice=text)
 
     def _take_new_spec(self) -> None:
-        self._attempts.end(DYING_S, "another generation")
+        self._attempts.end(DYING_S, "another generation", is_lost=True)
         self._leave()
         spec = descriptors.when_there(lambda: AgentSpec.load(self._folder), self._check_stop)
         old = self._spec
@@ -236,7 +236,7 @@ class Agent:
     def _wait_orphaned(self, lost: StoreLost) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
         why = str(lost)
-        self._attempts.end(DYING_S, "the rendezvous host is lost")
+        self._attempts.end(DYING_S, "the rendezvous host is lost", is_lost=True)
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
@@ -407,7 +407,7 @@ class Agent:
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
             # Those that wait in NCCL do not find out.
-            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost")
+            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost", is_lost=True)
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in")
         return self._again_or_give_up()
@@ -434,8 +434,8 @@ class Agent:
         self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
         return "failed"
 
-    def _end_attempt(self, grace_s: float, why: str) -> None:
-        self._attempts.end(grace_s, why)
+    def _end_attempt(self, grace_s: float, why: str, *, is_lost: bool = False) -> None:
+        self._attempts.end(grace_s, why, is_lost=is_lost)
         self._budget.took_steps(self._record.step, seconds=self._attempts.seconds)
 
     # --- the end ---

@@ -62,7 +62,9 @@ class Faulty(Digits):
 
     def loss(self, model, batch):
         self.calls += 1
-        if self.calls == int(os.environ.get("KILL_AT", 0)):
+        is_chosen = os.environ.get("KILL_RANK", os.environ.get("RANK")) == os.environ.get("RANK")
+        is_first_time = "KILL_RANK" not in os.environ or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if self.calls == int(os.environ.get("KILL_AT", 0)) and is_chosen and is_first_time:
             for thread in threading.enumerate():  # the tests count on the snapshot of the step before
                 if thread.name == "nodekit-snapshot":
                     thread.join()
@@ -87,11 +89,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def torchrun(num_ranks: int, *arguments: object, **extra: object) -> Iterator[subprocess.Popen[str]]:
+def torchrun(
+    num_ranks: int, *arguments: object, restarts: int = 0, **extra: object
+) -> Iterator[subprocess.Popen[str]]:
     """The module under real torchrun; nothing of it outlives the block."""
     launcher = [
         warm_python.program(), "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "nodekit.training",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", str(restarts),
+        "-m", "nodekit.training",
     ]  # fmt: skip
     with started([*launcher, *map(str, arguments)], **extra) as process:
         yield process

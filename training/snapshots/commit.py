@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -38,6 +39,32 @@ def retried(read: Callable[[], T], until_s: float | None = None) -> T:
             if time.monotonic() >= until_s:
                 raise
             time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time write to ``folder``.
+
+    There is only one, unless ranks save alone (``save_if_newest``). A process that is stopped while it saves must not
+    keep others from it, nor must a file server without locks: after some seconds this goes on without. So does Windows,
+    where a folder cannot be opened.
+    """
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            retried(partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(
+                descriptor, fcntl.LOCK_UN
+            )  # a data loader's workers, forked meanwhile, have it open too
+        os.close(descriptor)
 
 
 @contextmanager

@@ -40,6 +40,18 @@ def gather_for_others(state: Any) -> None:
     map_tensors(lambda tensor: tensor, state, other=other)
 
 
+def holds_gathered(state: Any) -> bool:
+    """Whether no rank can copy this state without the others."""
+    found = []
+
+    def other(leaf: Any) -> Any:
+        found.append(isinstance(leaf, Gathered))
+        return leaf
+
+    map_tensors(lambda tensor: tensor, state, other=other)
+    return any(found)
+
+
 class HostCopy:
     """Copies nested dicts, lists and tuples of tensors and plain values; one copy is valid at a time.
 

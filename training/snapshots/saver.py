@@ -171,6 +171,22 @@ class Saver:
         self.wait()
         self.snapshots.save_async(state, step=step, world_size=self._world.world_size)
 
+    def save_alone(self, state: Any, *, step: int) -> bool:
+        """Save without the other ranks, unless to train to ``step`` again takes less; False if it failed.
+
+        A rank that does not write otherwise does too: the one that would may be lost.
+        """
+        self.settle()
+        last_s, since_s = self.snapshots.last_save_s, time.monotonic() - self._last_s
+        if last_s is not None and last_s > since_s:
+            return True
+        try:
+            self.snapshots.save_if_newest(state, step=step, world_size=self._world.world_size)
+        except Exception as error:
+            log.warning("step %d was not saved by this rank alone: %s", step, error)
+            return False
+        return not self.snapshots.num_failed
+
     def wait(self) -> None:
         """Wait until the current save has succeeded or failed."""
         deadline_s = time.monotonic() + self._world.timeout_s

@@ -26,7 +26,7 @@ import torch
 from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
-from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, place, retried, written_beside
+from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, locked, place, retried, written_beside
 from nodekit.training.snapshots.fence import Fence
 from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
 from nodekit.training.snapshots.manifest import (
@@ -142,6 +142,8 @@ class Snapshots:
         """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
         """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
+        self.last_save_s: float | None = None
+        """How long the last save took, without the copy to host memory."""
         self._damaged: set[str] = set()  # manifests whose snapshots are damaged
         self._is_known_loadable = False
         self._host_copy = HostCopy()
@@ -160,6 +162,15 @@ class Snapshots:
         """
         self.wait()
         return self._save(state, step=step, world_size=world_size)
+
+    def save_if_newest(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
+        """As ``save``, by a rank that has lost others and does not know who else saves here.
+
+        None also where there is a snapshot of this step or a later one, and, whatever ``allow_nan`` says, for a state
+        with nan in it.
+        """
+        self.wait()
+        return self._save(state, step=step, world_size=world_size, if_newest=True)
 
     def prepare(self, state: Any) -> None:
         """Make the memory for copies of such a state, in a thread: the first ``save_async`` then waits less."""
@@ -370,8 +381,8 @@ class Snapshots:
     def _staged(self, state: Any) -> Any:
         return self._host_copy.take(state)
 
-    def _save(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
-        if not self.allow_nan and (name := nan_in(state)):
+    def _save(self, state: Any, *, step: int, world_size: int, if_newest: bool = False) -> Manifest | None:
+        if (if_newest or not self.allow_nan) and (name := nan_in(state)):
             log.warning(
                 "no snapshot of step %d in %s, and going on without: %s holds nan; the snapshots before it are kept",
                 step,
@@ -381,7 +392,10 @@ class Snapshots:
             return None
         with _warning(f"no snapshot of step {step} in {self.folder}, and going on without"):
             self.num_failed += 1
-            manifest = self._commit(state, step=step, world_size=world_size)
+            started_s = time.monotonic()
+            commit = self._commit_if_newest if if_newest else self._commit
+            manifest = commit(state, step=step, world_size=world_size)
+            self.last_save_s = time.monotonic() - started_s
             if self.num_failed > 1:
                 log.warning(
                     "snapshots are saved in %s again: step %d, after %d that failed",
@@ -393,13 +407,28 @@ class Snapshots:
             return manifest
         return None
 
+    def _commit_if_newest(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
+        with self._locked_folder():
+            if any(each.age >= (self._own_generation(), step) for each in self.manifests()):
+                return None
+            return self._write_whole(state, step=step, world_size=world_size)
+
     def _commit(self, state: Any, *, step: int, world_size: int) -> Manifest:
-        generation = self._own_generation()
-        self.fence.check(generation)
-        self._make_folder()
+        with self._locked_folder():
+            return self._write_whole(state, step=step, world_size=world_size)
+
+    @contextmanager
+    def _locked_folder(self) -> Iterator[None]:
+        self.fence.check(self._own_generation())
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(self.folder):
+            self._remove_leftovers()
+            yield
+
+    def _write_whole(self, state: Any, *, step: int, world_size: int) -> Manifest:
         with written_beside(self.folder) as (temporary, file):
             payload = self._write(state, file, temporary)
-            name = f"{stem_of(generation, step)}-{payload.sha256[:16]}.pt"
+            name = f"{stem_of(self._own_generation(), step)}-{payload.sha256[:16]}.pt"
             files = {name: (payload.sha256, payload.size_bytes)}
             manifest = self._manifest(files, step=step, world_size=world_size)
             self._place(manifest, temporary, file)

@@ -7,13 +7,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nodekit.deploy.agent.hang import flight
+from nodekit.deploy.agent.hang import flight, hang
 from nodekit.deploy.agent.ranks.failures import (
     is_cause,
     is_secondary,
@@ -45,6 +45,8 @@ class Attempts:
         self._record = record
         self._name = spec.name
         self._folder = Path(spec.node_dir)
+        self._lost_file = self._folder / "rank-lost"
+        self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
         self._attempt = ""
@@ -61,6 +63,7 @@ class Attempts:
         Raises:
             OSError: the snapshot folder cannot be made, or what is expected in it cannot be read.
         """
+        self._lost_file.unlink(missing_ok=True)
         self._record.make_snapshot_dir()
         self._expected_snapshot = self._record.expected_snapshot
         self._attempt = f"{spec.generation}.{formed.round}"
@@ -148,6 +151,7 @@ class Attempts:
             "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,
             "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
             "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
+            "NODEKIT_LOST_FILE": str(self._lost_file),
         }
 
     def _say_of_logs(self, kind: EventKind, **fields: Any) -> None:
@@ -192,7 +196,10 @@ class Attempts:
         snapshot, asked to, or because it was fenced, has not failed.
         """
         deadline, num_ended = time.monotonic() + wait_s, 0
-        while len(exits := self.poll()) < len(self.ranks) and time.monotonic() < deadline:
+        is_saved_by = time.monotonic() + self._grace_s
+        while len(exits := self.poll()) < len(self.ranks):
+            if time.monotonic() > deadline and not self._saves_alone(exits, is_saved_by):
+                break
             if len(exits) > num_ended and self.say_why(exits):
                 deadline = min(deadline, time.monotonic() + ALSO_S)
             num_ended = len(exits)
@@ -207,10 +214,28 @@ class Attempts:
             for rank, code in exits.items()
         )
 
-    def end(self, grace_s: float, why: str) -> None:
-        """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`)."""
+    def _saves_alone(self, exits: Collection[int], until: float) -> bool:
+        """Whether a rank still saves what it alone has, before that time."""
+        if time.monotonic() > until:
+            return False
+        told = hang.read_progress(self._record.progress_dir)
+        return any(
+            rank in told and told[rank].stage == hang.SAVING_ALONE
+            for rank in {*self.ranks.values()} - {*exits}
+        )
+
+    def end(self, grace_s: float, why: str, *, is_lost: bool = False) -> None:
+        """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
+
+        Where a rank is lost (`is_lost`), others may wait for it in a collective: they are to leave it, and have until
+        the spec's grace is over if they save what they have.
+        """
         known = len(self.workers.stuck)
-        self.workers.stop(grace_s)
+        until = time.monotonic() + self._grace_s
+        if is_lost and grace_s:
+            with contextlib.suppress(OSError):
+                self._lost_file.touch(mode=0o600)
+        self.workers.stop(grace_s, is_wanted=lambda: is_lost and self._saves_alone(self.poll(), until))
         for each in self.workers.stuck[known:]:
             rank = None if each.local_rank is None else self.ranks.get(each.local_rank)
             told = {"rank": rank, "pid": each.pid, "state": each.state, "wchan": each.wchan}

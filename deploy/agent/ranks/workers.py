@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,14 +145,19 @@ class Workers:
             self._ended = children.exit_codes(self._pids)
         return dict(self._ended)
 
-    def stop(self, grace_s: float) -> bool:
-        """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that."""
+    def stop(self, grace_s: float, *, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that.
+
+        After `grace_s`, this goes on waiting while `is_wanted`.
+        """
         deadline = time.monotonic() + grace_s
         ended = self.poll()
         if grace_s > 0 and len(ended) < len(self._pids):
             children.signal_groups(self._pids, signal.SIGTERM)
             children.signal_groups(self._pids, signal.SIGCONT)  # a stopped one hears only this
-            while len(ended := self.poll()) < len(self._pids) and time.monotonic() < deadline:
+            while len(ended := self.poll()) < len(self._pids):
+                if time.monotonic() > deadline and not is_wanted():
+                    break
                 time.sleep(_POLL_S)
         killed = len(ended) < len(self._pids)
         pids = dict(self._pids)

@@ -1,0 +1,134 @@
+"""A rank that has lost another saves the step that it alone still has, before it ends."""
+
+import os
+import signal
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import finish, free_port, losses, metrics, result, task, torchrun  # noqa: F401
+from torch import nn
+
+from nodekit.deploy.agent.hang import hang
+from nodekit.training import connections, world
+from nodekit.training.last_whole_step import LastWholeStep
+from nodekit.training.snapshots.fence import Fenced
+from nodekit.training.snapshots.snapshot import Snapshots
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_no_step_is_lost_with_a_killed_rank(tmp_path: Path, task: str, killed: int) -> None:  # noqa: F811
+    """Rank 0 writes the snapshots otherwise. The means of its batch norm are lost with it, so then there is none."""
+    arguments = ["--task", task, "--batch-size", 16, "--micro-batch", 5, "--epochs", 3, "--snapshot-every", 6]
+    extra = {"SEEN": tmp_path / "seen"} | ({"PLAIN": 1} if killed == 0 else {})
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with torchrun(2, *arguments, "--output", whole, **extra) as process:
+        finish(process)
+    kill_at = 25 + 2 * 7 + 1  # two micro-batches a step, one in the short last step of epoch 1
+    with torchrun(
+        2, *arguments, "--output", broken, **extra, KILL_AT=kill_at, KILL_RANK=killed, restarts=1
+    ) as process:
+        assert "resumed at step 20 (epoch 2, 112 of 200 samples done) from" in finish(process)
+    assert metrics(broken) == metrics(whole)
+    assert result(broken)["weights_sha256"] == result(whole)["weights_sha256"]
+
+
+def test_only_the_newest_step_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    snapshots = Snapshots(tmp_path, generation=1)
+    assert snapshots.save_if_newest({"x": torch.ones(1)}, step=7)
+    assert snapshots.save_if_newest({"x": torch.zeros(1)}, step=7) is None, "another rank has saved it"
+    assert snapshots.save_if_newest({"x": torch.zeros(1)}, step=6) is None
+    assert Snapshots(tmp_path, generation=2).save_if_newest({"x": torch.zeros(1)}, step=5), "done again since"
+    with pytest.raises(Fenced):
+        snapshots.save_if_newest({"x": torch.zeros(1)}, step=8)
+    found = Snapshots(tmp_path).load()
+    assert found is not None
+    assert found.manifest.age == (2, 5)
+    allowing = Snapshots(tmp_path, generation=2, allow_nan=True)
+    assert allowing.save_if_newest({"x": torch.tensor(torch.nan)}, step=9) is None
+    assert "nan" in caplog.text
+
+
+def test_two_ranks_that_save_at_once_leave_one_snapshot(tmp_path: Path) -> None:
+    done: list[object] = []
+    start = threading.Barrier(4)
+
+    def save(number: int) -> None:
+        start.wait()
+        done.append(
+            Snapshots(tmp_path, generation=0).save_if_newest({"x": torch.full((1000,), number)}, step=3)
+        )
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sum(each is not None for each in done) == 1
+    assert len([*tmp_path.glob("*.json")]) == len([*tmp_path.glob("*.pt")]) == 1
+
+
+def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:
+    module = nn.BatchNorm1d(2)
+    step = LastWholeStep(module)
+    assert step.found() is None
+    step.is_done(4, {"offset": 8})
+    before = module.running_mean.clone()  # type: ignore[union-attr]
+    step.next_begins()
+    module(torch.randn(8, 2) + 5)
+    assert not torch.equal(before, module.running_mean)  # type: ignore[arg-type]
+    assert step.found() == (4, {"offset": 8})
+    assert torch.equal(before, module.running_mean)  # type: ignore[arg-type]
+    step.update_begins()
+    assert step.found() is None, "some weights are of the next step by now"
+
+
+def test_buffers_that_changed_after_the_step_stay() -> None:
+    module = nn.BatchNorm1d(2)
+    step = LastWholeStep(module)
+    step.next_begins()
+    module(torch.randn(8, 2) + 5)
+    after = module.running_mean.clone()  # type: ignore[union-attr]
+    step.is_done(1, {})
+    step.found()
+    assert torch.equal(after, module.running_mean)  # type: ignore[arg-type]
+
+
+def test_a_rank_in_a_collective_is_woken_by_leaving_the_others() -> None:
+    """The other rank never comes, as one whose cable is cut; this process's other sockets stay."""
+    port = free_port()
+    reader, writer = socket.socketpair()
+    silent = os.fork()
+    if silent == 0:
+        store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+        dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+        signal.pause()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=20))
+        with connections.opened():
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=60))
+        threading.Timer(0.3, connections.shut_down).start()
+        with pytest.raises(RuntimeError) as error:
+            dist.all_reduce(torch.ones(1))
+        assert connections.is_lost_rank(error.value)
+        writer.send(b"x")
+        assert reader.recv(1) == b"x"
+        dist.destroy_process_group()
+    finally:
+        os.kill(silent, signal.SIGKILL)
+        os.waitpid(silent, 0)
+
+
+def test_an_error_of_ones_own_is_no_lost_rank() -> None:
+    assert not connections.is_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not connections.is_lost_rank(ConnectionError("Connection refused"))
+    assert not connections.is_lost_rank(None)
+
+
+def test_kit_knows_the_stage_by_its_name() -> None:
+    assert hang.SAVING_ALONE == world.SAVING_ALONE
+    assert len(f"{world.STAGE}{world.SAVING_ALONE}") < 80, "a progress file has no room for more"
