@@ -294,14 +294,17 @@ class Loop:
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
+                    loss_sum.add_(loss.detach().double() * micro.share)
+                    if micro.is_last:
+                        self._start_sum(loss_sum)
                     loss_part = loss * micro.weight
                     with self.waits.backward(loss_part):
                         self.engine.backward(loss_part)
-                loss_sum.add_(loss.detach().double() * micro.share)
                 if micro.is_last:
-                    self._start_sum(loss_sum)
-                    self.last_whole_step.update_begins()
-                    return
+                    break
+            with self.waits.for_others():
+                self._sums.settle()
+            self.last_whole_step.update_begins()
 
         if not getattr(self.engine, "drive", self._drive)(num_steps, compute, self._end_step):
             return False
@@ -318,7 +321,7 @@ class Loop:
         return True
 
     def _start_sum(self, loss_sum: torch.Tensor) -> None:
-        """Start the all-reduce of loss and flags; it overlaps the optimizer's step."""
+        """Start the all-reduce of loss and flags; it overlaps the backward pass."""
         epoch, offset = self.sampler.epoch, self.sampler.offset
         num_samples = min(self.sampler.batch_size, self.sampler.num_samples - offset)
         self.sampler.advance()
@@ -347,7 +350,6 @@ class Loop:
 
     def _end_step(self) -> bool:
         """Between two steps, agree with all ranks on loss, snapshot and stopping; True to stop."""
-        self.last_whole_step.is_done(self.step, self.sampler.state_dict())
         self._newest.ended = time.time()
         if not self._sums:
             return False
@@ -356,8 +358,10 @@ class Loop:
         acts_now = self._epoch_ends or self._evaluates or self.saver.is_certain(self.step)
         with self.waits.for_others():
             stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
-            if stop or is_due:  # what is in a snapshot must be reported, too
+            if stop or is_due:
                 stop = self._read_sums()[0] or stop
+        if not self._sums:  # what is saved must be reported, too
+            self.last_whole_step.is_done(self.step, self.sampler.state_dict())
         self.waits.step()
         is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights

@@ -53,13 +53,23 @@ class StepSums:
         self._added.append(step)
 
     def start(self, numbers: Sequence[float]) -> None:
-        """Start to sum the losses of the steps added, and these numbers; beside the optimizer's step."""
+        """Start to sum the losses of the steps added, and these numbers; beside the backward pass."""
         now_s = time.monotonic()
         step_s, self._last_s = math.inf if self._last_s is None else now_s - self._last_s, now_s
         losses = torch.stack([each.loss_sum for each in self._added])
         own = numbers_on(self._world.device, [step_s, *numbers])
         self._started.append((self._added, self._world.start_sum(torch.cat([losses, own]))))
         self._added = []
+
+    def settle(self) -> None:
+        """Wait for the newest sums, unless they may be late: no update is made by a step whose loss is unknown then.
+
+        They were started before the backward pass, so this takes no time.
+        """
+        if self._started and not self.is_late:
+            steps, sums_of = self._started[-1]
+            sums = sums_of()
+            self._started[-1] = steps, lambda: sums
 
     def read(self, *, but: int = 0) -> Iterator[tuple[list[tuple[Step, float]], list[float]]]:
         """Wait for all but the newest ``but``: the steps, each with its loss, and the sums of the numbers."""

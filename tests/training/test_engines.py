@@ -30,6 +30,7 @@ WAYS = [
     *(["--engine", name] for name in ENGINES if name not in ("ddp", "deepspeed")),
     *(["--engine", "deepspeed", "--zero", str(stage)] for stage in range(4)),
 ]
+WHOLE_ON_EACH_RANK = ("accelerate", "fabric", "trainer", "horovod", "deepspeed--zero0")
 CLOSE = 2e-6
 
 
@@ -52,7 +53,8 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
     num_ranks = ranks_of(way)
     own = [*killed_once(tmp_path, step=34, num_ranks=num_ranks), "--epochs", "2", "--snapshot-every", "8"]
     said = train(tmp_path, *own, *way, num_ranks=num_ranks, launcher=["--max-restarts", "1"])
-    assert "resumed at step 32 " in said
+    last = 33 if "".join(way[1:]) in WHOLE_ON_EACH_RANK else 32
+    assert f"resumed at step {last} " in said, "where the other rank has all of the state, it has saved it"
     found = losses(tmp_path)
     assert len(found) == 46
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)
