@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nodekit.training.not_finite import LossWatch, NotFinite
     from nodekit.training.sampler import ElasticSampler, Micro
+    from nodekit.training.snapshots.emergency import EmergencySave
     from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
     from nodekit.training.snapshots.fence import Fenced
     from nodekit.training.snapshots.manifest import Loaded, Manifest
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ElasticSampler",
+    "EmergencySave",
     "Fenced",
     "Loaded",
     "LossWatch",
@@ -37,6 +39,7 @@ __all__ = [
 _MODULES = {
     "not_finite": ("LossWatch", "NotFinite"),
     "sampler": ("ElasticSampler", "Micro"),
+    "snapshots.emergency": ("EmergencySave",),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
     "snapshots.fence": ("Fenced",),
     "snapshots.manifest": ("Loaded", "Manifest"),

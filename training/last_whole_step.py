@@ -1,7 +1,5 @@
 """The last step that this rank has made whole, should the next one be broken off: it can still be saved."""
 
-from typing import Any
-
 import torch
 
 
@@ -13,7 +11,7 @@ class LastWholeStep:
         self._buffers = list(module.buffers())
         self._copies = [each.clone() for each in self._buffers]
         self._is_within_step = False
-        self._found: tuple[int, dict[str, Any]] | None = None
+        self._step: int | None = None
 
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
@@ -23,15 +21,15 @@ class LastWholeStep:
 
     def update_begins(self) -> None:
         """From here on, the weights are of no step."""
-        self._found = None
+        self._step = None
 
-    def is_done(self, step: int, sampler: dict[str, Any]) -> None:
-        """The weights are those after ``step``; ``sampler`` is where the data goes on."""
+    def is_done(self, step: int) -> None:
+        """The weights are those after ``step``."""
         self._is_within_step = False
-        self._found = step, sampler
+        self._step = step
 
-    def found(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and sampler's state, with the buffers as they were then; None while the weights are of no step."""
-        if self._found is not None and self._is_within_step and self._buffers:
+    def found(self) -> int | None:
+        """The step, with the buffers as they were then; None while the weights are of no step."""
+        if self._step is not None and self._is_within_step and self._buffers:
             torch._foreach_copy_(self._buffers, self._copies)
-        return self._found
+        return self._step

@@ -17,10 +17,11 @@ from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimi
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
 from nodekit.training.last_whole_step import LastWholeStep
+from nodekit.training.loading import loading
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
-from nodekit.training.options import ALL_EPOCHS, Options
+from nodekit.training.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
@@ -32,8 +33,8 @@ from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.step_sums import Step, StepSums
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
+from nodekit.training.weights import checkpoint
 from nodekit.training.weights.best import Best
-from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
@@ -130,7 +131,7 @@ class Loop:
             data,
             batch_sampler=self.sampler,
             persistent_workers=self.options.num_workers > 0,
-            **self._loading(),
+            **loading(self.options, self.world, self.task),
         )
 
     def _open_snapshots(self, folder: Path) -> tuple[Snapshots, bool]:
@@ -191,7 +192,7 @@ class Loop:
             self.task.test_data(),
             self.world,
             self.report,
-            self._loading(),
+            loading(options, self.world, self.task),
             options.eval_batch_size,
         )
 
@@ -253,19 +254,15 @@ class Loop:
                 )
         for note in self.notes:
             self.report.say(f"note: {note}")
-        if keep := self.options.save_every_epoch:
-            num, each_mb = min(keep, self.options.epochs), size_bytes(self.module) / 1e6
-            which = "after each epoch" if keep == ALL_EPOCHS else f"of the last {num}"
-            self.report.say(
-                f"model_EPOCH.pth {which}: {each_mb:.1f} MB each, {num * each_mb:.1f} MB in the end, on each node"
-            )
+        if text := self.epoch_weights.forecast(self.options.epochs, size_bytes(self.module)):
+            self.report.say(text)
 
     def _end_epoch(self) -> None:
         """Evaluate, and go on to the next epoch; by ``--early-stop``, take a snapshot and stay."""
         self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True)
         if not self._why_early:
             self.sampler.next_epoch()
-            self.last_whole_step.is_done(self.step, self.sampler.state_dict())
+            self._step_is_whole()
         elif self._saved_step != self.step:
             self._save()
 
@@ -327,9 +324,8 @@ class Loop:
         self.sampler.advance()
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
-        self._newest = Step(
-            self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=(epoch, offset)
-        )
+        batch = epoch, offset
+        self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=batch)
         self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
         if syncs or self._epoch_ends or self._evaluates:
@@ -361,7 +357,7 @@ class Loop:
             if stop or is_due:
                 stop = self._read_sums()[0] or stop
         if not self._sums:  # what is saved must be reported, too
-            self.last_whole_step.is_done(self.step, self.sampler.state_dict())
+            self._step_is_whole()
         self.waits.step()
         is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights
@@ -406,7 +402,8 @@ class Loop:
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
         check_weights(self.world, self.step, self.module, self._last_batch)
-        self._same_buffers()
+        # Rank 0's: DDP gives them to all before a step, not after it.
+        broadcast_from_first(self.module.buffers(), self.world.device)
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
         self.means = self.world.gather(self.evaluation(self.engine, self.module))[0]
@@ -426,7 +423,7 @@ class Loop:
         self._saved_step = self.step
         with self.saver.measured():
             check_weights(self.world, self.step, self.module, self._last_batch)
-            self._same_buffers()
+            broadcast_from_first(self.module.buffers(), self.world.device)
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
             if self.saver.writes:
@@ -434,17 +431,20 @@ class Loop:
             else:
                 gather_for_others(self.engine.state())
 
+    def _step_is_whole(self) -> None:
+        self._next_samples = self.sampler.state_dict()
+        self.last_whole_step.is_done(self.step)
+
     def save_alone(self) -> bool:
         """Save the last whole step without the other ranks, one of which is lost: else it would be done again.
 
         Where this rank has all of the state. Any number of ranks may do so: on each node the first one saves. False if
         the step may not be saved.
         """
-        found = self.last_whole_step.found()
-        if found is None or self.local_sgd or self.is_sharded:
+        step = self.last_whole_step.found()
+        if step is None or self.local_sgd or self.is_sharded or self.world.backend != "gloo":
             return False
-        step, sampler = found
-        state = {**self._state(), "sampler": sampler, "step": step}
+        state = {**self._state(), "sampler": self._next_samples, "step": step}
         if holds_gathered(state):
             return False
         self.world.stage(SAVING_ALONE)
@@ -484,17 +484,10 @@ class Loop:
 
     def _resume_checkpoint(self, path: Path, optimizer: torch.optim.Optimizer) -> list[str]:
         """Continue at the epoch of a script's own checkpoint; return what was left out of it, a line for each."""
-        found, is_partial = read_checkpoint(path), self.options.ignore_mismatched_sizes
-        left_out = load_weights(self.module, found.weights, path, ignore_mismatched_sizes=is_partial)
-        if found.optimizer is None:
-            left_out.append("the optimizer's state, which it does not have")
-        elif left_out:
-            left_out.append("the optimizer's state, since not all weights fit")
-        else:
-            load_optimizer(optimizer, found.optimizer, path)
-        self.sampler.epoch = found.epochs
+        is_partial = self.options.ignore_mismatched_sizes
+        self.sampler.epoch, left_out = checkpoint.resume(path, self.module, optimizer, is_partial=is_partial)
         self._refuse_if_over(str(path))
-        self.step = found.epochs * self.sampler.steps_per_epoch
+        self.step = self.sampler.epoch * self.sampler.steps_per_epoch
         self.resumed_from = str(path)
         return left_out
 
@@ -504,16 +497,3 @@ class Loop:
                 f"{source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
                 f"{self.options.epochs}: give more epochs. {_ANEW}"
             )
-
-    def _same_buffers(self) -> None:
-        """Give all ranks rank 0's buffers (batch norm's means): DDP does so before a step, not after."""
-        broadcast_from_first(self.module.buffers(), self.world.device)
-
-    def _loading(self) -> dict[str, Any]:
-        return {
-            "num_workers": self.options.num_workers,
-            "pin_memory": self.world.device.type == "cuda" and not self.options.no_pin_memory,
-            "collate_fn": getattr(self.task, "collate", None),
-            # Its own generator: starting a loader must not move the global one, or a resume would differ.
-            "generator": torch.Generator().manual_seed(self.options.seed + self.world.rank),
-        }

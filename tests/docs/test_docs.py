@@ -210,22 +210,53 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
     assert unbroken
     (tmp_path / "broken").mkdir()
     progress = tmp_path / "broken/progress"
+
+    def told() -> int:
+        """The step, 0 while a rank tells what else it does."""
+        found = re.match(r"\d+", progress.read_text()) if progress.exists() else None
+        return int(found[0]) if found else 0
+
     with subprocess.Popen(
         [sys.executable, "../train.py"],
         cwd=tmp_path / "broken",
         env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
     ) as process:
         until(
-            lambda: progress.exists() and int(progress.read_text().partition("/")[0].strip() or 0) > 20,
+            lambda: told() > 20,
             timeout_s=60,
         )
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     stopped_at = int(progress.read_text().partition("/")[0])
     assert 20 < stopped_at < 192
-    two_ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    said = trained("broken", *two_ranks)
-    assert f"goes on at step {stopped_at}\n" in said
+    two_ranks = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    with subprocess.Popen(
+        [sys.executable, *two_ranks, "../train.py"],
+        cwd=tmp_path / "broken",
+        env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == f"goes on at step {stopped_at}\n"
+        until(lambda: told() > stopped_at + 25, timeout_s=60)
+        os.kill(
+            int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1]),
+            signal.SIGKILL,
+        )
+        killed_at = told()
+        said, _ = process.communicate(timeout=120)
+    again = re.match(r"goes on at step (\d+)\n", said)
+    assert again
+    assert int(again[1]) >= killed_at, "the rank that was left has saved its last step"
     resumed = re.search(r"trained 192 steps, loss (\d+\.\d+) ", said)
     assert resumed
     assert float(resumed[1]) == pytest.approx(float(unbroken[1]), rel=1e-3)

@@ -7,6 +7,7 @@ import math
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sklearn.metrics import f1_score
 
 from nodekit.training.arguments import parse
 from nodekit.training.evaluate import Evaluation, macro_f1
-from nodekit.training.loop import Loop
+from nodekit.training.loading import loading
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.epochs import EpochWeights
@@ -153,10 +154,8 @@ def test_batches_of_an_evaluation_are_as_large_as_asked_for() -> None:
 def test_batches_are_pinned_for_a_gpu_unless_it_is_told_not_to(
     device: str, given: list[str], is_pinned: bool
 ) -> None:
-    loop = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device(device), rank=0), options=parse(given, {}), task=Digits()
-    )
-    assert Loop._loading(loop)["pin_memory"] == is_pinned  # type: ignore[arg-type]
+    world = cast(World, SimpleNamespace(device=torch.device(device), rank=0))
+    assert loading(parse(given, {}), world, Digits())["pin_memory"] == is_pinned
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from nodekit.training import Manifest, Snapshots, rng
 from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.commit import HashingFile
+from nodekit.training.snapshots.found import NoneLoads
 from nodekit.training.snapshots.manifest import NewerKit, load_payload
-from nodekit.training.snapshots.snapshot import NoneLoads
 from nodekit.training.weights import export
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from nodekit.training.snapshots.commit import NOT_FOUND, retried
 from nodekit.training.snapshots.fence import Fence, Fenced
+from nodekit.training.snapshots.found import Found, check_loss
 from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload
-from nodekit.training.snapshots.snapshot import Found, Snapshots, check_loss, log
+from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 
 _CHUNK_BYTES = 32 << 20

@@ -9,7 +9,7 @@ import torch
 
 from nodekit.training.errors import TrainingError
 from nodekit.training.optimizers import load_state
-from nodekit.training.weights.export import read_file, weights_in
+from nodekit.training.weights.export import load_weights, read_file, weights_in
 
 _EPOCHS = {"epochs_run": 0, "start_epoch": 1, "epoch": 0}
 """Key, in small letters → what to add to its value for the number of the next epoch, from 0, as tutorials do."""
@@ -49,6 +49,25 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise TrainingError(f"{path}: {keys[name]} is {value!r}, wanted a whole number from 0")
     optimizer = next((found[keys[each]] for each in _OPTIMIZERS if each in keys), None)
     return Checkpoint(weights, optimizer, value + _EPOCHS[name])
+
+
+def resume(
+    path: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, is_partial: bool
+) -> tuple[int, list[str]]:
+    """Load a checkpoint: how many epochs are done, and a line for each thing that was left out of it.
+
+    Raises:
+        TrainingError: it does not fit; with ``is_partial`` it may fit in part.
+    """
+    found = read_checkpoint(path)
+    left_out = load_weights(module, found.weights, path, ignore_mismatched_sizes=is_partial)
+    if found.optimizer is None:
+        left_out.append("the optimizer's state, which it does not have")
+    elif left_out:
+        left_out.append("the optimizer's state, since not all weights fit")
+    else:
+        load_optimizer(optimizer, found.optimizer, path)
+    return found.epochs, left_out
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nodekit.training.options import ALL_EPOCHS
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.weights.export import save_weights
@@ -28,6 +29,16 @@ class EpochWeights:
         """Keep those of the last ``keep`` epochs; None: of none."""
         self.keep, self._folder, self._world = keep, folder, world
         self._writer = Background("nodekit-epoch-weights")
+
+    def forecast(self, num_epochs: int, size_bytes: int) -> str:
+        """For people: what will be written of weights of this size; "" for nothing."""
+        if self.keep is None:
+            return ""
+        num, each_mb = min(self.keep, num_epochs), size_bytes / 1e6
+        which = "after each epoch" if self.keep == ALL_EPOCHS else f"of the last {num}"
+        return (
+            f"model_EPOCH.pth {which}: {each_mb:.1f} MB each, {num * each_mb:.1f} MB in the end, on each node"
+        )
 
     def look(self, epoch: int, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Write those of an epoch that is done, counted from 1; ``weights`` is called on all ranks or on none."""

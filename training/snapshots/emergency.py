@@ -1,0 +1,78 @@
+"""The snapshot that a rank saves by itself when it has lost another: it alone still has the newest step."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nodekit.training.connections import is_lost_rank
+from nodekit.training.last_whole_step import LastWholeStep
+from nodekit.training.snapshots.snapshot import Snapshots
+from nodekit.training.world import SAVING_ALONE, World
+
+log = logging.getLogger("nodekit.training")
+
+
+class EmergencySave:
+    """Saves the last step, in a training loop of your own, when a collective fails because another rank is lost.
+
+    ::
+
+        with EmergencySave(snapshots, world, state) as emergency:
+            for step in ...:
+                loss(...).backward()
+                with emergency.update(step):
+                    optimizer.step()
+
+    For ranks that have all of the state, as with DistributedDataParallel, over gloo. Without it, all steps since the
+    newest snapshot are done again. Every rank that is left saves, unless its folder has this step already. It has until
+    the grace is over (``timings.grace``, and that of `Stop`).
+    """
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        world: World,
+        state: Callable[[], Any],
+        *,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            snapshots: of this rank's node, whichever rank of it saves otherwise.
+            world: its process group must exist.
+            state: returns what ``snapshots.save`` is to get. It is called after an update, never during one.
+            module: whose buffers (batch norm's means) are to be saved as they were after the update, and not as the
+                next forward pass has left them.
+        """
+        self._snapshots, self._world, self._state = snapshots, world, state
+        self._last = LastWholeStep(torch.nn.Module() if module is None else module)
+
+    def __enter__(self) -> "EmergencySave":
+        return self
+
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Around the optimizer's step, and all else that makes the state that of ``step``."""
+        self._last.update_begins()
+        yield
+        self._last.is_done(step)
+        self._last.next_begins()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not is_lost_rank(error) or self._world.backend != "gloo":
+            return
+        self._world.leave_others()
+        if (step := self._last.found()) is None:
+            return
+        self._world.stage(SAVING_ALONE)
+        try:
+            self._snapshots.save_if_newest(self._state(), step=step, world_size=self._world.world_size)
+        except Exception as problem:  # the error that has led here is the one to be raised
+            log.warning("step %d was not saved by this rank alone: %s", step, problem)
