@@ -38,20 +38,25 @@ class Evaluation:
         module.eval()
         num, rank, world_size = len(self.data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
-        sums: dict[str, float] = {}
-        pairs: list[torch.Tensor] = []
+        added: dict[
+            str, torch.Tensor
+        ] = {}  # on the device, which is waited for at the end, not for each batch
+        measured_pairs: list[torch.Tensor] = []
         for batch in self._batches(own):
             measured = self._measure(engine, module, batch)
             if "pairs" in measured:
-                pairs.append(measured.pop("pairs").cpu())
+                measured_pairs.append(measured.pop("pairs"))
             for name, value in measured.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                value = torch.as_tensor(value, dtype=torch.float64)
+                added[name] = added[name] + value if name in added else value
         if engine.forwards_together:
             # A rank with fewer batches than others makes up for them with forward passes that do not count.
             most = -(-num // world_size)
             for _ in range(-(-most // self.batch_size) - -(-len(own) // self.batch_size)):
                 self._measure(engine, module, next(iter(self._batches(range(1)))))
-        parts = self.world.gather((len(own), sums, torch.cat(pairs) if pairs else None))
+        sums = {name: float(value) for name, value in added.items()}
+        pairs = torch.cat(measured_pairs).cpu() if measured_pairs else None
+        parts = self.world.gather((len(own), sums, pairs))
         assert sum(count for count, _, _ in parts) == num
         names = dict.fromkeys(name for _, part, _ in parts for name in part)
         means = {name: sum(part.get(name, 0.0) for _, part, _ in parts) / num for name in names}

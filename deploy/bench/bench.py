@@ -374,8 +374,8 @@ def _write(options: Options, measured: Measured) -> None:
         try:
             if path is options.csv:
                 netbench_report.write_csv(measured, path)
-            elif not netbench_report.write_png(measured, path):
-                print(netbench_report.NO_MATPLOTLIB, file=sys.stderr)
+            elif why := netbench_report.write_png(measured, path):
+                print(why, file=sys.stderr)
                 continue
         except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such kind of file
             raise KitError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

@@ -182,13 +182,30 @@ def write_csv(measured: Measured, path: Path) -> None:
         writer.writerows(_row(pair) for pair in measured.pairs)
 
 
-def write_png(measured: Measured, path: Path) -> bool:
-    """The heat map, and beside it the all-reduce's bus bandwidth by size; False without matplotlib."""
+def write_png(measured: Measured, path: Path) -> str:
+    """The heat map of the pairs, and the all-reduce's bus bandwidth by size; returns why it is not written, or ""."""
+    has_map, has_curve = len(measured.nodes) > 1, bool(measured.reduced)
+    if not (has_map or has_curve):
+        return f"{path} is not written: one host has no pairs, and there was no all-reduce"
     if importlib.util.find_spec("matplotlib") is None:
-        return False
+        return NO_MATPLOTLIB
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import, and is an extra
     from matplotlib.figure import Figure
 
+    side = 2.2 + 0.45 * max(4, len(measured.nodes))
+    widths = [*([side + 1] if has_map else []), *([5] if has_curve else [])]
+    drawing = Figure(figsize=(sum(widths), side), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawing)
+    plots = drawing.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    if has_map:
+        _map(drawing, plots[0], measured)
+    if has_curve:
+        _curve(plots[-1], measured.reduced)
+    drawing.savefig(path)
+    return ""
+
+
+def _map(drawing: Any, plot: Any, measured: Measured) -> None:
     names = [node.name for node in measured.nodes]
     place = {name: number for number, name in enumerate(names)}
     unit, unit_name = unit_of(max((pair.bytes_per_s or 0.0 for pair in measured.pairs), default=0.0))
@@ -196,15 +213,9 @@ def write_png(measured: Measured, path: Path) -> bool:
     for pair in measured.pairs:
         if pair.bytes_per_s is not None:
             matrix[place[pair.source]][place[pair.target]] = pair.bytes_per_s / unit
-    side = 2.2 + 0.45 * max(4, len(names))
-    has_curve = bool(measured.reduced)
-    figure_ = Figure(figsize=(side + 1 + (5 if has_curve else 0), side), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure_)
-    plots = figure_.subplots(1, 1 + has_curve, squeeze=False, width_ratios=[side, 4.5][: 1 + has_curve])[0]
-    plot = plots[0]
     image = plot.imshow(matrix, cmap="viridis", vmin=0)
     plot.set_facecolor("#DDDDDD")  # where there is no rate
-    figure_.colorbar(image, ax=plot, label=unit_name, shrink=0.8)
+    drawing.colorbar(image, ax=plot, label=unit_name, shrink=0.8)
     plot.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     plot.set_yticks(range(len(names)), names, fontsize=8)
     plot.set_xlabel("to", fontsize=9)
@@ -218,10 +229,6 @@ def write_png(measured: Measured, path: Path) -> bool:
         plot.text(
             place[pair.target], place[pair.source], text, ha="center", va="center", fontsize=8, color=colour
         )
-    if has_curve:
-        _curve(plots[1], measured.reduced)
-    figure_.savefig(path)
-    return True
 
 
 def _curve(plot: Any, points: Sequence[Reduced]) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from typing import Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from nodekit.deploy.host import files
 
@@ -110,8 +110,14 @@ def ask_to_end(pid: int, number: int) -> None:
     send(pid, signal.SIGCONT)
 
 
-def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
-    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended."""
+def output(argv: List[str], timeout_s: float, *, also_good: Sequence[int] = ()) -> Tuple[str, str]:
+    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended.
+
+    Args:
+        argv: the program, looked up in PATH, and its arguments.
+        timeout_s: how long it may take.
+        also_good: exit statuses beside 0 with which its output counts.
+    """
     if shutil.which(argv[0]) is None:
         return "", NOT_INSTALLED
     try:
@@ -134,6 +140,6 @@ def output(argv: List[str], timeout_s: float) -> Tuple[str, str]:
         return "", "no answer within %.0f s" % timeout_s
     except OSError as error:
         return "", str(error.strerror)
-    if process.returncode != 0:
+    if process.returncode not in (0, *also_good):
         return "", " ".join(text.split())[:300] or "exit status %d" % process.returncode
     return text, ""

@@ -173,7 +173,10 @@ class SelfTest:
             key: found[key] for key in ("pairs", "all_reduce", "slow", "notes", "problems") if key in found
         }
         best = max((each["busbw_bytes_per_s"] for each in found.get("all_reduce", ())), default=0.0)
-        text = f"all-reduce: {best / 1e9:.1f} GB/s at best (busbw)" if best else "measured; no all-reduce"
+        if reason := selftest_report.why_unmeasured(found):
+            self._add(Part(name="network", outcome="not tried", text=reason))
+            return
+        text = f"all-reduce: {best / 1e9:.1f} GB/s at best (busbw)" if best else "the hosts' pairs alone"
         self._add_done("network", done, text, values, why="; ".join(found.get("problems", ())))
 
     def _engine(self, engine: str, runs_of: dict[str, str]) -> None:

@@ -49,6 +49,13 @@ class Part:
 # --- judging ------------------------------------------------------------------------------------------------
 
 
+def why_unmeasured(network: Mapping[str, Any]) -> str:
+    """Return why `kit bench --json` has measured nothing, as with one host and one GPU; "" if it has, or has failed."""
+    if any(network.get(key) for key in ("pairs", "all_reduce", "problems")):
+        return ""
+    return "; ".join(network.get("notes", ()))
+
+
 def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], seconds: float) -> Part:
     """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses bit for bit."""
     curve, problem = result["curve"], str(result["problem"])

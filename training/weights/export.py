@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -127,7 +128,10 @@ def read_file(path: Path) -> Any:
             from safetensors.torch import load_file  # comes with transformers
 
             return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        # The ranks of a node share a file that is mapped; torch's format before 1.6 cannot be, and Windows lets nobody
+        # replace such a file.
+        is_mapped = os.name == "posix" and zipfile.is_zipfile(file)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except ModuleNotFoundError as error:
         raise TrainingError(f"to read {file}, safetensors is needed: pip install safetensors") from error
     except Exception as error:  # invalid bytes raise errors of many classes

@@ -32,6 +32,8 @@ class Accelerator(NamedTuple):
     """Shows a process some of them; "" if there is nothing to hide."""
     also: Tuple[str, ...]
     """Further variables that hide some, if `variable` is not set."""
+    first: str
+    """Hides some before that: `variable` counts those that it leaves; "" if there is none."""
     order: Dict[str, str]
     """Set beside it, so that it numbers them as the probe does."""
     counted_by: str
@@ -47,6 +49,7 @@ ACCELERATORS = {
         "nccl",
         "CUDA_VISIBLE_DEVICES",
         (),
+        "",
         {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         "nvidia-smi",
         True,
@@ -57,15 +60,16 @@ ACCELERATORS = {
         "nccl",
         "HIP_VISIBLE_DEVICES",
         ("CUDA_VISIBLE_DEVICES",),
+        "ROCR_VISIBLE_DEVICES",
         {},
         "the kernel's amdkfd",
         False,
     ),
-    "intel": Accelerator("Intel", "xpu", "xccl", "ZE_AFFINITY_MASK", (), {}, "xpu-smi", False),
+    "intel": Accelerator("Intel", "xpu", "xccl", "ZE_AFFINITY_MASK", (), "", {}, "xpu-smi", False),
     "ascend": Accelerator(
-        "Ascend", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", (), {}, "/dev/davinci*", False
+        "Ascend", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", (), "", {}, "/dev/davinci*", False
     ),
-    CPU: Accelerator("CPU", "cpu", "gloo", "", (), {}, "", True),
+    CPU: Accelerator("CPU", "cpu", "gloo", "", (), "", {}, "", True),
 }
 """By the word for them in answers."""
 

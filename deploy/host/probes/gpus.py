@@ -12,6 +12,8 @@ from nodekit.deploy.host.probes import accelerators
 
 # nvidia-smi takes a second per GPU and more where persistence mode is off; one that hangs is a finding.
 SMI_TIMEOUT_S = 6.0
+SMI_BAD_INFOROM = 14
+"""nvidia-smi's exit status where a GPU's infoROM is corrupt: the GPU works, and all else that it says counts."""
 _QUERY = ("index", "uuid", "driver_version", "memory.total", "name")
 _MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 _ON_GPU = re.compile(r"^GPU (\d+): ")
@@ -35,10 +37,15 @@ def look_up(timeout_s: float = SMI_TIMEOUT_S, torch_build: str = "") -> Dict[str
     found = {"kind": kind, "usable": [], "driver": "", "preset": preset, "problem": ""}  # type: Dict[str, Any]
     if kind != accelerators.NVIDIA:
         those, found["driver"], found["problem"] = accelerators.listed(kind, timeout_s)
+        first = os.environ.get(accelerators.ACCELERATORS[kind].first)
+        if first is not None:
+            shown = {gpu["index"]: gpu for gpu in those}
+            left = [shown[gpu["index"]] for gpu in visible(first, those, {})]
+            those = [{**gpu, "index": number} for number, gpu in enumerate(left)]
         found["usable"] = visible(preset, those, {})
         return found
     query = ["nvidia-smi", "--query-gpu=" + ",".join(_QUERY), "--format=csv,noheader,nounits"]
-    text, problem = processes.output(query, timeout_s)
+    text, problem = processes.output(query, timeout_s, also_good=[SMI_BAD_INFOROM])
     listed = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",", len(_QUERY) - 1)]
@@ -78,7 +85,10 @@ def visible(
         if gpu is None:
             break
         found.append({**{key: gpu[key] for key in ("index", "name", "memory_mib")}, "token": token})
-    names = [each["token"] if "MIG-" in each["token"] else each["index"] for each in found]
+    # An instance, or a tile ("0.1") of Intel's, is part of a GPU.
+    names = [
+        each["token"] if "MIG-" in each["token"] or "." in each["token"] else each["index"] for each in found
+    ]
     return found if len(set(names)) == len(names) else []
 
 
@@ -99,7 +109,8 @@ def _named(
 def _mig_instances(timeout_s: float) -> Dict[str, int]:
     """UUID of each MIG instance → index of its GPU."""
     found, index = {}, -1  # type: Dict[str, int], int
-    for line in processes.output(["nvidia-smi", "-L"], timeout_s)[0].splitlines():
+    text, _ = processes.output(["nvidia-smi", "-L"], timeout_s, also_good=[SMI_BAD_INFOROM])
+    for line in text.splitlines():
         gpu, instance = _ON_GPU.match(line), _MIG.match(line)
         if gpu:
             index = int(gpu.group(1))

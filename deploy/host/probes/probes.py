@@ -184,7 +184,12 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
     if shutil.which("nvidia-smi") is None:
         return dict(found, problem="not installed" if found["num_cards"] else "")
     asked = [
-        pool.submit(processes.output, ["nvidia-smi", *arguments], gpus.SMI_TIMEOUT_S)
+        pool.submit(
+            processes.output,
+            ["nvidia-smi", *arguments],
+            gpus.SMI_TIMEOUT_S,
+            also_good=[gpus.SMI_BAD_INFOROM],
+        )
         for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"])
     ]
     (smi, problem), (topo, _), (p2p, _) = [each.result() for each in asked]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import signal
@@ -234,8 +235,13 @@ def test_csv_and_json_have_every_pair(measured: Measured, tmp_path: Path) -> Non
 
 def test_a_picture_is_drawn(measured: Measured, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert write_png(measured, tmp_path / "network.png")
+    assert write_png(measured, tmp_path / "network.png") == ""
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
+    alone = dataclasses.replace(measured, nodes=measured.nodes[:1], pairs=())
+    assert write_png(alone, tmp_path / "curve.png") == ""
+    nothing = dataclasses.replace(alone, reduced=())
+    assert "is not written: one host has no pairs" in write_png(nothing, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize(

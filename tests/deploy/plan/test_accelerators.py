@@ -29,7 +29,7 @@ print(json.dumps({{"device_list": [{{"device_id": n, "device_name": name, "devic
 def nothing_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As where no accelerator is."""
     for row in ACCELERATORS.values():
-        for name in (row.variable, *row.also):
+        for name in (row.variable, *row.also, row.first):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(accelerators, "_KFD", str(tmp_path / "kfd"))
@@ -63,6 +63,11 @@ def test_amd_gpus_are_counted_by_the_kernel_and_chosen_by_numbers_and_uuids(
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "GPU-00000000000003f1,0")
     found = HostGpus.of(gpus.look_up(1.0, "hip 6.4"))
     assert [gpu.index for gpu in found.usable] == [7, 0]
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "4,GPU-00000000000003f1,6")
+    found = HostGpus.of(gpus.look_up(1.0, "hip 6.4"))
+    assert [(gpu.index, gpu.token) for gpu in found.usable] == [(1, "GPU-00000000000003f1"), (0, "0")]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3")
+    assert gpus.look_up(1.0, "hip 6.4")["usable"] == [], "ROCm shows three of them, 0 to 2"
     assert gpus.look_up(1.0, "cpu")["usable"] == [], "a torch for the CPU does not see them"
 
 
@@ -91,6 +96,9 @@ def test_intel_gpus_are_listed_by_xpu_smi(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1")
     (gpu,) = HostGpus.of(gpus.look_up(20.0, "xpu 20250302")).usable
     assert (gpu.index, gpu.token, gpu.name) == (1, "1", "Intel(R) Data Center GPU Max 1550")
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0.0,0.1")
+    tiles = HostGpus.of(gpus.look_up(20.0, "xpu 20250302")).usable
+    assert [(gpu.index, gpu.token) for gpu in tiles] == [(0, "0.0"), (0, "0.1")]
     program.write_text(f"#!{sys.executable} -S\nprint('not JSON')\n")
     assert gpus.look_up(20.0, "xpu 20250302")["problem"] == "it answered 'not JSON'"
 

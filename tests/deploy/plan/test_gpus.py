@@ -29,6 +29,9 @@ if kind == "lost":
 if kind == "no driver":
     print("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
     sys.exit(9)
+if kind == "infoROM":
+    import atexit
+    atexit.register(os._exit, 14)
 if kind == "odd":
     sys.exit(print("No devices were found"))
 if sys.argv[1:] == ["--query-gpu=index,uuid,driver_version,memory.total,name", "--format=csv,noheader,nounits"]:
@@ -89,6 +92,13 @@ def test_the_gpus_that_a_host_hides_are_not_used_and_the_others_keep_their_names
     assert found.preset == preset
     assert (found.driver, found.problem) == ("570.124.06", "")
     assert {(gpu.name, gpu.memory_mib) for gpu in found.usable} <= {("NVIDIA H100 80GB HBM3, odd", 81559)}
+
+
+def test_a_corrupt_inforom_hides_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMI", "infoROM")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"0,{MIG}")
+    found = HostGpus.of(probe.look_up())
+    assert ([gpu.index for gpu in found.usable], found.problem) == ([0, 2], "")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nodekit.deploy.plan.check import Facts, Interface
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.selftest import MEMORY_MARK, selftest_report
-from nodekit.deploy.selftest.selftest_report import Anonymous, Part
+from nodekit.deploy.selftest.selftest_report import Anonymous, Part, why_unmeasured
 from nodekit.inventory.load import load_inventory
 
 # --- what was found -----------------------------------------------------------------------------------------
@@ -32,6 +32,14 @@ EVENTS = [
     Event(11.3, "b", "workers-started", {}),
     Event(30.0, "b", "attempt-ended", {}),
 ]
+
+
+def test_a_network_without_a_second_gpu_is_not_called_measured() -> None:
+    note = "no all-reduce: gpu1 is one host, with 1 GPU"
+    assert why_unmeasured({"pairs": [], "all_reduce": [], "notes": [note], "problems": []}) == note
+    assert why_unmeasured({"pairs": [{"source": "a"}], "notes": [note]}) == ""
+    assert why_unmeasured({"pairs": [], "notes": [note], "problems": ["gpu1: NCCL failed"]}) == ""
+    assert why_unmeasured({}) == ""
 
 
 def test_a_restart_is_divided_into_its_phases_which_add_up_to_the_whole() -> None:
