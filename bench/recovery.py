@@ -23,6 +23,7 @@ from sessions import (
     TUNED_ENV,
     ByHand,
     Kit,
+    KitSavingAlone,
     Resilient,
     Session,
     Tuned,
@@ -47,6 +48,7 @@ with real sshd), one worker each: the same DDP script (20 ms a step, a snapshot 
 disk), of 2 to 3 nodes, under
 
   kit up              as it comes
+  kit up, EmergencySave  the same, and the script has nodekit.training.EmergencySave
   torchrun, stock     by hand over ssh, c10d rendezvous
   torchrun, tuned     the same with {env}
                       and --rdzv-conf {conf}
@@ -451,6 +453,7 @@ def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]]
     """Name → how to make a session; and those that are not here, with the reason."""
     found: dict[str, Callable[[], Session]] = {
         KIT: lambda: Kit(lab, job),
+        f"{KIT}, EmergencySave": lambda: KitSavingAlone(lab, job),
         "torchrun, tuned": lambda: Tuned(lab, job),
         "torchrun, stock": lambda: ByHand(lab, job),
     }

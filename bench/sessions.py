@@ -185,13 +185,16 @@ class Resilient(ByHand):
 class Kit(Session):
     """``kit up``, which does the rest."""
 
+    env: Mapping[str, str] = {}
+    """For the script."""
+
     def start(self) -> None:
         """From a folder with the script alone."""
         inventory = self.bench.folder / f"trial{self.number}.yaml"
         values = yaml.safe_load(self.bench.lab.inventory.read_text())
         values["name"] = inventory.stem
         values["nodes"] = f"{MIN_NODES}:{len(self.bench.lab.hosts)}"
-        values["job"] = {"env": {"BENCH_FOLDER": self.folder}}
+        values["job"] = {"env": {"BENCH_FOLDER": self.folder, **self.env}}
         inventory.write_text(yaml.safe_dump(values))
         argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", str(inventory), "--new", "--", JOB]
         self._run("kit", argv, cwd=self.job, env=self.bench.env())
@@ -215,6 +218,12 @@ class Kit(Session):
         ]
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
         return sorted(events.objects(lines), key=lambda event: float(event["time"]))
+
+
+class KitSavingAlone(Kit):
+    """The same, and the script has an `EmergencySave`."""
+
+    env: Mapping[str, str] = {"BENCH_EMERGENCY_SAVE": "1"}
 
 
 def wait_for(condition: Any, *, timeout_s: float) -> bool:
