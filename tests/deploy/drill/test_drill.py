@@ -465,7 +465,7 @@ def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
     assert 0 < power["detected_s"] < power["resumed_s"]
     assert (worker["outcome"], worker["where"], worker["world_sizes"]) == ("survived", "node3", [3])
     assert 0 < worker["detected_s"] < worker["resumed_s"] < 30
-    assert 0 < worker["steps_lost"] < 30
+    assert worker["steps_lost"] == 0, "the ranks that were left have saved the last step"
     assert kit.lab is not None
     assert [kit.lab.status(host) for host in kit.lab.hosts] == ["up"] * 3
     assert not kit.leftovers()
