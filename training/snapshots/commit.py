@@ -49,7 +49,7 @@ def locked(folder: Path) -> Iterator[None]:
     keep others from it, nor must a file server without locks: after some seconds this goes on without. So does Windows,
     where a folder cannot be opened.
     """
-    if os.name == "nt":
+    if not hasattr(os, "O_DIRECTORY"):
         yield
         return
     import fcntl
