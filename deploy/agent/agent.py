@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -50,7 +49,8 @@ from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-TOLD_S = 0.1  # the same, where it is known why they have, or they are in NCCL and would not say
+EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
+TOLD_S = 0.1  # the same, where they are in NCCL and would not say
 GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
@@ -80,17 +80,7 @@ class Agent:
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
         self._straggler_watch = StragglerWatch(record, spec.window_s)
         self._orders = Orders(self._folder)
-        self._replicas: Replicas | None = None
-        if spec.copies > 1 and len(spec.nodes) > 1:
-            self._replicas = Replicas(
-                name=spec.name,
-                folder=self._folder / "snapshots",
-                kept=self._folder / "kept",
-                copies=spec.copies,
-                address=spec.local_addr,
-                token=spec.token,
-                say=record.event,
-            )
+        self._replicas = Replicas.of(spec, record.event)
         # For the rendezvous, should the supervisor choose this node.
         self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
@@ -188,11 +178,7 @@ class Agent:
 
     def _wait_for_descriptors(self, error: OSError) -> None:
         """All file descriptors are in use, by strangers' connections most likely: until there are some again."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        text = (
-            f"{self._spec.name}: all {limit} file descriptors of the agent were in use: does somebody else connect to "
-            f"its ports on {self._spec.local_addr}?"
-        )
+        limit, text = descriptors.limit(), descriptors.used_up(self._spec.name, self._spec.local_addr)
         is_first, self._has_told_of_descriptors = not self._has_told_of_descriptors, True
         if is_first:
             print(f"{text} {error}", file=sys.stderr, flush=True)
@@ -414,8 +400,8 @@ class Agent:
 
     def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Some worker, here or elsewhere, has ended badly: take down what was said, and judge whose fault it was."""
-        is_explained = self._spec.gpus or rendezvous.is_explained(formed.round)
-        failures = self._attempts.failures(TOLD_S if is_explained else DYING_S)
+        wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
+        failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
         self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
         self._record.failed(failures)
@@ -451,9 +437,8 @@ class Agent:
             others = [name for name in formed.without(DONE) if name != self._spec.name]
             self._record.update(state="waiting", done_at=time.time(), waits_for=others)
             if self._replicas is not None:
-                self._replicas.finish_copying(
-                    SETTLE_S
-                )  # while those who are to keep the last files are still here
+                # While those who are to keep the last files are still here.
+                self._replicas.finish_copying(SETTLE_S)
             formed.tell(DONE)
             while not formed.have_all(DONE):
                 self._pause()
@@ -466,21 +451,15 @@ class Agent:
         # It has succeeded, whatever happens now. Who has the store keeps it until the others have seen that.
         with contextlib.suppress(StoreLost, Fenced, Superseded), rendezvous.lost_store_is_told():
             formed.tell("left")
-            while self._spec.is_host and not rendezvous.here.isdisjoint(formed.without("left")):
-                self._pause()
-                rendezvous.num_nodes_waiting()  # looks who is here
-                time.sleep(_POLL_S)
+            if self._spec.is_host:
+                rendezvous.wait_for(formed, "left", self._pause)
         return "done"
 
     def _end(self, state: Finished, message: str, cause: EndCause = "") -> int:
         self._attempts.end(0, message or state)
         fruitless = self._budget.was_restarted or self._budget.is_fruitless
-        self._record.end(
-            state,
-            message=message,
-            cause=cause,
-            no_progress=state == "failed" and fruitless,
-        )
+        no_progress = state == "failed" and fruitless
+        self._record.end(state, message=message, cause=cause, no_progress=no_progress)
         if self._rendezvous is not None:
             self._rendezvous.close(outcome=state)
         return 0 if state == "succeeded" else 3
@@ -503,9 +482,7 @@ class Agent:
             return
         with contextlib.suppress(StoreLost, SignalException), rendezvous.lost_store_is_told():
             formed.tell("settled")  # all are stopped, and each keeps copies of the others
-            while time.monotonic() < deadline and not rendezvous.here.isdisjoint(formed.without("settled")):
-                rendezvous.num_nodes_waiting()  # looks who is here
-                time.sleep(_POLL_S)
+            rendezvous.wait_for(formed, "settled", lambda: None, until=deadline)
 
     def _leave(self) -> None:
         rendezvous, self._rendezvous, self._formed = self._rendezvous, None, None

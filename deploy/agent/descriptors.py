@@ -59,3 +59,16 @@ def when_there(function: Callable[[], _T], pause: Callable[[], object]) -> _T:
                 raise
         pause()
         time.sleep(_RETRY_S)
+
+
+def limit() -> int:
+    """How many this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def used_up(name: str, address: str) -> str:
+    """For people: that a node's agent had none left."""
+    return (
+        f"{name}: all {limit()} file descriptors of the agent were in use: does somebody else connect to its ports on "
+        f"{address}?"
+    )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import os
 import random
 import socket
@@ -320,6 +321,13 @@ class Rendezvous:
         with self.lost_store_is_told():
             waiting: int = self._handler.num_nodes_waiting()
         return waiting + self.num_lost
+
+    def wait_for(self, formed: Formed, what: str, pause: Callable[[], None], until: float = math.inf) -> None:
+        """Wait until all members that are here have told `what`, or until that `time.monotonic()`."""
+        while time.monotonic() < until and not self.here.isdisjoint(formed.without(what)):
+            pause()
+            self.num_nodes_waiting()  # looks who is here
+            time.sleep(_POLL_S)
 
     @property
     def num_lost(self) -> int:

@@ -36,6 +36,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     open_file,
 )
 from nodekit.deploy.agent.replicas.replica_gather import Gather, Gathered, Here, after
+from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import EventKind, Say
@@ -67,6 +68,22 @@ def replica_holders(name: str, peers: Mapping[str, str], copies: int) -> list[st
 
 class Replicas:
     """The exchange of one node's user files with the other nodes of the run."""
+
+    @classmethod
+    def of(cls, spec: AgentSpec, say: Say) -> Replicas | None:
+        """Those of a node; None where no other node is to have its files."""
+        if spec.copies < 2 or len(spec.nodes) < 2:
+            return None
+        folder = Path(spec.node_dir)
+        return cls(
+            name=spec.name,
+            folder=folder / "snapshots",
+            kept=folder / "kept",
+            copies=spec.copies,
+            address=spec.local_addr,
+            token=spec.token,
+            say=say,
+        )
 
     def __init__(
         self,
