@@ -101,7 +101,8 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on_from_the_snapshot(tmp_path
     done = train(tmp_path, *wanted, launch=("--max-restarts", "1"))
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "HorovodInternalError" in said  # the rank that was left did not wait
+    # The rank that was left did not wait, neither in Horovod's exchange nor in that of the losses.
+    assert re.search(r"HorovodInternalError|Connection (closed|reset) by peer", said)
     assert re.search(r"resumed at step \d+", said)
     assert len(losses(tmp_path)) == 23
 
