@@ -119,6 +119,8 @@ def test_a_rank_in_a_collective_is_woken_by_leaving_the_others() -> None:
         assert reader.recv(1) == b"x"
         dist.destroy_process_group()
     finally:
+        reader.close()
+        writer.close()
         os.kill(silent, signal.SIGKILL)
         os.waitpid(silent, 0)
 
