@@ -342,10 +342,13 @@ class Agent:
         self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
         self._straggler_watch.begin(formed, attempts.pids)
         exits: dict[int, int] = {}
-        members_at = 0.0
+        members_at = hurry_until = 0.0
         while True:
-            if attempts.workers.wait(_LOOK_S):
+            is_hurried = time.monotonic() < hurry_until
+            if attempts.workers.wait(_POLL_S if is_hurried else _LOOK_S):
                 exits, members_at = attempts.poll(), 0.0
+                # Of a lost node the store may say so a moment later than the keepalive.
+                hurry_until = time.monotonic() + _MEMBERS_S
                 self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
             attempts.look()
             self._pause_briefly()
@@ -360,7 +363,7 @@ class Agent:
                 return self._after_failure(rendezvous, formed)
             if time.monotonic() < members_at:
                 continue
-            members_at = time.monotonic() + _MEMBERS_S
+            members_at = time.monotonic() + (0 if is_hurried else _MEMBERS_S)
             if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
                 return why
             with rendezvous.lost_store_is_told():
