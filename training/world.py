@@ -205,7 +205,8 @@ class World:
 
         For a rank that has lost another one. With gloo only: NCCL has its own ways. Any thread may call it.
         """
-        connections.shut_down()
+        if self.backend == "gloo":
+            connections.shut_down()
 
     def leave_others_if_lost(self) -> None:
         """`leave_others`, if kit says that another rank is lost: this one may wait for it in a collective."""
