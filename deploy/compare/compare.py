@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
 from nodekit.deploy.compare.compare_report import Row
@@ -167,7 +168,9 @@ class Comparison:
             step = _step(progress)
         result = self._folder / f"{run.file}.json"
         if code is None:
-            where = f"the last thing that it told was step {step}" if step else "it had not made a step"
+            where = f"the last thing that it told was step {step}"
+            if (last := Progress.parse(step, 0)).step is None:
+                where = "it had not made a step" + (f" (at {last.stage})" if last.stage else "")
             problem = f"not at its end after {self._timeout_s:g} s (--timeout), and {where}"
         elif code:
             problem = last_error(log.read_text(errors="replace")) or f"exit status {code}"
