@@ -293,7 +293,11 @@ def send_package(
         if not links[name].call("tree.keep_package", timeout_s=timeout_s, **args):
             links[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
 
-    results = on_all({name: name for name in links}, one)
+    # Nodes on this machine with one workdir: the first places it, and the others find it there.
+    places = {(workdirs[name], name if link.connection else ""): name for name, link in links.items()}
+    results = on_all({name: name for name in places.values()}, one)
+    results |= on_all({name: name for name in links if name not in results}, one)
+    results = {name: results[name] for name in links}
     for name, result in results.items():
         if isinstance(result, RemoteError) and result.errno in _FULL:
             results[name] = HostError(name, "its disk is full", cure=f"make room below {workdirs[name]}")

@@ -355,7 +355,13 @@ def test_paths_out_of_the_tree_are_refused(work: Path, path: str) -> None:
 
 
 def test_package_is_placed_once_and_mended(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"nodekit/a/__init__.py": "X = 'ä\\n'\n", "nodekit/a/b.yaml": "x: 1\r\n"}
+    files = {
+        **dict.fromkeys(
+            ("nodekit/deploy/agent/a.py", "nodekit/deploy/host/a.py", "nodekit/training/a.py"), "X = 'ä\\n'\n"
+        ),
+        "nodekit/a/__init__.py": "",
+        "nodekit/a/b.yaml": "x: 1\r\n",
+    }
     from hashlib import sha256
 
     digest = tree.package_digest({path: sha256(text.encode()).hexdigest() for path, text in files.items()})
@@ -364,7 +370,10 @@ def test_package_is_placed_once_and_mended(work: Path, monkeypatch: pytest.Monke
     assert tree.keep_package(str(folder), files=files, digest=digest)
     assert tree.keep_package(str(folder), digest=digest)
     assert (folder / "nodekit/a/b.yaml").read_bytes() == b"x: 1\r\n"
-    assert list(folder.rglob("*.pyc"))
+    compiled = {path.parent.parent.relative_to(folder).as_posix() for path in folder.rglob("*.pyc")}
+    assert compiled == {"nodekit/deploy/agent", "nodekit/deploy/host", "nodekit/training"}, (
+        "what nodes import"
+    )
     (folder / "nodekit/a/b.yaml").write_text("broken")
     assert not tree.keep_package(str(folder), digest=digest)
     assert tree.keep_package(str(folder), files=files, digest=digest)

@@ -690,6 +690,27 @@ def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Ope
         assert next(folder.rglob("*.pyc"), None)
 
 
+def test_nodes_that_share_a_workdir_on_this_machine_place_the_package_once(
+    tmp_path: Path, open_way: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    def call(link: Link, op: str, *, timeout_s: float, **args: object) -> object:
+        sent.extend([link.host] if "files" in args else [])
+        return real(link, op, timeout_s=timeout_s, **args)
+
+    real = Link.call
+    monkeypatch.setattr(Link, "call", call)
+    links = {name: open_way("local", name) for name in ("a", "b", "c")}
+    package = sync.package()
+    workdirs = {"a": str(tmp_path / "one"), "b": str(tmp_path / "one"), "c": str(tmp_path / "other")}
+    sync.send_package(package, links, workdirs, timeout_s=20)
+    assert len(sent) == 2
+    assert {*sent} > {"c"}
+    for workdir in workdirs.values():
+        assert Path(workdir, "kit", package.digest, "nodekit/training/loop.py").is_file()
+
+
 def test_package_failures_name_their_hosts(tmp_path: Path, open_way: Opener) -> None:
     links = {name: open_way("local", name) for name in ("g1", "g2")}
     blocked = write(tmp_path / "file")
