@@ -457,7 +457,7 @@ def test_the_table_of_recovery_is_the_same_wherever_it_stands() -> None:
 
     shown = rows(PAGES["README.md"].read_text())
     assert len(shown) == 7
-    assert rows(PAGES["docs/recovery.md"].read_text()) == shown
+    assert rows(PAGES["docs/recovery.md"].read_text())[: len(shown)] == shown, "a second table follows there"
 
 
 # --- the site -----------------------------------------------------------------------------------------------
