@@ -16,6 +16,7 @@ from torch import nn
 from nodekit.deploy.agent.hang import hang
 from nodekit.training import connections, world
 from nodekit.training.last_whole_step import LastWholeStep
+from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.fence import Fenced
 from nodekit.training.snapshots.snapshot import Snapshots
 
@@ -70,6 +71,21 @@ def test_two_ranks_that_save_at_once_leave_one_snapshot(tmp_path: Path) -> None:
         each.join()
     assert sum(each is not None for each in done) == 1
     assert len([*tmp_path.glob("*.json")]) == len([*tmp_path.glob("*.pt")]) == 1
+
+
+def test_a_rank_that_still_saves_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large state takes longer than another rank waits: what is half written is no leftover."""
+    monkeypatch.setattr(commit, "RETRY_S", 0.3)
+    half = tmp_path / f".tmp-{'0' * 16}"
+    second = Snapshots(tmp_path, generation=0)
+    with commit.locked(tmp_path) as is_free:
+        assert is_free
+        half.write_text("half")
+        assert second.save_if_newest({"x": torch.ones(1)}, step=3) is None
+        assert half.exists()
+    assert second.num_failed == 1
+    assert second.save_if_newest({"x": torch.ones(1)}, step=3)
+    assert not half.exists(), "now nobody writes it"
 
 
 def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:

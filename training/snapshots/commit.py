@@ -42,28 +42,29 @@ def retried(read: Callable[[], T], until_s: float | None = None) -> T:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time write to ``folder``.
+def locked(folder: Path) -> Iterator[bool]:
+    """Let one process at a time write to ``folder``; False if another one still does after some seconds.
 
-    There is only one, unless ranks save alone (``save_if_newest``). A process that is stopped while it saves must not
-    keep others from it, nor must a file server without locks: after some seconds this goes on without. So does Windows,
-    where a folder cannot be opened.
+    There is only one, unless ranks save alone (``save_if_newest``). Where there are no locks, on some file servers and
+    on Windows, this is True.
     """
-    if not hasattr(os, "O_DIRECTORY"):
-        yield
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, where a folder cannot be opened
+        yield True
         return
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor, is_free = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), True
     try:
-        with suppress(OSError):
+        try:
             retried(partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        yield
+        except BlockingIOError:
+            is_free = False
+        except OSError:
+            pass
+        yield is_free
     finally:
-        with suppress(OSError):
-            fcntl.flock(
-                descriptor, fcntl.LOCK_UN
-            )  # a data loader's workers, forked meanwhile, have it open too
+        with suppress(OSError):  # a data loader's workers, forked meanwhile, have it open too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

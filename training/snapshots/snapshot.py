@@ -5,6 +5,7 @@ SHA-256. The payload is written to a temporary file, synced and renamed, and the
 same way, the manifest. A payload without a manifest does not count.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -370,7 +371,9 @@ class Snapshots:
         return None
 
     def _commit_if_newest(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
-        with self._locked_folder():
+        with self._locked_folder() as is_free:
+            if not is_free:  # a rank that saves still: what it has written must not be taken for a leftover
+                raise BlockingIOError(errno.EWOULDBLOCK, "another rank is saving there", str(self.folder))
             if any(each.age >= (self._own_generation(), step) for each in self.manifests()):
                 return None
             return self._write_whole(state, step=step, world_size=world_size)
@@ -380,12 +383,13 @@ class Snapshots:
             return self._write_whole(state, step=step, world_size=world_size)
 
     @contextmanager
-    def _locked_folder(self) -> Iterator[None]:
+    def _locked_folder(self) -> Iterator[bool]:
         self.fence.check(self._own_generation())
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(self.folder):
-            self._remove_leftovers()
-            yield
+        with locked(self.folder) as is_free:
+            if is_free:
+                self._remove_leftovers()
+            yield is_free
 
     def _write_whole(self, state: Any, *, step: int, world_size: int) -> Manifest:
         with written_beside(self.folder) as (temporary, file):
