@@ -117,6 +117,8 @@ if "BENCH_EMERGENCY_SAVE" in os.environ:
     class Files:
         """What `EmergencySave` needs of `Snapshots`."""
 
+        num_failed = 0
+
         @staticmethod
         def save_if_newest(_state: object, *, step: int, world_size: int) -> None:  # noqa: ARG004
             """One rank on each host: nobody else saves here."""

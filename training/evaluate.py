@@ -38,9 +38,8 @@ class Evaluation:
         module.eval()
         num, rank, world_size = len(self.data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
-        added: dict[
-            str, torch.Tensor
-        ] = {}  # on the device, which is waited for at the end, not for each batch
+        # On the device, which is waited for at the end and not for each batch.
+        added: dict[str, torch.Tensor] = {}
         measured_pairs: list[torch.Tensor] = []
         for batch in self._batches(own):
             measured = self._measure(engine, module, batch)

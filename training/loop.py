@@ -16,7 +16,6 @@ from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
-from nodekit.training.last_whole_step import LastWholeStep
 from nodekit.training.loading import loading
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.not_finite import check_loss, check_weights
@@ -25,6 +24,7 @@ from nodekit.training.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
+from nodekit.training.snapshots.emergency import LastWholeStep
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
 from nodekit.training.snapshots.manifest import Loaded
@@ -38,7 +38,7 @@ from nodekit.training.weights.best import Best
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
-from nodekit.training.world import SAVING_ALONE, World
+from nodekit.training.world import World
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -447,7 +447,6 @@ class Loop:
         state = {**self._state(), "sampler": self._next_samples, "step": step}
         if holds_gathered(state):
             return False
-        self.world.stage(SAVING_ALONE)
         return self.saver.save_alone(state, step=step)
 
     def _prepare_snapshots(self) -> None:

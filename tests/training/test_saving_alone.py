@@ -1,5 +1,7 @@
 """A rank that has lost another saves the step that it alone still has, before it ends."""
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -15,10 +17,11 @@ from torch import nn
 
 from nodekit.deploy.agent.hang import hang
 from nodekit.training import connections, world
-from nodekit.training.last_whole_step import LastWholeStep
 from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
 from nodekit.training.snapshots.fence import Fenced
 from nodekit.training.snapshots.snapshot import Snapshots
+from nodekit.training.world import World
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -86,6 +89,34 @@ def test_a_rank_that_still_saves_is_left_alone(tmp_path: Path, monkeypatch: pyte
     assert second.num_failed == 1
     assert second.save_if_newest({"x": torch.ones(1)}, step=3)
     assert not half.exists(), "now nobody writes it"
+
+
+def test_a_file_server_without_locks_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_descriptor: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(commit.time, "sleep", lambda _: pytest.fail("it waits"))
+    with commit.locked(tmp_path) as is_free:
+        assert is_free
+
+
+def test_a_state_that_cannot_be_made_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def state() -> object:
+        raise KeyError("no such tensor")
+
+    def train(alone: World) -> None:
+        with EmergencySave(Snapshots(tmp_path), alone, state) as emergency:
+            with emergency.update(3):
+                pass
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+    with World.from_env({}) as alone, pytest.raises(RuntimeError, match="closed by peer"):
+        train(alone)
+    assert "step 3 was not saved by this rank alone: 'no such tensor'" in caplog.text
 
 
 def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -53,14 +52,19 @@ def locked(folder: Path) -> Iterator[bool]:
         return
     import fcntl
 
-    descriptor, is_free = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), True
-    try:
+    def take() -> bool:
         try:
-            retried(partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            is_free = False
-        except OSError:
+            raise
+        except OSError:  # no locks here: it is no use to try again
             pass
+        return True
+
+    descriptor, is_free = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), False
+    try:
+        with suppress(BlockingIOError):
+            is_free = retried(take)
         yield is_free
     finally:
         with suppress(OSError):  # a data loader's workers, forked meanwhile, have it open too

@@ -9,11 +9,56 @@ from typing import Any
 import torch
 
 from nodekit.training.connections import is_lost_rank
-from nodekit.training.last_whole_step import LastWholeStep
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import SAVING_ALONE, World
 
 log = logging.getLogger("nodekit.training")
+
+
+class LastWholeStep:
+    """Which step the weights are of, between one update of them and the next; a forward pass changes buffers alone."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """No step is whole yet."""
+        self._buffers = list(module.buffers())
+        self._copies = [each.clone() for each in self._buffers]
+        self._is_within_step = False
+        self._step: int | None = None
+
+    def next_begins(self) -> None:
+        """The next step's forward pass will change the buffers (batch norm's means): keep them."""
+        self._is_within_step = True
+        if self._buffers:
+            torch._foreach_copy_(self._copies, self._buffers)
+
+    def update_begins(self) -> None:
+        """From here on, the weights are of no step."""
+        self._step = None
+
+    def is_done(self, step: int) -> None:
+        """The weights are those after ``step``."""
+        self._is_within_step = False
+        self._step = step
+
+    def found(self) -> int | None:
+        """The step, with the buffers as they were then; None while the weights are of no step."""
+        if self._step is not None and self._is_within_step and self._buffers:
+            torch._foreach_copy_(self._buffers, self._copies)
+        return self._step
+
+
+def save_alone(snapshots: Snapshots, world: World, state: Callable[[], Any], *, step: int) -> bool:
+    """Save what ``state`` returns without the other ranks, and have kit wait for it; False if it failed.
+
+    Any number of ranks may do so: in each folder the first one saves.
+    """
+    world.stage(SAVING_ALONE)
+    try:
+        snapshots.save_if_newest(state(), step=step, world_size=world.world_size)
+    except Exception as error:  # the one that has led here is the one to be raised
+        log.warning("step %d was not saved by this rank alone: %s", step, error)
+        return False
+    return not snapshots.num_failed
 
 
 class EmergencySave:
@@ -69,10 +114,5 @@ class EmergencySave:
         if not is_lost_rank(error) or self._world.backend != "gloo":
             return
         self._world.leave_others()
-        if (step := self._last.found()) is None:
-            return
-        self._world.stage(SAVING_ALONE)
-        try:
-            self._snapshots.save_if_newest(self._state(), step=step, world_size=self._world.world_size)
-        except Exception as problem:  # the error that has led here is the one to be raised
-            log.warning("step %d was not saved by this rank alone: %s", step, problem)
+        if (step := self._last.found()) is not None:
+            save_alone(self._snapshots, self._world, self._state, step=step)

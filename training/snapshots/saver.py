@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nodekit.training.reporting.report import Report
+from nodekit.training.snapshots.emergency import save_alone
 from nodekit.training.snapshots.fence import Fenced, fence_or_zero
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
@@ -180,12 +181,7 @@ class Saver:
         last_s, since_s = self.snapshots.last_save_s, time.monotonic() - self._last_s
         if last_s is not None and last_s > since_s:
             return True
-        try:
-            self.snapshots.save_if_newest(state, step=step, world_size=self._world.world_size)
-        except Exception as error:
-            log.warning("step %d was not saved by this rank alone: %s", step, error)
-            return False
-        return not self.snapshots.num_failed
+        return save_alone(self.snapshots, self._world, lambda: state, step=step)
 
     def wait(self) -> None:
         """Wait until the current save has succeeded or failed."""
