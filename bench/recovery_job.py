@@ -86,7 +86,7 @@ if "BENCH_EMERGENCY_SAVE" in os.environ:
     from nodekit.training import EmergencySave, Stop, World
 
     own_world = leaving.enter_context(World.from_env())  # it joins the process group
-    leaving.enter_context(Stop(on_signal=own_world.leave_others_if_lost))
+    leaving.enter_context(Stop())
 else:
     dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()

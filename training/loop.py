@@ -24,7 +24,7 @@ from nodekit.training.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.sampler import ElasticSampler
-from nodekit.training.snapshots.emergency import LastWholeStep
+from nodekit.training.snapshots.emergency import Kept, LastWholeStep
 from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
 from nodekit.training.snapshots.manifest import Loaded
@@ -55,8 +55,9 @@ class Loop:
         stop: Stop,
         *,
         without: Collection[tuple[int, int]] = (),
+        kept: Kept | None = None,
     ) -> None:
-        """Create everything and load the newest snapshot; the process group exists already.
+        """Create everything and load the newest snapshot, or what a rank has kept; the process group exists already.
 
         ``without`` has the epochs and offsets of batches that are not to be trained with.
         """
@@ -84,7 +85,7 @@ class Loop:
         self.is_sharded = options.snapshot_format == "sharded"
         world.stage("looking for the newest snapshot")
         snapshots, writes = self._open_snapshots(folder)
-        found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
+        found = newest_of_all(snapshots, world, writes=writes, is_mapped=True, kept=kept)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
@@ -116,6 +117,9 @@ class Loop:
         self._is_prepared = False
         self._owes_snapshot = False
         self._saved_step: int | None = None
+        if kept:  # not on any disk
+            self._step_is_whole()
+            self._prepare_snapshots()
 
     def _make_loader(self) -> None:
         data = self.task.train_data()
@@ -435,25 +439,35 @@ class Loop:
         self._next_samples = self.sampler.state_dict()
         self.last_whole_step.is_done(self.step)
 
-    def save_alone(self) -> bool:
-        """Save the last whole step without the other ranks, one of which is lost: else it would be done again.
+    def keep(self) -> Kept | None:
+        """The last whole step, which would be done again without it, for a rank that has lost another.
 
-        Where this rank has all of the state. Any number of ranks may do so: on each node the first one saves. False if
-        the step may not be saved.
+        Any number of ranks may save it: on each node the first one does. None where this rank has not all of the state,
+        or where no step is whole.
         """
         step = self.last_whole_step.found()
-        if step is None or self.local_sgd or self.is_sharded or self.world.backend != "gloo":
-            return False
+        if step is None or self.world.backend != "gloo":
+            return None
         state = {**self._state(), "sampler": self._next_samples, "step": step}
-        if holds_gathered(state):
-            return False
-        return self.saver.save_alone(state, step=step)
+        if not self._has_all_of(state):
+            return None
+        return Kept(
+            state,
+            (self.world.generation or 0, step),
+            functools.partial(self.saver.save_alone, state, step=step),
+        )
+
+    def _has_all_of(self, state: State) -> bool:
+        return not (self.local_sgd or self.is_sharded or holds_gathered(state))
 
     def _prepare_snapshots(self) -> None:
         """Make the memory for snapshots beside the next steps: now the optimizer has its state."""
         self._is_prepared = True
+        state = self._state()
         if self.saver.writes:
-            self.saver.snapshots.prepare(self._state())
+            self.saver.snapshots.prepare(state)
+        if self._has_all_of(state):
+            self.world.keeps_when_lost(lambda: True)
 
     def _state(self) -> State:
         """What a snapshot has; with --snapshot-format sharded, this rank's part of the tensors."""

@@ -274,6 +274,15 @@ class Options:
         may_change=True,
     )
 
+    on_lost_rank: str = _how(
+        "restart",
+        "when another rank is lost, under kit: save the last step and be started again, or keep it in memory, wait for "
+        "the other nodes and go on in the same process (engine ddp, over gloo; elsewhere restart)",
+        choices=["restart", "reform"],
+        type=str,
+        may_change=True,
+    )
+
     eval_every: int | None = _judged(
         None, "evaluate after every N steps too (default: after each epoch)", **_COUNT
     )

@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
@@ -23,6 +24,7 @@ from nodekit.training.stop import EXIT_STOPPED, Stop
 if TYPE_CHECKING:
     from nodekit.training.loop import Loop
     from nodekit.training.not_finite import NotFinite
+    from nodekit.training.snapshots.emergency import Kept
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
@@ -74,12 +76,9 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     from nodekit.training import rng
     from nodekit.training.engines.load import check_engine
     from nodekit.training.tasks import task_of
-    from nodekit.training.world import World
 
     refuse_unsafe(torch.__version__)
-    world = World.from_env(
-        environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
-    )
+    world = _world(options, environ)
     if options.gpus:
         _check_gpus(options.gpus, torch.cuda.device_count(), world.local_world_size, options.engine)
     if options.sync_bn and world.device.type == "cpu":
@@ -95,6 +94,14 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
         )
     rng.seed_all(options.seed, rank=0)  # a task may split its data at random, and all ranks must alike
     return world, task_of(options)
+
+
+def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World":
+    from nodekit.training.world import World
+
+    return World.from_env(
+        environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
+    )
 
 
 def _check_gpus(gpus: Sequence[int], num_visible: int, num_ranks: int, engine: str) -> None:
@@ -154,57 +161,114 @@ def _prints(world: "World") -> bool:
 
 
 def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
-    """Join the other ranks, train, and return the exit status."""
+    """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
+    from nodekit.training import reform
+
+    with world, Stop(options.grace) as stop:
+        if parent is not None:
+            parent.stops_by(stop)
+        ended = _attempt(options, world, task, folder, stop, parent)
+        while not isinstance(ended, int):
+            kept = ended
+            if (following := reform.next_world(kept, world, stop, lambda: _world(options))) is None:
+                kept.save()
+                return stop.exit_code
+            world = following
+            ended = _attempt(options, world, task, folder, stop, parent, kept)
+        return ended
+
+
+def _attempt(
+    options: Options,
+    world: "World",
+    task: "Task",
+    folder: Path,
+    stop: Stop,
+    parent: Parent | None,
+    kept: "Kept | None" = None,
+) -> "int | Kept":
+    """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
+    from nodekit.training import reform
     from nodekit.training.connections import is_lost_rank
-    from nodekit.training.loop import Loop
-    from nodekit.training.not_finite import NotFinite
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
 
-    with world, Stop(options.grace, on_signal=world.leave_others_if_lost) as stop:
+    loops: list[Loop] = []
+    try:
+        if kept is not None:
+            world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
-        loop = None
-        try:
-            if parent is not None:
-                parent.stops_by(stop)
-            left_out: set[tuple[int, int]] = set()
-            for number in count(1):
-                loop = Loop(options, world, task, folder, stop, without=left_out)
-                _KEPT_ALIVE.append(loop)
-                gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
-                try:
-                    result = loop.run()
-                    break
-                except NotFinite as error:
-                    _judge(error, options, world, number)
-                    left_out.update(error.batches)
-                _leave(loop)
-                loop = None
-                gc.collect()  # the next one needs its memory
-            world.close()  # here, where it cannot take longer than the grace if a signal comes
-        except Fenced as error:
-            stop.end_within_grace(EXIT_FENCED)
-            print(f"nodekit: {error}", file=sys.stderr)
-            world.close()
-            return EXIT_FENCED
-        except Exception as error:
-            _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
-            code = stop.exit_code if stop.requested else 1
-            stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
-            is_saved = False
-            if not stop.requested and (parent is None or parent.is_first()):
-                _report(error)
-            if loop is not None:
-                if is_lost_rank(error):
-                    world.leave_others()
-                    is_saved = loop.save_alone()
-                loop.saver.settle()  # a snapshot on its way to the disk is work saved
-            if stop.requested and not is_saved:
-                print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
-            world.close()
-            return code
+        result = _run_loops(loops, options, world, task, folder, stop, kept)
+        world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
+    except Fenced as error:
+        stop.end_within_grace(EXIT_FENCED)
+        print(f"nodekit: {error}", file=sys.stderr)
+        world.close()
+        return EXIT_FENCED
+    except Exception as error:
+        loop = loops.pop() if loops else None
+        is_lost = is_lost_rank(error)
+        if is_lost:
+            world.leave_others()
+            if loop is not None:
+                kept = loop.keep()
+            if kept is not None and not stop.requested and reform.can_go_on(options, world):
+                print(
+                    f"nodekit: another rank is lost: waiting with step {kept.age[1]} ({error})",
+                    file=sys.stderr,
+                )
+                if loop is not None:
+                    _leave(loop)
+                reform.leave(world)
+                traceback.clear_frames(error.__traceback__)
+                return kept
+        _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
+        code = stop.exit_code if stop.requested else 1
+        stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
+        if not stop.requested and (parent is None or parent.is_first()):
+            _report(error)
+        is_saved = is_lost and kept is not None and kept.save()
+        if loop is not None:
+            loop.saver.settle()  # a snapshot on its way to the disk is work saved
+        if stop.requested and not is_saved:
+            print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
+        world.close()
+        return code
+
+
+def _run_loops(
+    loops: "list[Loop]",
+    options: Options,
+    world: "World",
+    task: "Task",
+    folder: Path,
+    stop: Stop,
+    kept: "Kept | None",
+) -> dict[str, Any] | None:
+    """Train to the end, perhaps going back to a snapshot by ``--on-nan``; ``loops`` holds the present one."""
+    from nodekit.training.loop import Loop
+    from nodekit.training.not_finite import NotFinite
+
+    left_out: set[tuple[int, int]] = set()
+    for number in count(1):
+        loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept)
+        if kept is not None:
+            kept.state = None  # the loop has it now
+        loops.append(loop)
+        _KEPT_ALIVE.append(loop)
+        gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
+        try:
+            return loop.run()
+        except NotFinite as error:
+            _judge(error, options, world, number)
+            left_out.update(error.batches)
+        loops.remove(loop)
+        _leave(loop)
+        del loop
+        gc.collect()  # the next one needs its memory
+    raise AssertionError("it counts for ever")
 
 
 def _judge(error: "NotFinite", options: Options, world: "World", number: int) -> None:

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -34,10 +33,9 @@ class Stop:
     reads the interpreter's wake-up descriptor, and can end the process by itself.
     """
 
-    def __init__(self, grace_s: float = 20.0, *, on_signal: Callable[[], None] = lambda: None) -> None:
-        """``on_signal`` is called by the thread for each signal."""
+    def __init__(self, grace_s: float = 20.0) -> None:
+        """Nothing is requested yet."""
         self.grace_s = grace_s
-        self._on_signal = on_signal
         self.exit_code = EXIT_STOPPED
         self._interrupted_s: float | None = None
         self._requested = threading.Event()
@@ -96,7 +94,6 @@ class Stop:
                 if not self.requested:
                     self.exit_code = 128 + signal.SIGINT
             self.request()
-            self._on_signal()
 
     def _deadline(self, exit_code: int) -> None:
         if not self._left.wait(self.grace_s):

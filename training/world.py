@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 
 from nodekit.training import connections, recorder
+from nodekit.training.agent_messages import AgentMessages, messages_from
 from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
 
 STAGE = "starting: "
 """What a progress file begins with before the first step."""
-SAVING_ALONE = "saving a snapshot alone, since another rank is lost"
+KEEPING = "another rank is lost: keeping the newest step"
 """The stage in which kit does not end this rank before the grace is over."""
+WAITING = "another rank is lost: waiting with the newest step"
+"""The stage in which kit has this process go on in the next attempt."""
 _PROGRESS_BYTES = 80
 
 T = TypeVar("T")
@@ -76,8 +79,8 @@ class World:
     """Where it writes events for kit, one JSON object per line."""
     on_nan: str = "stop"
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
-    lost_file: Path | None = None
-    """Where kit says, before it stops this rank, that another one is lost."""
+    agent_pipe: Path | None = None
+    """Where kit says that another rank is lost (see ``agent_messages``)."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
 
@@ -135,7 +138,7 @@ class World:
             progress_file=_path(env, "NODEKIT_PROGRESS_FILE"),
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
-            lost_file=_path(env, "NODEKIT_LOST_FILE"),
+            agent_pipe=_path(env, "NODEKIT_AGENT_PIPE"),
             recorder_files=_recorder_files(env),
         )
 
@@ -183,6 +186,8 @@ class World:
             )
         if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
             recorder.answer(*self._own_recorder_files(self.recorder_files))
+        if self.messages is not None:
+            self.messages.when_lost(self.leave_others)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
 
@@ -193,6 +198,8 @@ class World:
 
     def close(self) -> None:
         """Leave the process group; does nothing where there is none."""
+        if self.messages is not None:
+            self.messages.when_lost(None)
         if dist.is_initialized():
             dist.destroy_process_group()
             if self.recorder_files and self.backend == "gloo":
@@ -208,10 +215,24 @@ class World:
         if self.backend == "gloo":
             connections.shut_down()
 
-    def leave_others_if_lost(self) -> None:
-        """`leave_others`, if kit says that another rank is lost: this one may wait for it in a collective."""
-        if self.lost_file is not None and self.lost_file.exists():
+    @property
+    def messages(self) -> AgentMessages | None:
+        """What kit tells this rank while it runs; None without kit."""
+        return messages_from(self.agent_pipe) if self.agent_pipe else None
+
+    def keeps_when_lost(self, is_there: Callable[[], bool]) -> None:
+        """Have kit wait for this rank, when another one is lost, if by then ``is_there`` something to be saved.
+
+        With gloo only, as `leave_others`.
+        """
+
+        def when_lost() -> None:
+            if self.backend == "gloo" and is_there():
+                self.stage(KEEPING)
             self.leave_others()
+
+        if self.messages is not None:
+            self.messages.when_lost(when_lost)
 
     def stage(self, text: str) -> None:
         """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters."""

@@ -81,8 +81,9 @@ class Agent:
         self._straggler_watch = StragglerWatch(record, spec.window_s)
         self._orders = Orders(self._folder)
         self._replicas = Replicas.of(spec, record.event)
-        # For the rendezvous, should the supervisor choose this node.
-        self._held = ports.listen(spec.local_addr)
+        self._held = ports.listen(
+            spec.local_addr
+        )  # for the rendezvous, should the supervisor choose this node
         self._orphaned: list[float] = []
         self._voters = self._orders.voters(spec.known_voters())
         self._failed_as = ""
@@ -359,6 +360,8 @@ class Agent:
                 self._record.update(workers=[])
                 attempts.tell_end("done")
                 return "done"
+            if attempts.hears_of_a_loss():
+                rendezvous.tell_broken(formed.round, is_explained=False)
             if rendezvous.is_broken(formed.round):
                 return self._after_failure(rendezvous, formed)
             if time.monotonic() < members_at:
@@ -395,8 +398,8 @@ class Agent:
         gone = sorted(set(formed.names) - rendezvous.here) if lost else []
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
-            # Those that wait in NCCL do not find out.
-            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost", is_lost=True)
+            wait_s = 0 if self._spec.gpus else DYING_S  # those that wait in NCCL do not find out
+            self._end_attempt(wait_s, "a node is lost", is_lost=True)
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in")
         return self._again_or_give_up()
@@ -406,7 +409,7 @@ class Agent:
         wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
         failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
-        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed")
+        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed", is_lost=True)
         self._record.failed(failures)
         if own:
             said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from nodekit.training.connections import is_lost_rank
 from nodekit.training.snapshots.snapshot import Snapshots
-from nodekit.training.world import SAVING_ALONE, World
+from nodekit.training.world import KEEPING, World
 
 log = logging.getLogger("nodekit.training")
 
@@ -24,6 +25,8 @@ class LastWholeStep:
         self._copies = [each.clone() for each in self._buffers]
         self._is_within_step = False
         self._step: int | None = None
+        self.is_there = False
+        """Whether any step has been whole."""
 
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
@@ -37,7 +40,7 @@ class LastWholeStep:
 
     def is_done(self, step: int) -> None:
         """The weights are those after ``step``."""
-        self._is_within_step = False
+        self._is_within_step, self.is_there = False, True
         self._step = step
 
     def found(self) -> int | None:
@@ -52,13 +55,25 @@ def save_alone(snapshots: Snapshots, world: World, state: Callable[[], Any], *, 
 
     Any number of ranks may do so: in each folder the first one saves.
     """
-    world.stage(SAVING_ALONE)
+    world.stage(KEEPING)
     try:
         snapshots.save_if_newest(state(), step=step, world_size=world.world_size)
     except Exception as error:  # the one that has led here is the one to be raised
         log.warning("step %d was not saved by this rank alone: %s", step, error)
         return False
     return not snapshots.num_failed
+
+
+@dataclass
+class Kept:
+    """The state of a step in the memory of a rank that has lost another, and goes on in the next attempt."""
+
+    state: Any
+    """What a snapshot of the step has."""
+    age: tuple[int, int]
+    """(generation, step)."""
+    save: Callable[[], bool]
+    """Saves it without the other ranks; False if that failed."""
 
 
 class EmergencySave:
@@ -98,6 +113,7 @@ class EmergencySave:
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
 
     def __enter__(self) -> "EmergencySave":
+        self._world.keeps_when_lost(lambda: self._last.is_there)
         return self
 
     @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from nodekit.training.snapshots.commit import NOT_FOUND, retried
+from nodekit.training.snapshots.emergency import Kept
 from nodekit.training.snapshots.fence import Fence, Fenced
 from nodekit.training.snapshots.found import Found, check_loss
-from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload
+from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload, save_payload
 from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 
@@ -22,7 +23,12 @@ _CHUNK_BYTES = 32 << 20
 
 
 def newest_of_all(
-    snapshots: Snapshots, world: World, *, writes: bool | None = None, is_mapped: bool | None = None
+    snapshots: Snapshots,
+    world: World,
+    *,
+    writes: bool | None = None,
+    is_mapped: bool | None = None,
+    kept: Kept | None = None,
 ) -> Loaded | None:
     """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
 
@@ -36,6 +42,8 @@ def newest_of_all(
         writes: whether this rank writes to the folder; None: every node's first rank does.
         is_mapped: leave large tensors in the file, in memory that the ranks of a node share: for a state that is
             copied and not kept. None: where there is a GPU, to which loading copies it.
+        kept: what this rank has in memory, if it was in an attempt before: the newest of these is sent to the others
+            unless a snapshot is newer.
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
@@ -48,7 +56,12 @@ def newest_of_all(
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     lost: dict[tuple[int, int], str] = {}
-    known, expected = max(world.gather(world.expected_snapshot)), ""
+    said = world.gather((world.expected_snapshot, kept.age if kept else None))
+    if any(age for _, age in said) and (
+        loaded := _from_memory(snapshots, world, kept, [age for _, age in said])
+    ):
+        return loaded
+    known, expected = max(text for text, _ in said), ""
     while True:
         is_first = world.is_first_on_node
         here = snapshots.look(lost, expected=expected, is_mapped=is_mapped) if is_first else Found()
@@ -74,6 +87,44 @@ def newest_of_all(
         if loaded:
             return loaded
         lost[age] = f"{manifest.name}: rank {-negative_rank} could read it once, and not again"
+
+
+def _from_memory(
+    snapshots: Snapshots, world: World, kept: Kept | None, ages: Sequence[tuple[int, int] | None]
+) -> Loaded | None:
+    """The newest state that ranks have kept, on every rank; None on every rank if a snapshot is newer."""
+    newest = max(age for age in ages if age)
+    here = (-1, -1)
+    if world.is_first_on_node:
+        with suppress(OSError):  # at worst, a step is done again
+            here = snapshots.newest_age() or here
+    if max(world.gather(here)) > newest:
+        return None
+    source = ages.index(newest)
+    manifest = Manifest(
+        generation=newest[0],
+        step=newest[1],
+        world_size=world.world_size,
+        sha256={},
+        size_bytes={},
+        saved_at="",
+    )
+    state = kept.state if kept and kept.age == newest else None
+    if set(ages) != {newest}:
+        data, payload = io.BytesIO(), None
+        if world.rank == source:
+            payload = save_payload(state, data)
+        size_bytes, sha256 = world.gather((payload.size_bytes, payload.sha256) if payload else (0, ""))[
+            source
+        ]
+        is_received = state is None
+        _send(world, size_bytes, source, partial(_copy_into, data), data.write if is_received else None)
+        if is_received and hashlib.sha256(data.getbuffer()).hexdigest() == sha256:
+            data.seek(0)
+            state = load_payload(data)
+    if not all(world.gather(state is not None)):
+        return None
+    return Loaded(state, manifest, f"what rank {source} has kept in memory")
 
 
 def _newest_fence(snapshots: Snapshots, world: World) -> int:
@@ -215,6 +266,11 @@ def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
     )
 
 
+def _copy_into(data: io.BytesIO, part: torch.Tensor, start: int) -> None:
+    data.seek(start)
+    data.readinto(part.numpy().data)
+
+
 def _read_into(part: torch.Tensor, path: Path, start: int) -> None:
     with path.open("rb") as file:
         file.seek(start)
@@ -233,16 +289,30 @@ def _broadcast(
     All ranks take part in every chunk, also those that have it: a rank that waited for the whole transfer would run
     into the process group's timeout.
     """
-    size_bytes = manifest.size_bytes[manifest.payload]
-    chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
     path = snapshots.folder / manifest.payload
+
+    def read(part: torch.Tensor, start: int) -> None:
+        try:
+            retried(partial(_read_into, part, path, start))
+        except OSError as error:  # the others wait: send the chunk anyhow; the hash will be wrong
+            log.warning("cannot read %s: %s", path, error)
+
+    _send(world, manifest.size_bytes[manifest.payload], source, read, receive)
+
+
+def _send(
+    world: World,
+    size_bytes: int,
+    source: int,
+    read: Callable[[torch.Tensor, int], None],
+    receive: Callable[[memoryview], object] | None,
+) -> None:
+    """Send so many bytes in chunks from rank ``source``, where ``read`` fills each from its start on."""
+    chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
     for start in range(0, size_bytes, _CHUNK_BYTES):
         part = chunk[: size_bytes - start]
         if world.rank == source:
-            try:
-                retried(partial(_read_into, part, path, start))
-            except OSError as error:  # the others wait: send the chunk anyhow; the hash will be wrong
-                log.warning("cannot read %s: %s", path, error)
+            read(part, start)
         sent = part.to(world.device)
         dist.broadcast(sent, src=source)
         if receive:

@@ -177,8 +177,9 @@ class Saver:
 
         A rank that does not write otherwise does too: the one that would may be lost.
         """
+        since_s = time.monotonic() - self._last_s  # without what the disk takes for the last one
         self.settle()
-        last_s, since_s = self.snapshots.last_save_s, time.monotonic() - self._last_s
+        last_s = self.snapshots.last_save_s
         if last_s is not None and last_s > since_s:
             return True
         return save_alone(self.snapshots, self._world, lambda: state, step=step)

@@ -201,6 +201,14 @@ class Snapshots:
                 self._reject(name, error)
         return found
 
+    def newest_age(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest, by its name alone.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return max(map(age_of, self._listed()), default=None)
+
     def load(self) -> Loaded | None:
         """Load the newest intact one, on the CPU; None if there has never been one.
 

@@ -22,8 +22,9 @@ _STARTING = (
 )
 STAGE = "starting: "
 """What a rank's progress file begins with before its first step, if it tells its stages (training/world.py)."""
-SAVING_ALONE = "saving a snapshot alone, since another rank is lost"
-"""The stage of a rank that is not to be ended yet (likewise)."""
+KEEPING = "another rank is lost: keeping the newest step"
+WAITING = "another rank is lost: waiting with the newest step"
+"""The stages of a rank that is not to be ended yet, and of one that goes on in the next attempt (likewise)."""
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")
 

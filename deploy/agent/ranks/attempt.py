@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nodekit.deploy.agent.ranks.failures import (
     tells_its_end,
 )
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.messages import Messages
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed
 from nodekit.deploy.agent.spec import AgentSpec
@@ -45,7 +46,9 @@ class Attempts:
         self._record = record
         self._name = spec.name
         self._folder = Path(spec.node_dir)
-        self._lost_file = self._folder / "rank-lost"
+        self._messages = Messages(self._folder / "messages")
+        self._told_lost: set[int] = set()  # local ranks that have heard of this attempt's loss
+        self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
@@ -63,7 +66,10 @@ class Attempts:
         Raises:
             OSError: the snapshot folder cannot be made, or what is expected in it cannot be read.
         """
-        self._lost_file.unlink(missing_ok=True)
+        self._messages.prepare(range(spec.nproc_per_node))
+        if self._messages.inbox is not None:
+            self.workers.wake_by(self._messages.inbox)
+            self._messages.is_heard()  # of the last attempt
         self._record.make_snapshot_dir()
         self._expected_snapshot = self._record.expected_snapshot
         self._attempt = f"{spec.generation}.{formed.round}"
@@ -83,21 +89,25 @@ class Attempts:
         _name_threads()
 
     def start(self, spec: AgentSpec, formed: Formed) -> None:
-        """Start the ranks."""
+        """Start the ranks; those that have stayed go on."""
         self.recorder = flight.environment(self._record.flight_dir, os.environ, torch.__version__)
         self._kills = kernel.oom_kills()
-        pids = self.workers.start(
-            [
-                WorkerStart(
-                    local_rank=local_rank,
-                    argv=spec.argv,
-                    env=self._environment(spec, formed, local_rank, rank),
-                    cwd=spec.code_dir,
-                    log=self._log_of(rank),
-                )
-                for local_rank, rank in self.ranks.items()
-            ]
-        )
+        starts = [
+            WorkerStart(
+                local_rank=local_rank,
+                argv=spec.argv,
+                env=self._environment(spec, formed, local_rank, rank),
+                cwd=spec.code_dir,
+                log=self._log_of(rank),
+            )
+            for local_rank, rank in self.ranks.items()
+        ]
+        stayed, self._staying, self._told_lost = self._staying, set(), set()
+        for start in starts:
+            if start.local_rank in stayed:
+                changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
+                self._messages.send(start.local_rank, {"next": changes, "log": start.log})
+        pids = self.workers.start([start for start in starts if start.local_rank not in stayed])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
         workers = [
@@ -108,6 +118,7 @@ class Attempts:
             "attempt": self._attempt,
             "world_size": self._world_size,
             "workers": workers,
+            "stayed": sorted(self.ranks[local_rank] for local_rank in stayed),
         }
         self._record.update(
             state="running",
@@ -151,7 +162,7 @@ class Attempts:
             "NODEKIT_SNAPSHOT_EXPECTED": self._expected_snapshot,
             "NODEKIT_PROGRESS_FILE": str(self._record.progress_dir / f"rank{rank}"),
             "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
-            "NODEKIT_LOST_FILE": str(self._lost_file),
+            "NODEKIT_AGENT_PIPE": str(self._messages.path(local_rank)),
         }
 
     def _say_of_logs(self, kind: EventKind, **fields: Any) -> None:
@@ -193,12 +204,12 @@ class Attempts:
         """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so.
 
         Where one has said why it failed, nobody is waited for: those that wait in NCCL would not end. Who ended after a
-        snapshot, asked to, or because it was fenced, has not failed.
+        snapshot, asked to, or because it was fenced, has not failed, nor has who waits for the next attempt.
         """
         deadline, num_ended = time.monotonic() + wait_s, 0
-        is_saved_by = time.monotonic() + self._grace_s
-        while len(exits := self.poll()) < len(self.ranks):
-            if time.monotonic() > deadline and not self._saves_alone(exits, is_saved_by):
+        keeping = self._tell_lost()
+        while len(exits := self.poll()) < len(self.ranks) - len(self._stay()):
+            if time.monotonic() > deadline and not keeping():
                 break
             if len(exits) > num_ended and self.say_why(exits):
                 deadline = min(deadline, time.monotonic() + ALSO_S)
@@ -214,28 +225,54 @@ class Attempts:
             for rank, code in exits.items()
         )
 
-    def _saves_alone(self, exits: Collection[int], until: float) -> bool:
-        """Whether a rank still saves what it alone has, before that time."""
-        if time.monotonic() > until:
-            return False
+    def _tell_lost(self) -> Callable[[], bool]:
+        """Tell the ranks that another one is lost: some may wait for it in a collective, and some keep what they have.
+
+        The returned function says whether a rank has said that it does, and is not done, within the spec's grace.
+        """
+        until = time.monotonic() + self._grace_s
+        for local_rank in self.workers.pids:
+            if local_rank not in self._told_lost and self._messages.send(local_rank, {"lost": True}):
+                self._told_lost.add(local_rank)
+        keeping: set[int] = set()  # what it does meanwhile may be told in place of that
+
+        def is_kept() -> bool:
+            keeping.update(self._in_stage(hang.KEEPING))
+            left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
+            return time.monotonic() < until and not keeping.isdisjoint(left)
+
+        return is_kept
+
+    def hears_of_a_loss(self) -> bool:
+        """Whether a rank has said, since the last call, that it has lost another one and waits for the next attempt."""
+        return self._messages.is_heard()
+
+    def _stay(self) -> set[int]:
+        """The local ranks that wait for the next attempt."""
+        if self._told_lost:
+            self._staying.update(self._in_stage(hang.WAITING))
+        self._staying -= self.workers.poll().keys()
+        return self._staying
+
+    def _in_stage(self, stage: str) -> set[int]:
         told = hang.read_progress(self._record.progress_dir)
-        return any(
-            rank in told and told[rank].stage == hang.SAVING_ALONE
-            for rank in {*self.ranks.values()} - {*exits}
-        )
+        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage == stage}
 
     def end(self, grace_s: float, why: str, *, is_lost: bool = False) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
         Where a rank is lost (`is_lost`), others may wait for it in a collective: they are to leave it, and have until
-        the spec's grace is over if they save what they have.
+        the spec's grace is over to keep what they have; those that wait with it for the next attempt stay.
         """
         known = len(self.workers.stuck)
-        until = time.monotonic() + self._grace_s
-        if is_lost and grace_s:
-            with contextlib.suppress(OSError):
-                self._lost_file.touch(mode=0o600)
-        self.workers.stop(grace_s, is_wanted=lambda: is_lost and self._saves_alone(self.poll(), until))
+        if is_lost:
+            self.workers.stop(
+                grace_s, is_wanted=self._tell_lost(), unsignalled=self._told_lost, staying=self._stay
+            )
+        else:
+            # Those that wait for an attempt which does not come save what they have.
+            self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)
+            self._staying.clear()
         for each in self.workers.stuck[known:]:
             rank = None if each.local_rank is None else self.ranks.get(each.local_rank)
             told = {"rank": rank, "pid": each.pid, "state": each.state, "wchan": each.wchan}

@@ -40,16 +40,19 @@ def signal_groups(pids: Mapping[int, int], number: int) -> None:
             os.kill(pid, number)  # it has not come to have its own group
 
 
-def clear_up(pids: Mapping[int, int], *, but: Collection[int] = ()) -> dict[int, tuple[str, str]]:
+def clear_up(
+    pids: Mapping[int, int], *, but: Collection[int] = (), stay: Collection[int] = ()
+) -> dict[int, tuple[str, str]]:
     """Kill and reap workers, their groups, and whatever else they left to us: all that is in another session.
 
-    Nothing is done about `but`. Returns those that SIGKILL does not end, as where the driver of a lost GPU never
-    answers: pid → state and wchan.
+    Nothing is done about `but`, nor about the workers that `stay` and what is in their sessions. Returns those that
+    SIGKILL does not end, as where the driver of a lost GPU never answers: pid → state and wchan.
     """
     signal_groups(pids, signal.SIGKILL)
     stuck = _reap(pids.values())
+    spared = {os.getsid(0), *stay}
     while strays := [
-        pid for pid in _children() if os.getsid(pid) != os.getsid(0) and pid not in (*stuck, *but)
+        pid for pid in _children() if os.getsid(pid) not in spared and pid not in (*stuck, *but)
     ]:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)

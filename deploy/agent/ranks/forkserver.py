@@ -151,8 +151,10 @@ class _Server:
             if request["op"] == "start":
                 answer["fresh"] = self._start(request["starts"], requests)
             elif request["op"] == "clear":
-                answer["stuck"] = found = children.clear_up(self._pids, but=self._stuck)
-                self._pids = {}
+                stay = {key: pid for key, pid in self._pids.items() if key in request["stay"]}
+                ending = {key: pid for key, pid in self._pids.items() if key not in stay}
+                found = children.clear_up(ending, but=self._stuck, stay=stay.values())
+                answer["stuck"], self._pids = found, stay
                 self._stuck |= found.keys()
             answer["pids"] = self._pids
             answer["ended"] = children.exit_codes(self._pids)

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,8 @@ class Workers:
         return dict(self._pids)
 
     def start(self, starts: Sequence[WorkerStart]) -> dict[int, int]:
-        """Start a round of workers: local rank → pid."""
-        assert not self._pids, "stop comes before the next start"
+        """Start a round of workers, beside those that have stayed: local rank → pid, of all."""
+        assert not any(start.local_rank in self._pids for start in starts), "stop comes before the next start"
         self.fresh, self._ended = {}, {}
         requests = [
             {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)}
@@ -128,6 +128,10 @@ class Workers:
             os.eventfd_read(self._bell)
         return bool(found) or not is_sure
 
+    def wake_by(self, descriptor: int) -> None:
+        """Have `wait` end, too, while there is something to be read from this."""
+        self._ends.register(descriptor, select.POLLIN)
+
     def wake(self) -> None:
         """End the present `wait`, or the next; from any thread."""
         os.eventfd_write(self._bell, 1)
@@ -145,34 +149,55 @@ class Workers:
             self._ended = children.exit_codes(self._pids)
         return dict(self._ended)
 
-    def stop(self, grace_s: float, *, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+    def stop(
+        self,
+        grace_s: float,
+        *,
+        is_wanted: Callable[[], bool] = lambda: False,
+        unsignalled: Collection[int] = (),
+        staying: Callable[[], Collection[int]] = tuple,
+    ) -> bool:
         """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that.
 
-        After `grace_s`, this goes on waiting while `is_wanted`.
+        Args:
+            grace_s: until SIGKILL.
+            is_wanted: after `grace_s`, this goes on waiting while it is true.
+            unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
+            staying: those that are not to be ended by now, but are to be there at the next `start`.
         """
         deadline = time.monotonic() + grace_s
-        ended = self.poll()
-        if grace_s > 0 and len(ended) < len(self._pids):
-            children.signal_groups(self._pids, signal.SIGTERM)
-            children.signal_groups(self._pids, signal.SIGCONT)  # a stopped one hears only this
-            while len(ended := self.poll()) < len(self._pids):
+        left = self._left(staying)
+        if grace_s > 0 and left:
+            signalled = {key: pid for key, pid in left.items() if key not in unsignalled}
+            children.signal_groups(signalled, signal.SIGTERM)
+            children.signal_groups(left, signal.SIGCONT)  # a stopped one hears only this
+            while left := self._left(staying):
                 if time.monotonic() > deadline and not is_wanted():
                     break
                 time.sleep(_POLL_S)
-        killed = len(ended) < len(self._pids)
         pids = dict(self._pids)
-        if self._served and (answer := self._ask("clear")) is not None:
+        stay = {
+            key: pid for key, pid in pids.items() if key in staying() and key not in (*left, *self._ended)
+        }
+        if self._served and (answer := self._ask("clear", stay=[*stay])) is not None:
             stuck = {int(pid): where for pid, where in answer["stuck"].items()}
         else:
-            stuck = children.clear_up(self._pids, but=[each.pid for each in self.stuck])
+            but = [each.pid for each in self.stuck]
+            ending = {key: pid for key, pid in pids.items() if key not in stay}
+            stuck = children.clear_up(ending, but=but, stay=stay.values())
+            self._pids = stay
         for pid, (state, wchan) in stuck.items():
             local_rank = next((key for key, each in pids.items() if each == pid), None)
             self.stuck.append(Stuck(pid=pid, local_rank=local_rank, state=state, wchan=wchan))
         for pid in list(self._handles):
             self._forget(pid)
-        self._pids = {}
-        self._served = False
-        return killed
+        self._served = self._served and bool(self._pids)
+        return bool(left)
+
+    def _left(self, staying: Callable[[], Collection[int]]) -> dict[int, int]:
+        """Local rank → pid of those that have not ended, nor are to stay."""
+        ended, stay = self.poll(), staying()
+        return {key: pid for key, pid in self._pids.items() if key not in ended and key not in stay}
 
     def _ask(self, op: str, **args: Any) -> dict[str, Any] | None:
         """The server's answer; None without a server, whose children are then ours."""

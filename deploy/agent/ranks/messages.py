@@ -1,0 +1,63 @@
+"""What an agent tells its node's ranks while they run: a line of JSON in a FIFO that a rank may read.
+
+In another FIFO a rank may say that it waits for the next attempt. `training/agent_messages.py` is the other end. Who does
+not read is told nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Messages:
+    """A FIFO for each local rank, and one for the agent, in a folder of the node's."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is made by `prepare`."""
+        self._folder = folder
+        self.inbox: int | None = None
+        """The descriptor from which `is_heard` reads, to wait for it by `poll`; None where there is none."""
+
+    def path(self, local_rank: int) -> Path:
+        """Where this rank reads."""
+        return self._folder / f"local{local_rank}"
+
+    def prepare(self, local_ranks: Iterable[int]) -> None:
+        """Have the FIFOs there; a file system that has none does without them."""
+        inbox = self._folder / "agent"
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        for path in (inbox, *map(self.path, local_ranks)):
+            with contextlib.suppress(OSError):
+                os.mkfifo(path, 0o600)
+        if self.inbox is None:
+            with contextlib.suppress(OSError):  # for writing too: else it would end with each rank
+                self.inbox = os.open(inbox, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def is_heard(self) -> bool:
+        """Whether a rank has said something since the last call."""
+        if self.inbox is None:
+            return False
+        try:
+            return bool(os.read(self.inbox, 1 << 16))
+        except BlockingIOError:
+            return False
+
+    def send(self, local_rank: int, message: Mapping[str, Any]) -> bool:
+        """Tell a rank; False if it does not read."""
+        try:
+            handle = os.open(self.path(local_rank), os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # ENXIO: nobody reads
+            return False
+        try:
+            line = json.dumps(message).encode() + b"\n"
+            return os.write(handle, line) == len(line)
+        except OSError:  # it reads no more
+            return False
+        finally:
+            os.close(handle)

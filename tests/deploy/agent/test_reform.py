@@ -1,0 +1,103 @@
+"""Ranks that lose another one go on in the same process, with the state that they have."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agents, until
+
+pytestmark = pytest.mark.slow
+
+JOB = """
+import os, signal, time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return super().loss(model, batch)
+"""
+STEPS = 3 * 23
+
+
+class Run:
+    """Some nodes on this machine that train the module's own task without any snapshot before the last step."""
+
+    def __init__(self, agents: Agents, *more: str, num_nodes: int = 3, **changes: Any) -> None:
+        self.agents = agents
+        command = (
+            "python", "-u", "-m", "nodekit.training", "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
+            "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
+        )  # fmt: skip
+        agents.start(JOB, num_nodes=num_nodes, argv=command, **{"max_restarts": 5, **changes})
+        self.names = [f"n{number}" for number in range(num_nodes)]
+
+    def pids(self) -> dict[str, list[int]]:
+        """Of each node's ranks."""
+        return {name: [each["pid"] for each in self.agents.status(name)["workers"]] for name in self.names}
+
+    def wait_step(self, step: int) -> None:
+        def there() -> bool:
+            text = self.agents.status("n0").get("progress") or "0"
+            return int(text.partition("/")[0]) >= step
+
+        until(there, what=f"step {step}")
+
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        lines = (self.agents.node_dir(name) / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def end(self) -> dict[int, float]:
+        """Wait for the end: the loss of each step."""
+        for name in self.names:
+            assert self.agents.wait(name, "succeeded")["state"] == "succeeded", self.logs()
+        return self.losses("n0")
+
+    def output(self, name: str) -> Path:
+        folder = self.agents.folder / "output"
+        return folder if name == "n0" else folder / f"node{name[1:]}"
+
+    def losses(self, name: str) -> dict[int, float]:
+        lines = (self.output(name) / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+    def result(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.output(name) / "result.json").read_text())
+        return found
+
+    def logs(self) -> str:
+        paths = sorted(self.agents.folder.glob("n*/logs/*.log"))
+        return "\n".join(f"--- {path.parent.parent.name} {path.name}\n{path.read_text()}" for path in paths)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], str]:
+    """The losses, and the hash of the weights."""
+    agents = Agents(tmp_path_factory.mktemp("unbroken"))
+    try:
+        run = Run(agents)
+        return run.end(), run.result("n0")["weights_sha256"]
+    finally:
+        agents.close()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_stay_and_no_step_is_lost(
+    agents: Agents, unbroken: tuple[dict[int, float], str], killed: int
+) -> None:
+    run = Run(agents)
+    run.wait_step(20)
+    before = run.pids()
+    os.kill(before[f"n{killed}"][0], signal.SIGKILL)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    for name in run.names:
+        first, second = run.events(name, "workers-started")
+        stay = name != f"n{killed}"
+        assert bool(second["stayed"]) == stay
+        assert ([each["pid"] for each in second["workers"]] == before[name]) == stay
+        assert first["stayed"] == []
+    assert "in memory" in run.result("n0")["resumed_from"]
+    assert run.result("n0")["resumed_at_step"] >= 20

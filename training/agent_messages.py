@@ -1,0 +1,81 @@
+"""What kit's agent on this node tells a rank while it runs: that another rank is lost, and where training goes on.
+
+Each message is a line of JSON in a FIFO (deploy/agent/ranks/messages.py): ``{"lost": true}``, or ``{"next": {...}}``
+with the environment of the next attempt, for a rank that waits for it.
+"""
+
+import functools
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class NextAttempt:
+    """An attempt in which this process goes on."""
+
+    env: Mapping[str, str]
+    """What differs from the environment that the process was started with."""
+    log: str
+    """The file for stdout and stderr."""
+
+
+class AgentMessages:
+    """Reads the messages, in a thread, to the end of the process."""
+
+    def __init__(self, pipe: Path) -> None:
+        """Open the FIFO; from now on the agent knows that this rank listens."""
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._when_lost: Callable[[], None] = _nothing
+        self._next: queue.SimpleQueue[NextAttempt] = queue.SimpleQueue()
+        # For writing too, or it would end whenever the agent closes its own end.
+        self._file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_CLOEXEC), "rb")
+        threading.Thread(target=self._read, name="nodekit-agent", daemon=True).start()
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """Have the thread call this when another rank is lost, and what was given before no more."""
+        with self._lock:
+            self._when_lost = call or _nothing
+
+    def say_waiting(self) -> None:
+        """Have the agent look at once at what this rank does: it waits for the next attempt."""
+        with suppress(OSError):
+            handle = os.open(self._pipe.with_name("agent"), os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(handle, b"\n")
+            finally:
+                os.close(handle)
+
+    def next_attempt(self, timeout_s: float) -> NextAttempt | None:
+        """Wait for the next attempt, at most that long."""
+        with suppress(queue.Empty):
+            return self._next.get(timeout=timeout_s)
+        return None
+
+    def _read(self) -> None:
+        for line in self._file:
+            message = json.loads(line)
+            if "next" in message:
+                self._next.put(NextAttempt(message["next"], message["log"]))
+            else:
+                with self._lock:
+                    self._when_lost()
+
+
+def _nothing() -> None:
+    """Do nothing: nobody has to know."""
+
+
+@functools.cache
+def messages_from(pipe: Path) -> AgentMessages | None:
+    """Those of this FIFO; None where there is none."""
+    try:
+        return AgentMessages(pipe)
+    except OSError:
+        return None
