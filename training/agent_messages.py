@@ -1,7 +1,7 @@
-"""What kit's agent on this node tells a rank while it runs: that another rank is lost, and where training goes on.
+"""What kit's agent on this node tells a rank while it runs, each time a line of JSON in a FIFO.
 
-Each message is a line of JSON in a FIFO (deploy/agent/ranks/messages.py): ``{"lost": true}``, or ``{"next": {...}}``
-with the environment of the next attempt, for a rank that waits for it.
+``{"kind": "lost"}``: another rank is lost. ``{"kind": "pause"}``: another node comes in. ``{"kind": "next", ...}``: the
+environment of the next attempt, for a rank that waits for it. deploy/agent/ranks/messages.py is the other end.
 """
 
 import functools
@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Kind = Literal["lost", "pause"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,21 @@ class AgentMessages:
         """Open the FIFO; from now on the agent knows that this rank listens."""
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._when_lost: Callable[[], None] = _nothing
+        self._calls: dict[str, Callable[[], None]] = {}
         self._next: queue.SimpleQueue[NextAttempt] = queue.SimpleQueue()
         # For writing too, or it would end whenever the agent closes its own end.
         self._file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_CLOEXEC), "rb")
         threading.Thread(target=self._read, name="nodekit-agent", daemon=True).start()
 
-    def when_lost(self, call: Callable[[], None] | None) -> None:
-        """Have the thread call this when another rank is lost, and what was given before no more."""
+    def when(self, kind: Kind, call: Callable[[], None]) -> None:
+        """Have the thread call this, and what was given before no more."""
         with self._lock:
-            self._when_lost = call or _nothing
+            self._calls[kind] = call
+
+    def ignore(self) -> None:
+        """From now on, when this returns, nothing is called."""
+        with self._lock:
+            self._calls.clear()
 
     def say_waiting(self) -> None:
         """Have the agent look at once at what this rank does: it waits for the next attempt."""
@@ -61,15 +69,12 @@ class AgentMessages:
     def _read(self) -> None:
         for line in self._file:
             message = json.loads(line)
-            if "next" in message:
-                self._next.put(NextAttempt(message["next"], message["log"]))
-            else:
-                with self._lock:
-                    self._when_lost()
-
-
-def _nothing() -> None:
-    """Do nothing: nobody has to know."""
+            if message["kind"] == "next":
+                self._next.put(NextAttempt(message["env"], message["log"]))
+                continue
+            with self._lock:
+                if call := self._calls.get(message["kind"]):
+                    call()
 
 
 @functools.cache

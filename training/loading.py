@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from nodekit.training.options import Options
+from nodekit.training.sampler import ElasticSampler
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
 
@@ -18,3 +20,25 @@ def loading(options: Options, world: World, task: Task) -> dict[str, Any]:
         # Its own generator: starting a loader must not move the global one, or a resume would differ.
         "generator": torch.Generator().manual_seed(options.seed + world.rank),
     }
+
+
+def load_training_data(
+    options: Options, world: World, task: Task
+) -> tuple[ElasticSampler, "DataLoader[Any]"]:
+    """Which samples this rank takes, from the first one on, and what loads them."""
+    data = task.train_data()
+    sampler = ElasticSampler(
+        len(data),
+        batch_size=options.batch_size,
+        micro_batch=options.largest_micro_batch(world.world_size),
+        seed=options.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_sampler=sampler,
+        persistent_workers=options.num_workers > 0,
+        **loading(options, world, task),
+    )
+    return sampler, loader

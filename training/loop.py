@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
 
 from nodekit.training import rng
 from nodekit.training.collectives import broadcast_from_first
@@ -16,20 +15,19 @@ from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
-from nodekit.training.loading import loading
+from nodekit.training.loading import load_training_data, loading
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.not_finite import check_loss, check_weights
 from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
-from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.emergency import Kept, LastWholeStep
-from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
+from nodekit.training.snapshots.exchange import newest_of_all
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
 from nodekit.training.snapshots.manifest import Loaded
+from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
-from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.step_sums import Step, StepSums
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
@@ -38,7 +36,7 @@ from nodekit.training.weights.best import Best
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
-from nodekit.training.world import World
+from nodekit.training.world import PAUSING, World
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -56,10 +54,12 @@ class Loop:
         *,
         without: Collection[tuple[int, int]] = (),
         kept: Kept | None = None,
+        may_pause: bool = False,
     ) -> None:
         """Create everything and load the newest snapshot, or what a rank has kept; the process group exists already.
 
-        ``without`` has the epochs and offsets of batches that are not to be trained with.
+        ``without`` has the epochs and offsets of batches that are not to be trained with; ``may_pause``: see
+        `is_paused`.
         """
         self.options = options
         self.world = world
@@ -80,11 +80,11 @@ class Loop:
         )
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        self._make_loader()
+        self.sampler, self.loader = load_training_data(options, world, task)
         rng.seed_all(options.seed, rank=1 + world.rank)
         self.is_sharded = options.snapshot_format == "sharded"
         world.stage("looking for the newest snapshot")
-        snapshots, writes = self._open_snapshots(folder)
+        snapshots, writes = open_snapshots(folder, options, world)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True, kept=kept)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
@@ -117,40 +117,12 @@ class Loop:
         self._is_prepared = False
         self._owes_snapshot = False
         self._saved_step: int | None = None
+        self.is_paused = False
+        """Whether the training has stopped without a snapshot, to go on in another attempt of the same processes."""
+        self._may_pause, self._is_asked_to_pause = may_pause, False
         if kept:  # not on any disk
             self._step_is_whole()
             self._prepare_snapshots()
-
-    def _make_loader(self) -> None:
-        data = self.task.train_data()
-        self.sampler = ElasticSampler(
-            len(data),
-            batch_size=self.options.batch_size,
-            micro_batch=self.options.largest_micro_batch(self.world.world_size),
-            seed=self.options.seed,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-        )
-        self.loader: DataLoader[Any] = DataLoader(
-            data,
-            batch_sampler=self.sampler,
-            persistent_workers=self.options.num_workers > 0,
-            **loading(self.options, self.world, self.task),
-        )
-
-    def _open_snapshots(self, folder: Path) -> tuple[Snapshots, bool]:
-        """The snapshots, and whether this rank commits them."""
-        options, world = self.options, self.world
-        snapshots = Snapshots(
-            world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
-            leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device
-        )  # fmt: skip
-        writes = writes_snapshots(snapshots, world)
-        if self.is_sharded:
-            from nodekit.training.snapshots.sharded import ShardedSnapshots  # takes half a second to import
-
-            snapshots = ShardedSnapshots(snapshots, world, commits=writes)
-        return snapshots, writes
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
         state = found.state if found else {}
@@ -212,7 +184,8 @@ class Loop:
                 if self._epoch():
                     self._end_epoch()
                 elif not self._why_early:
-                    self.report.say(f"stopped at step {self.step}/{self.total_steps}, to go on from there")
+                    why = ": another node comes in" if self.is_paused else ", to go on from there"
+                    self.report.say(f"stopped at step {self.step}/{self.total_steps}{why}")
                     return None
             early = self._why_early
             if early:
@@ -335,6 +308,7 @@ class Loop:
         if syncs or self._epoch_ends or self._evaluates:
             flags = [
                 self.stop.requested,
+                self._is_asked_to_pause,
                 self.local_sgd.step_s if self.local_sgd else 0.0,
                 *self.saver.flags(step=self.step, is_last=self.step == self.total_steps),
             ]
@@ -375,7 +349,7 @@ class Loop:
             self.module.train()
         self._owes_snapshot = is_due and not is_common
         ends_early = bool(self._why_early)
-        if (is_due and is_common) or stop or ends_early:
+        if (is_due and is_common) or (stop and not self.is_paused) or ends_early:
             self._save()
         if stop:
             self.saver.wait()
@@ -386,7 +360,7 @@ class Loop:
     def _read_sums(self, *, but: int = 0) -> tuple[bool, bool]:
         """Report the steps of all sums but the newest ``but``: whether to stop, and whether to take a snapshot."""
         stops = is_due = False
-        for steps, (stop, step_s, *saver_sums) in self._sums.read(but=but):
+        for steps, (stop, pause, step_s, *saver_sums) in self._sums.read(but=but):
             for each, loss in steps:
                 check_loss(self.world, each.step, loss, each.loss_sum, (each.batch, self._last_batch))
                 self._last_batch = each.batch
@@ -400,7 +374,8 @@ class Loop:
                 )
             if self.local_sgd:
                 self.local_sgd.synced(self.step, step_s / self.world.world_size)
-            stops, is_due = stops or bool(stop), self.saver.agree(saver_sums) or is_due
+            self.is_paused = bool(pause) and not stop
+            stops, is_due = stops or bool(stop or pause), self.saver.agree(saver_sums) or is_due
         return stops, is_due
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
@@ -439,6 +414,10 @@ class Loop:
         self._next_samples = self.sampler.state_dict()
         self.last_whole_step.is_done(self.step)
 
+    def _ask_to_pause(self) -> None:
+        self._is_asked_to_pause = True
+        self.world.stage(PAUSING)
+
     def keep(self) -> Kept | None:
         """The last whole step, which would be done again without it, for a rank that has lost another.
 
@@ -468,6 +447,8 @@ class Loop:
             self.saver.snapshots.prepare(state)
         if self._has_all_of(state):
             self.world.keeps_when_lost(lambda: True)
+            if self._may_pause and self.world.messages:
+                self.world.messages.when("pause", self._ask_to_pause)
 
     def _state(self) -> State:
         """What a snapshot has; with --snapshot-format sharded, this rank's part of the tensors."""

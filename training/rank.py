@@ -200,6 +200,8 @@ def _attempt(
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
         result = _run_loops(loops, options, world, task, folder, stop, kept)
+        if loops[-1].is_paused and (kept := loops[-1].keep()):
+            return _keep(kept, loops.pop(), world)
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
     except Fenced as error:
@@ -219,11 +221,8 @@ def _attempt(
                     f"nodekit: another rank is lost: waiting with step {kept.age[1]} ({error})",
                     file=sys.stderr,
                 )
-                if loop is not None:
-                    _leave(loop)
-                reform.leave(world)
                 traceback.clear_frames(error.__traceback__)
-                return kept
+                return _keep(kept, loop, world)
         _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
         code = stop.exit_code if stop.requested else 1
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
@@ -238,6 +237,16 @@ def _attempt(
         return code
 
 
+def _keep(kept: "Kept", loop: "Loop | None", world: "World") -> "Kept":
+    """Leave loop and process group, with what was kept."""
+    from nodekit.training import reform
+
+    if loop is not None:
+        _leave(loop)
+    reform.leave(world)
+    return kept
+
+
 def _run_loops(
     loops: "list[Loop]",
     options: Options,
@@ -248,12 +257,14 @@ def _run_loops(
     kept: "Kept | None",
 ) -> dict[str, Any] | None:
     """Train to the end, perhaps going back to a snapshot by ``--on-nan``; ``loops`` holds the present one."""
+    from nodekit.training import reform
     from nodekit.training.loop import Loop
     from nodekit.training.not_finite import NotFinite
 
+    may_pause = reform.can_go_on(options, world)
     left_out: set[tuple[int, int]] = set()
     for number in count(1):
-        loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept)
+        loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept, may_pause=may_pause)
         if kept is not None:
             kept.state = None  # the loop has it now
         loops.append(loop)

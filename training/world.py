@@ -20,7 +20,9 @@ STAGE = "starting: "
 """What a progress file begins with before the first step."""
 KEEPING = "another rank is lost: keeping the newest step"
 """The stage in which kit does not end this rank before the grace is over."""
-WAITING = "another rank is lost: waiting with the newest step"
+PAUSING = "another node comes in: pausing after this step"
+"""Likewise."""
+WAITING = "waiting with the newest step for the next attempt"
 """The stage in which kit has this process go on in the next attempt."""
 _PROGRESS_BYTES = 80
 
@@ -187,7 +189,7 @@ class World:
         if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
             recorder.answer(*self._own_recorder_files(self.recorder_files))
         if self.messages is not None:
-            self.messages.when_lost(self.leave_others)
+            self.messages.when("lost", self.leave_others)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
 
@@ -199,7 +201,7 @@ class World:
     def close(self) -> None:
         """Leave the process group; does nothing where there is none."""
         if self.messages is not None:
-            self.messages.when_lost(None)
+            self.messages.ignore()
         if dist.is_initialized():
             dist.destroy_process_group()
             if self.recorder_files and self.backend == "gloo":
@@ -232,7 +234,7 @@ class World:
             self.leave_others()
 
         if self.messages is not None:
-            self.messages.when_lost(when_lost)
+            self.messages.when("lost", when_lost)
 
     def stage(self, text: str) -> None:
         """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters."""

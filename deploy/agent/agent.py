@@ -1,10 +1,9 @@
 """The agent of one node: joins the rendezvous, runs the node's ranks, and again when a rank or a node is lost.
 
-When a rank fails, or a node is lost or comes, all agents end their ranks, meet again in torch's rendezvous
-(deploy/agent/rendezvous/rendezvous.py) and start them anew; the ranks go on from the newest snapshot. When the
-rendezvous host is lost the agent keeps running, and waits for the store to be reachable again or for the supervisor's
-call into another generation: a new ``spec.json``. The rule of deploy/agent/quorum.py decides who may train
-meanwhile.
+When a rank fails, or a node is lost or comes, all agents end their ranks (but for those that go on with what they
+have), meet again in torch's rendezvous (deploy/agent/rendezvous/rendezvous.py) and start them anew, from the newest
+snapshot. When the rendezvous host is lost the agent keeps running, and waits for the store to be reachable again or for
+the supervisor's call into another generation: a new ``spec.json``. deploy/agent/quorum.py says who may train meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.messages import Kind
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
@@ -59,7 +59,6 @@ _POLL_S = 0.05
 _LOOK_S = 0.5
 _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 
-
 Why = Literal["done", "failed", "again"]
 
 
@@ -81,9 +80,8 @@ class Agent:
         self._straggler_watch = StragglerWatch(record, spec.window_s)
         self._orders = Orders(self._folder)
         self._replicas = Replicas.of(spec, record.event)
-        self._held = ports.listen(
-            spec.local_addr
-        )  # for the rendezvous, should the supervisor choose this node
+        # For the rendezvous, should the supervisor choose this node.
+        self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
         self._voters = self._orders.voters(spec.known_voters())
         self._failed_as = ""
@@ -190,7 +188,7 @@ class Agent:
             self._record.update(notice=text)
 
     def _take_new_spec(self) -> None:
-        self._attempts.end(DYING_S, "another generation", is_lost=True)
+        self._attempts.end(DYING_S, "another generation", tell="lost")
         self._leave()
         spec = descriptors.when_there(lambda: AgentSpec.load(self._folder), self._check_stop)
         old = self._spec
@@ -223,7 +221,7 @@ class Agent:
     def _wait_orphaned(self, lost: StoreLost) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
         why = str(lost)
-        self._attempts.end(DYING_S, "the rendezvous host is lost", is_lost=True)
+        self._attempts.end(DYING_S, "the rendezvous host is lost", tell="lost")
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]
@@ -398,10 +396,10 @@ class Agent:
         gone = sorted(set(formed.names) - rendezvous.here) if lost else []
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
-            wait_s = 0 if self._spec.gpus else DYING_S  # those that wait in NCCL do not find out
-            self._end_attempt(wait_s, "a node is lost", is_lost=True)
+            # Those that wait in NCCL do not find out.
+            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost", "lost")
         else:
-            self._end_attempt(self._spec.grace_s, "a node comes in")
+            self._end_attempt(self._spec.grace_s, "a node comes in", "pause")
         return self._again_or_give_up()
 
     def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
@@ -409,7 +407,7 @@ class Agent:
         wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
         failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
-        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed", is_lost=True)
+        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed", "lost")
         self._record.failed(failures)
         if own:
             said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
@@ -426,8 +424,8 @@ class Agent:
         self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
         return "failed"
 
-    def _end_attempt(self, grace_s: float, why: str, *, is_lost: bool = False) -> None:
-        self._attempts.end(grace_s, why, is_lost=is_lost)
+    def _end_attempt(self, grace_s: float, why: str, tell: Kind | None = None) -> None:
+        self._attempts.end(grace_s, why, tell=tell)
         self._budget.took_steps(self._record.step, seconds=self._attempts.seconds)
 
     # --- the end ---

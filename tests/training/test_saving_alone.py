@@ -179,5 +179,6 @@ def test_an_error_of_ones_own_is_no_lost_rank() -> None:
 
 
 def test_kit_knows_the_stage_by_its_name() -> None:
-    assert (hang.KEEPING, hang.WAITING) == (world.KEEPING, world.WAITING)
+    assert (hang.KEEPING, hang.PAUSING) == (world.KEEPING, world.PAUSING)
+    assert hang.WAITING == world.WAITING
     assert len(f"{world.STAGE}{world.WAITING}") < 80, "a progress file has no room for more"

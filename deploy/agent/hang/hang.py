@@ -23,7 +23,8 @@ _STARTING = (
 STAGE = "starting: "
 """What a rank's progress file begins with before its first step, if it tells its stages (training/world.py)."""
 KEEPING = "another rank is lost: keeping the newest step"
-WAITING = "another rank is lost: waiting with the newest step"
+PAUSING = "another node comes in: pausing after this step"
+WAITING = "waiting with the newest step for the next attempt"
 """The stages of a rank that is not to be ended yet, and of one that goes on in the next attempt (likewise)."""
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")

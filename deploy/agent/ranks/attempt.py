@@ -22,7 +22,7 @@ from nodekit.deploy.agent.ranks.failures import (
     tells_its_end,
 )
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
-from nodekit.deploy.agent.ranks.messages import Messages
+from nodekit.deploy.agent.ranks.messages import Kind, Messages
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed
 from nodekit.deploy.agent.spec import AgentSpec
@@ -34,6 +34,7 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
+ANSWER_S = 0.3  # how long a rank may take to say that it pauses
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 _POLL_S = 0.02
 
@@ -47,7 +48,7 @@ class Attempts:
         self._name = spec.name
         self._folder = Path(spec.node_dir)
         self._messages = Messages(self._folder / "messages")
-        self._told_lost: set[int] = set()  # local ranks that have heard of this attempt's loss
+        self._told: set[int] = set()  # local ranks that have heard why this attempt ends
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
@@ -102,11 +103,11 @@ class Attempts:
             )
             for local_rank, rank in self.ranks.items()
         ]
-        stayed, self._staying, self._told_lost = self._staying, set(), set()
+        stayed, self._staying, self._told = self._staying, set(), set()
         for start in starts:
             if start.local_rank in stayed:
                 changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
-                self._messages.send(start.local_rank, {"next": changes, "log": start.log})
+                self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log})
         pids = self.workers.start([start for start in starts if start.local_rank not in stayed])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
@@ -207,7 +208,7 @@ class Attempts:
         snapshot, asked to, or because it was fenced, has not failed, nor has who waits for the next attempt.
         """
         deadline, num_ended = time.monotonic() + wait_s, 0
-        keeping = self._tell_lost()
+        keeping = self._tell("lost")
         while len(exits := self.poll()) < len(self.ranks) - len(self._stay()):
             if time.monotonic() > deadline and not keeping():
                 break
@@ -225,23 +226,34 @@ class Attempts:
             for rank, code in exits.items()
         )
 
-    def _tell_lost(self) -> Callable[[], bool]:
-        """Tell the ranks that another one is lost: some may wait for it in a collective, and some keep what they have.
+    def _tell(self, kind: Kind) -> Callable[[], bool]:
+        """Tell the ranks that another one is lost, or to pause since a node comes in.
 
-        The returned function says whether a rank has said that it does, and is not done, within the spec's grace.
+        Of a loss some may hear while they wait for the lost one in a collective, and some keep what they have. The
+        returned function says whether a rank has said that it does, or pauses, and is not done, within the spec's
+        grace.
         """
         until = time.monotonic() + self._grace_s
         for local_rank in self.workers.pids:
-            if local_rank not in self._told_lost and self._messages.send(local_rank, {"lost": True}):
-                self._told_lost.add(local_rank)
+            if local_rank not in self._told and self._messages.send(local_rank, {"kind": kind}):
+                self._told.add(local_rank)
         keeping: set[int] = set()  # what it does meanwhile may be told in place of that
 
         def is_kept() -> bool:
-            keeping.update(self._in_stage(hang.KEEPING))
+            keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
             return time.monotonic() < until and not keeping.isdisjoint(left)
 
         return is_kept
+
+    def _those_that_pause(self) -> set[int]:
+        """Which ranks are going to wait for the next attempt, at the end of their step; the others have to be ended."""
+        until = time.monotonic() + ANSWER_S
+        while (pausing := self._in_stage(hang.PAUSING) | self._stay()) < self._told:
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+        return pausing
 
     def hears_of_a_loss(self) -> bool:
         """Whether a rank has said, since the last call, that it has lost another one and waits for the next attempt."""
@@ -249,26 +261,26 @@ class Attempts:
 
     def _stay(self) -> set[int]:
         """The local ranks that wait for the next attempt."""
-        if self._told_lost:
+        if self._told:
             self._staying.update(self._in_stage(hang.WAITING))
         self._staying -= self.workers.poll().keys()
         return self._staying
 
-    def _in_stage(self, stage: str) -> set[int]:
+    def _in_stage(self, *stages: str) -> set[int]:
         told = hang.read_progress(self._record.progress_dir)
-        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage == stage}
+        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage in stages}
 
-    def end(self, grace_s: float, why: str, *, is_lost: bool = False) -> None:
+    def end(self, grace_s: float, why: str, *, tell: Kind | None = None) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
-        Where a rank is lost (`is_lost`), others may wait for it in a collective: they are to leave it, and have until
-        the spec's grace is over to keep what they have; those that wait with it for the next attempt stay.
+        Where a rank is lost or a node comes in (`tell`), some keep what they have, and have until the spec's grace is
+        over for that; those that wait with it for the next attempt stay.
         """
         known = len(self.workers.stuck)
-        if is_lost:
-            self.workers.stop(
-                grace_s, is_wanted=self._tell_lost(), unsignalled=self._told_lost, staying=self._stay
-            )
+        if tell is not None:
+            keeping = self._tell(tell)
+            unsignalled = self._told if tell == "lost" else self._those_that_pause()
+            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=unsignalled, staying=self._stay)
         else:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)

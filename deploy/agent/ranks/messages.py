@@ -1,7 +1,7 @@
 """What an agent tells its node's ranks while they run: a line of JSON in a FIFO that a rank may read.
 
-In another FIFO a rank may say that it waits for the next attempt. `training/agent_messages.py` is the other end. Who does
-not read is told nothing.
+In another FIFO a rank may say that it waits for the next attempt. `training/agent_messages.py` is the other end. Who
+does not read is told nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Kind = Literal["lost", "pause"]
+"""Another rank is lost; another node comes in."""
 
 
 class Messages:
