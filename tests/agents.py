@@ -66,25 +66,35 @@ class Agents:
             self.links[name] = open_local(name, sys.executable)
         port = self.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
         for name in names:
-            self.links[name].call(
-                "prestart",
-                timeout_s=10,
-                node_dir=str(self.node_dir(name)),
-                python=python or warm_agents.program(),
-                kit_dir=KIT_DIR,
-                env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **secrets},
+            self._prestart(name, python, secrets)
+        for rank, name in enumerate(names if go else ()):
+            self._start(
+                self.spec(name, *args, node_rank=rank, master_port=port, num_nodes=num_nodes, **changes)
             )
-        if not go:
-            return
-        for rank, name in enumerate(names):
-            spec = self.spec(name, *args, node_rank=rank, master_port=port, num_nodes=num_nodes, **changes)
-            self.links[name].call(
-                "start",
-                timeout_s=10,
-                node_dir=spec.node_dir,
-                spec=spec.to_dict(),
-                port=port if rank == 0 else None,
-            )
+
+    def start_again(self, name: str, **changes: Any) -> None:
+        """Start the agent of a node whose agent is gone."""
+        self._prestart(name, "", {})
+        self._start(self.spec(name, **changes))
+
+    def _prestart(self, name: str, python: str, secrets: dict[str, str]) -> None:
+        self.links[name].call(
+            "prestart",
+            timeout_s=10,
+            node_dir=str(self.node_dir(name)),
+            python=python or warm_agents.program(),
+            kit_dir=KIT_DIR,
+            env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **secrets},
+        )
+
+    def _start(self, spec: AgentSpec) -> None:
+        self.links[spec.name].call(
+            "start",
+            timeout_s=10,
+            node_dir=spec.node_dir,
+            spec=spec.to_dict(),
+            port=spec.master_port if spec.is_host else None,
+        )
 
     def spec(self, name: str, *args: str, num_nodes: int = 1, **changes: Any) -> AgentSpec:
         """The spec of a node that runs ``job.py``, loopback and one worker; `changes` are of its fields."""

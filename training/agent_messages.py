@@ -41,10 +41,10 @@ class AgentMessages:
         self._file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_CLOEXEC), "rb")
         threading.Thread(target=self._read, name="nodekit-agent", daemon=True).start()
 
-    def when(self, kind: Kind, call: Callable[[], None]) -> None:
-        """Have the thread call this, and what was given before no more."""
+    def when(self, kind: Kind, call: Callable[[], None], *, is_default: bool = False) -> None:
+        """Have the thread call this, in place of what was given before, unless it is but the default."""
         with self._lock:
-            self._calls[kind] = call
+            self._calls[kind] = self._calls.get(kind, call) if is_default else call
 
     def ignore(self) -> None:
         """From now on, when this returns, nothing is called."""

@@ -416,7 +416,7 @@ class Loop:
 
     def _ask_to_pause(self) -> None:
         self._is_asked_to_pause = True
-        self.world.stage(PAUSING)
+        self.world.stage(PAUSING, step=self.step)
 
     def keep(self) -> Kept | None:
         """The last whole step, which would be done again without it, for a rank that has lost another.
@@ -446,7 +446,7 @@ class Loop:
         if self.saver.writes:
             self.saver.snapshots.prepare(state)
         if self._has_all_of(state):
-            self.world.keeps_when_lost(lambda: True)
+            self.world.keeps_when_lost(lambda: self.last_whole_step.newest)
             if self._may_pause and self.world.messages:
                 self.world.messages.when("pause", self._ask_to_pause)
 

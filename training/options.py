@@ -275,7 +275,7 @@ class Options:
     )
 
     on_lost_rank: str = _how(
-        "restart",
+        "reform",
         "when another rank is lost, under kit: save the last step and be started again, or keep it in memory, wait for "
         "the other nodes and go on in the same process (engine ddp, over gloo; elsewhere restart)",
         choices=["restart", "reform"],

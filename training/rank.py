@@ -196,7 +196,8 @@ def _attempt(
     loops: list[Loop] = []
     try:
         if kept is not None:
-            world.__enter__()
+            with reform.guarded(kept, world):
+                world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
         result = _run_loops(loops, options, world, task, folder, stop, kept)
@@ -264,7 +265,8 @@ def _run_loops(
     may_pause = reform.can_go_on(options, world)
     left_out: set[tuple[int, int]] = set()
     for number in count(1):
-        loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept, may_pause=may_pause)
+        with reform.guarded(kept, world):
+            loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept, may_pause=may_pause)
         if kept is not None:
             kept.state = None  # the loop has it now
         loops.append(loop)

@@ -7,7 +7,9 @@ abandoned one. The newest state that any rank has kept is sent to those that lac
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ log = logging.getLogger("nodekit.training")
 ENGINES = ("ddp",)
 MOST_ATTEMPTS = 50
 """In so many a process takes part: each leaves some threads behind, since gloo's groups cannot be freed safely."""
+JOINING_S = 1.0
+"""So long a rank that joins the others may take to notice that one of them is lost."""
 SAVE_AFTER_S = 1.0
 """After so long a wait the state is saved too: this host may be lost as well."""
 _LOOK_S = 0.2
@@ -49,6 +53,41 @@ def leave(world: "World") -> None:
     if dist.is_initialized():
         _abandoned.append(list(dist.distributed_c10d._world.pg_map))  # see rank._KEPT_ALIVE
     world.close()
+    # By this number the ranks name their groups. Only a group that was formed takes it back when it is destroyed.
+    dist.distributed_c10d._world.group_count = 0
+
+
+@contextmanager
+def guarded(kept: "Kept | None", world: "World") -> Iterator[None]:
+    """While this rank joins the others: if one is lost meanwhile, what was kept is not lost.
+
+    Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
+    """
+    from nodekit.training.world import KEEPING
+
+    if kept is None or world.messages is None:
+        yield
+        return
+    has_joined = threading.Event()
+
+    def end() -> None:
+        if not has_joined.wait(JOINING_S) and kept.state is not None:
+            log.warning(
+                "another rank is lost, and this one still waits for it: saving step %d alone", kept.age[1]
+            )
+            kept.save()
+            os._exit(1)
+
+    def when_lost() -> None:
+        world.stage(KEEPING, step=kept.age[1])
+        world.leave_others()
+        threading.Thread(target=end, name="nodekit-guard", daemon=True).start()
+
+    world.messages.when("lost", when_lost)
+    try:
+        yield
+    finally:
+        has_joined.set()
 
 
 def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "World"]) -> "World | None":
@@ -56,12 +95,12 @@ def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "W
     from nodekit.training.world import WAITING
 
     assert world.messages is not None
-    world.stage(WAITING)
+    world.stage(WAITING, step=kept.age[1])
     world.messages.say_waiting()
     found = world.messages.next_attempt(SAVE_AFTER_S)
     if found is None and not stop.requested:
         kept.save()
-        world.stage(WAITING)
+        world.stage(WAITING, step=kept.age[1])
     while found is None:
         if stop.requested:
             return None

@@ -162,6 +162,8 @@ class World:
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
         self.stage("meeting the other ranks")
+        if self.messages is not None:
+            self.messages.when("lost", self.leave_others, is_default=True)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         store = (
@@ -188,8 +190,6 @@ class World:
             )
         if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
             recorder.answer(*self._own_recorder_files(self.recorder_files))
-        if self.messages is not None:
-            self.messages.when("lost", self.leave_others)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
 
@@ -222,25 +222,29 @@ class World:
         """What kit tells this rank while it runs; None without kit."""
         return messages_from(self.agent_pipe) if self.agent_pipe else None
 
-    def keeps_when_lost(self, is_there: Callable[[], bool]) -> None:
-        """Have kit wait for this rank, when another one is lost, if by then ``is_there`` something to be saved.
+    def keeps_when_lost(self, newest: Callable[[], int | None]) -> None:
+        """Have kit wait for this rank, when another one is lost, if by then there is a ``newest`` step to be saved.
 
         With gloo only, as `leave_others`.
         """
 
         def when_lost() -> None:
-            if self.backend == "gloo" and is_there():
-                self.stage(KEEPING)
+            if self.backend == "gloo" and (step := newest()) is not None:
+                self.stage(KEEPING, step=step)
             self.leave_others()
 
         if self.messages is not None:
             self.messages.when("lost", when_lost)
 
-    def stage(self, text: str) -> None:
-        """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters."""
+    def stage(self, text: str, *, step: int | None = None) -> None:
+        """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters.
+
+        Before the first step, or after ``step``.
+        """
         if self.progress_file is None:
             return
-        line = f"{STAGE if text else ''}{text}"[: _PROGRESS_BYTES - 1].ljust(_PROGRESS_BYTES - 1) + "\n"
+        line = f"{STAGE if text else ''}{text}" if step is None else f"{step} {text}"
+        line = line[: _PROGRESS_BYTES - 1].ljust(_PROGRESS_BYTES - 1) + "\n"
         try:
             handle = os.open(self.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)
             try:

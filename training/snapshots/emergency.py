@@ -25,8 +25,8 @@ class LastWholeStep:
         self._copies = [each.clone() for each in self._buffers]
         self._is_within_step = False
         self._step: int | None = None
-        self.is_there = False
-        """Whether any step has been whole."""
+        self.newest: int | None = None
+        """The last step that was whole at any time."""
 
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
@@ -40,8 +40,8 @@ class LastWholeStep:
 
     def is_done(self, step: int) -> None:
         """The weights are those after ``step``."""
-        self._is_within_step, self.is_there = False, True
-        self._step = step
+        self._is_within_step = False
+        self._step = self.newest = step
 
     def found(self) -> int | None:
         """The step, with the buffers as they were then; None while the weights are of no step."""
@@ -55,7 +55,7 @@ def save_alone(snapshots: Snapshots, world: World, state: Callable[[], Any], *, 
 
     Any number of ranks may do so: in each folder the first one saves.
     """
-    world.stage(KEEPING)
+    world.stage(KEEPING, step=step)
     try:
         snapshots.save_if_newest(state(), step=step, world_size=world.world_size)
     except Exception as error:  # the one that has led here is the one to be raised
@@ -113,7 +113,7 @@ class EmergencySave:
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
 
     def __enter__(self) -> "EmergencySave":
-        self._world.keeps_when_lost(lambda: self._last.is_there)
+        self._world.keeps_when_lost(lambda: self._last.newest)
         return self
 
     @contextmanager

@@ -9,7 +9,7 @@ from nodekit.training.world import World
 
 
 def open_snapshots(folder: Path, options: Options, world: World) -> tuple[Snapshots, bool]:
-    """Those in kit's folder for this node, else in ``folder``, and whether this rank commits them; all ranks call it."""
+    """Those in kit's folder for this node, else in ``folder``; whether this rank commits them. All ranks call it."""
     snapshots = Snapshots(
         world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
         leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device

@@ -56,6 +56,10 @@ class Progress:
         """Whether this, found first, is only the announcement of a step to come."""
         return not self.text.strip() or self.step == 0 or bool(self.stage)
 
+    def says(self, stages: tuple[str, ...]) -> bool:
+        """Whether it ends with one of these, after a step."""
+        return self.text.rstrip().endswith(stages)
+
     @property
     def stage(self) -> str:
         """What it does before its first step; "" where it does not say."""

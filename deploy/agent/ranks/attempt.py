@@ -268,7 +268,7 @@ class Attempts:
 
     def _in_stage(self, *stages: str) -> set[int]:
         told = hang.read_progress(self._record.progress_dir)
-        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage in stages}
+        return {key for key, rank in self.ranks.items() if rank in told and told[rank].says(stages)}
 
     def end(self, grace_s: float, why: str, *, tell: Kind | None = None) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).

@@ -31,12 +31,20 @@ class Run:
             "python", "-u", "-m", "nodekit.training", "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
             "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
         )  # fmt: skip
-        agents.start(JOB, num_nodes=num_nodes, argv=command, **{"max_restarts": 5, **changes})
+        self.changes = {"argv": command, "max_restarts": 5, "num_nodes": num_nodes, **changes}
+        agents.start(JOB, **self.changes)
         self.names = [f"n{number}" for number in range(num_nodes)]
 
     def pids(self) -> dict[str, list[int]]:
         """Of each node's ranks."""
         return {name: [each["pid"] for each in self.agents.status(name)["workers"]] for name in self.names}
+
+    def join(self, name: str, node_rank: int) -> None:
+        """Start a node's agent again."""
+        host = self.agents.links["n0"].call("status", timeout_s=5, node_dir=str(self.agents.node_dir("n0")))
+        self.agents.start_again(
+            name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
+        )
 
     def wait_step(self, step: int) -> None:
         def there() -> bool:
@@ -101,3 +109,32 @@ def test_the_others_stay_and_no_step_is_lost(
         assert first["stayed"] == []
     assert "in memory" in run.result("n0")["resumed_from"]
     assert run.result("n0")["resumed_at_step"] >= 20
+
+
+def agent_of(rank: int) -> int:
+    """The agent that has started this rank: the fork server is between them."""
+    return parent(parent(rank))
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_node_is_lost_and_another_comes_in(agents: Agents, unbroken: tuple[dict[int, float], str]) -> None:
+    """The others keep their processes both times, and who comes in gets its state from one of them."""
+    run = Run(agents, min_nodes=2)
+    run.wait_step(10)
+    before = run.pids()
+    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
+    until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two")
+    run.join("n2", 2)
+    losses = run.end()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert losses == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
+    for name in ("n0", "n1"):
+        started = run.events(name, "workers-started")
+        assert [(each["world_size"], len(each["stayed"])) for each in started] == [(3, 0), (2, 1), (3, 1)]
+        assert {each["pid"] for event in started for each in event["workers"]} == {*before[name]}
+    assert "what rank 0 has kept in memory" in run.result("n2")["resumed_from"]
+    taken = {path.name for path in agents.folder.glob("n?/snapshots/*.json")}
+    assert taken == {f"g0000-s{STEPS:09d}.json"}, "nothing had to be saved before the end"
