@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nodekit.training")
 
-ENGINES = ("ddp",)
+ENGINES = ("ddp", "accelerate", "fabric", "trainer")
 MOST_ATTEMPTS = 50
 """In so many a process takes part: each leaves some threads behind, since gloo's groups cannot be freed safely."""
 JOINING_S = 1.0

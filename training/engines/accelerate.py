@@ -12,6 +12,11 @@ from nodekit.training.engines.ddp import compress
 PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
+def forget_ranks() -> None:
+    """Have Accelerate learn the ranks from the process group: it keeps those of this process's first one."""
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+
+
 class Engine(single.Engine):
     """accelerate.Accelerator, whose `end_training` is not called: it would end our process group."""
 
@@ -19,6 +24,7 @@ class Engine(single.Engine):
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         accelerate = importlib.import_module("accelerate")
+        forget_ranks()
         # Its own accumulation stays at 1: `backward` would divide the loss by it, and our weights do that.
         self.accelerator = accelerate.Accelerator(
             cpu=self.world.device.type == "cpu",
