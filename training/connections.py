@@ -15,21 +15,17 @@ import torch.distributed as dist
 _OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer|Broken pipe|Connection refused")
 """What an error of gloo's says, or Horovod's."""
 _opened: set[tuple[int, int]] = set()
-_before: set[tuple[int, int]] | None = None
-"""While some are opened, those that were there before."""
 
 
 @contextmanager
 def opened() -> Iterator[None]:
     """Remember the connections that are opened within the block, and forget those of an earlier one."""
-    global _before
-    _opened.clear()
-    before = _before = _sockets()
+    before = _sockets()
     try:
         yield
     finally:
+        _opened.clear()
         _opened.update(_sockets() - before)
-        _before = None
 
 
 def shut_down() -> None:
@@ -37,8 +33,7 @@ def shut_down() -> None:
 
     Not a socket that listens: gloo ends the process if that one fails.
     """
-    now, before = _sockets(), _before
-    for descriptor, inode in _opened & now if before is None else now - before:
+    for descriptor, inode in _opened & _sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             is_same = os.fstat(connection.fileno()).st_ino == inode  # the number may be another's by now
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

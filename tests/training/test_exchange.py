@@ -16,10 +16,11 @@ from nodekit.training import Snapshots
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import json, logging, sys
+import json, logging, sys, torch
 from dataclasses import replace
 from pathlib import Path
 from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange, snapshot
+from nodekit.training.snapshots.emergency import Kept
 exchange._CHUNK_BYTES = 1000
 commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
 def listed(folder):
@@ -53,8 +54,14 @@ with World.from_env() as world:
         if world.node_rank == 1 and (scenario / "was there").exists():
             here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
+        kept = None
+        if (path := scenario / f"rank {world.rank} keeps").exists():
+            age = tuple(map(int, path.read_text().split()))
+            state = {"step": age[1], "weights": torch.full((2000,), world.rank)}
+            kept = Kept(state, age, lambda: False)
         try:
-            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
+            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True, kept=kept)
+            said["weights"] = found and float(found.state["weights"][-1])
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source
         except (Fenced, OSError, ValueError) as error:
@@ -77,6 +84,18 @@ def outcome(
         for node in ("node0", "node1"):
             (folder / name / node).mkdir(parents=True)
         hold(folder / name / "node1" / "snapshots", 6)
+    kept = {
+        "kept": {1: (1, 5), 2: (1, 4)},
+        "kept by all": dict.fromkeys(range(4), (1, 5)),
+        "kept, and a snapshot is newer": {1: (0, 5), 2: (0, 5)},
+        "kept, and a folder cannot be read": {3: (0, 5)},
+    }
+    for name, ranks in kept.items():
+        (folder / name / "node0").mkdir(parents=True)
+        hold(folder / name / "node1" / "snapshots", 6)
+        for rank, age in ranks.items():
+            (folder / name / f"rank {rank} keeps").write_text(f"{age[0]} {age[1]}")
+    (folder / "kept, and a folder cannot be read" / "node1 cannot be read").touch()
     for name in ("one cannot be read", "none can be read", "was there", "a newer kit's"):
         for node in ("node0", "node1"):
             (folder / name / node).mkdir(parents=True)
@@ -192,3 +211,25 @@ def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
     assert [bool(re.search(wanted, rank.get("refused", ""))) for rank in said[scenario]] == [True] * 4, said[
         scenario
     ]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "step", "weights", "source"),
+    [
+        ("kept", 5, [1.0] * 4, "what rank 1 has kept in memory"),
+        ("kept by all", 5, [0.0, 1.0, 2.0, 3.0], "what rank 0 has kept in memory"),
+        ("kept, and a folder cannot be read", 5, [3.0] * 4, "what rank 3 has kept in memory"),
+        ("kept, and a snapshot is newer", 6, None, "g0000-s000000006"),
+    ],
+)
+def test_the_newest_is_taken_of_what_ranks_have_kept_and_of_the_snapshots(
+    outcome: Outcome, scenario: str, step: int, weights: list[float] | None, source: str
+) -> None:
+    """A rank that has the newest keeps its own: nothing is sent where all do."""
+    _, said, _ = outcome
+    ranks = said[scenario]
+    assert [rank["step"] for rank in ranks] == [step] * 4
+    assert all(source in rank["source"] for rank in ranks)
+    if weights is not None:
+        assert [rank["weights"] for rank in ranks] == weights
+        assert [rank["reads"] for rank in ranks] == [[]] * 4

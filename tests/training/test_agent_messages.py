@@ -1,0 +1,110 @@
+"""What kit's agent tells a rank, and what a rank does with it while it joins the others."""
+
+import queue
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_training import free_port
+
+from nodekit.deploy.agent.ranks.messages import Messages
+from nodekit.training import reform
+from nodekit.training.agent_messages import AgentMessages, messages_from
+from nodekit.training.snapshots.emergency import Kept
+from nodekit.training.world import World
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Messages:
+    messages = Messages(tmp_path / "messages")
+    messages.prepare(range(2))
+    messages.prepare(range(2))  # each attempt does
+    return messages
+
+
+def test_who_reads_is_told_and_the_others_are_known_not_to(agent: Messages) -> None:
+    assert not agent.send(0, {"kind": "lost"}), "nobody reads yet"
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rank = AgentMessages(agent.path(0))
+    rank.when("lost", lambda: heard.put("lost"))
+    rank.when("lost", lambda: heard.put("default"), is_default=True)
+    rank.when("pause", lambda: heard.put("default"), is_default=True)
+    assert agent.send(0, {"kind": "lost"})
+    assert agent.send(0, {"kind": "pause"})
+    assert [heard.get(timeout=5) for _ in range(2)] == ["lost", "default"]
+    assert not agent.send(1, {"kind": "lost"})
+    rank.ignore()
+    assert agent.send(0, {"kind": "lost"})
+    assert agent.send(0, {"kind": "next", "env": {"RANK": "1", "LONG": "x" * 5000}, "log": "a log"})
+    found = rank.next_attempt(5)
+    assert found is not None
+    assert (found.env["RANK"], len(found.env["LONG"]), found.log) == ("1", 5000, "a log")
+    assert heard.empty()
+    assert rank.next_attempt(0.01) is None
+
+
+def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:
+    assert agent.inbox is not None
+    assert not agent.is_heard()
+    AgentMessages(agent.path(1)).say_waiting()
+    assert agent.is_heard()
+    assert not agent.is_heard(), "once"
+
+
+def test_without_a_fifo_a_rank_does_without(tmp_path: Path) -> None:
+    assert messages_from(tmp_path / "no such") is None
+    Messages(tmp_path / "no such folder" / "either").prepare([0])  # as where a file system has none
+
+
+@pytest.fixture
+def world(agent: Messages, tmp_path: Path) -> World:
+    """Rank 0 of two, which nobody else joins."""
+    return World.from_env(
+        {
+            "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "NODEKIT_AGENT_PIPE": str(agent.path(0)), "NODEKIT_PROGRESS_FILE": str(tmp_path / "progress"),
+        },
+        timeout_s=60,
+    )  # fmt: skip
+
+
+def test_what_was_kept_is_saved_by_a_rank_that_waits_in_vain_for_another(
+    agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its main thread hears nothing: it waits for a connection."""
+    done: queue.SimpleQueue[object] = queue.SimpleQueue()
+    monkeypatch.setattr(reform, "JOINING_S", 0.1)
+    monkeypatch.setattr(reform.os, "_exit", done.put)
+    kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
+    with reform.guarded(kept, world):
+        assert agent.send(0, {"kind": "lost"})
+        assert [done.get(timeout=5) for _ in range(2)] == ["saved", 1]
+    assert (tmp_path / "progress").read_text().startswith("41 another rank is lost: keeping")
+
+
+def test_a_rank_that_has_joined_is_not_ended(
+    agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reform, "JOINING_S", 0.2)
+    monkeypatch.setattr(reform.os, "_exit", lambda _: pytest.fail("it is ended"))
+    with reform.guarded(Kept({"x": 1}, (0, 41), lambda: pytest.fail("it is saved")), world):
+        assert agent.send(0, {"kind": "lost"})
+    (thread,) = [each for each in threading.enumerate() if each.name == "nodekit-guard"] or [None]
+    if thread is not None:
+        thread.join(5)
+
+
+def test_a_group_that_was_not_formed_leaves_no_trace_in_the_name_of_the_next(world: World) -> None:
+    """The ranks of a group find each other by that name, and a rank that is new counts from 0."""
+    c10d: Any = dist.distributed_c10d
+    with pytest.raises((RuntimeError, dist.DistError)):
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2)
+        )
+    assert c10d._world.group_count == 1, "torch mends it: leave it to torch"
+    reform.leave(world)
+    assert c10d._world.group_count == 0
