@@ -277,7 +277,7 @@ class Options:
     on_lost_rank: str = _how(
         "reform",
         "when another rank is lost, under kit: save the last step and be started again, or keep it in memory, wait for "
-        "the other nodes and go on in the same process (engines ddp, accelerate, fabric and trainer over gloo; elsewhere "
+        "the other nodes and go on in the same process (engines ddp, accelerate, fabric, trainer, over gloo; elsewhere "
         "restart)",
         choices=["restart", "reform"],
         type=str,
