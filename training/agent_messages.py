@@ -1,13 +1,15 @@
 """What kit's agent on this node tells a rank while it runs, each time a line of JSON in a FIFO.
 
-``{"kind": "lost"}``: another rank is lost. ``{"kind": "pause"}``: another node comes in. ``{"kind": "next", ...}``: the
-environment of the next attempt, for a rank that waits for it. deploy/agent/ranks/messages.py is the other end.
+``{"kind": "lost"}``: another rank is lost. ``{"kind": "pause"}``: another node comes in; SIGTERM for a rank that cannot
+pause. ``{"kind": "next", ...}``: the environment of the next attempt, for a rank that waits for it.
+deploy/agent/ranks/messages.py is the other end.
 """
 
 import functools
 import json
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,6 +38,7 @@ class AgentMessages:
         self._pipe = pipe
         self._lock = threading.Lock()
         self._calls: dict[str, Callable[[], None]] = {}
+        self._is_ignored = False
         self._next: queue.SimpleQueue[NextAttempt] = queue.SimpleQueue()
         # For writing too, or it would end whenever the agent closes its own end.
         self._file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_CLOEXEC), "rb")
@@ -45,11 +48,13 @@ class AgentMessages:
         """Have the thread call this, in place of what was given before, unless it is but the default."""
         with self._lock:
             self._calls[kind] = self._calls.get(kind, call) if is_default else call
+            self._is_ignored = False
 
     def ignore(self) -> None:
         """From now on, when this returns, nothing is called."""
         with self._lock:
             self._calls.clear()
+            self._is_ignored = True
 
     def say_waiting(self) -> None:
         """Have the agent look at once at what this rank does: it waits for the next attempt."""
@@ -75,6 +80,8 @@ class AgentMessages:
             with self._lock:
                 if call := self._calls.get(message["kind"]):
                     call()
+                elif message["kind"] == "pause" and not self._is_ignored:  # who cannot pause stops
+                    os.kill(0, signal.SIGTERM)
 
 
 @functools.cache

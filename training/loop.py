@@ -120,7 +120,7 @@ class Loop:
         self.is_paused = False
         """Whether the training has stopped without a snapshot, to go on in another attempt of the same processes."""
         self._may_pause, self._is_asked_to_pause = may_pause, False
-        if kept:  # not on any disk
+        if found and may_pause:  # what was kept may be on no disk
             self._step_is_whole()
             self._prepare_snapshots()
 

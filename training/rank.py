@@ -201,7 +201,7 @@ def _attempt(
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
         result = _run_loops(loops, options, world, task, folder, stop, kept)
-        if loops[-1].is_paused and (kept := loops[-1].keep()):
+        if result is None and loops[-1].is_paused and (kept := loops[-1].keep()):
             return _keep(kept, loops.pop(), world)
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
@@ -269,6 +269,7 @@ def _run_loops(
             loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept, may_pause=may_pause)
         if kept is not None:
             kept.state = None  # the loop has it now
+            kept = None
         loops.append(loop)
         _KEPT_ALIVE.append(loop)
         gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch

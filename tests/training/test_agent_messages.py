@@ -1,6 +1,7 @@
 """What kit's agent tells a rank, and what a rank does with it while it joins the others."""
 
 import queue
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from test_training import free_port
 
 from nodekit.deploy.agent.ranks.messages import Messages
-from nodekit.training import reform
+from nodekit.training import agent_messages, reform
 from nodekit.training.agent_messages import AgentMessages, messages_from
 from nodekit.training.snapshots.emergency import Kept
 from nodekit.training.world import World
@@ -44,6 +45,21 @@ def test_who_reads_is_told_and_the_others_are_known_not_to(agent: Messages) -> N
     assert (found.env["RANK"], len(found.env["LONG"]), found.log) == ("1", 5000, "a log")
     assert heard.empty()
     assert rank.next_attempt(0.01) is None
+
+
+def test_a_rank_that_cannot_pause_gets_sigterm_unless_it_waits_already(
+    agent: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: queue.SimpleQueue[object] = queue.SimpleQueue()
+    monkeypatch.setattr(agent_messages.os, "kill", lambda *each: signals.put(each))
+    rank = AgentMessages(agent.path(0))
+    assert agent.send(0, {"kind": "pause"})
+    assert signals.get(timeout=5) == (0, signal.SIGTERM), "to its process group, as the agent sends it"
+    rank.ignore()
+    assert agent.send(0, {"kind": "pause"})
+    assert agent.send(0, {"kind": "next", "env": {}, "log": ""})
+    assert rank.next_attempt(5)
+    assert signals.empty()
 
 
 def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:

@@ -34,7 +34,6 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
-ANSWER_S = 0.3  # how long a rank may take to say that it pauses
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 _POLL_S = 0.02
 
@@ -246,15 +245,6 @@ class Attempts:
 
         return is_kept
 
-    def _those_that_pause(self) -> set[int]:
-        """Which ranks are going to wait for the next attempt, at the end of their step; the others have to be ended."""
-        until = time.monotonic() + ANSWER_S
-        while (pausing := self._in_stage(hang.PAUSING) | self._stay()) < self._told:
-            if time.monotonic() > until:
-                break
-            time.sleep(_POLL_S)
-        return pausing
-
     def hears_of_a_loss(self) -> bool:
         """Whether a rank has said, since the last call, that it has lost another one and waits for the next attempt."""
         return self._messages.is_heard()
@@ -279,8 +269,7 @@ class Attempts:
         known = len(self.workers.stuck)
         if tell is not None:
             keeping = self._tell(tell)
-            unsignalled = self._told if tell == "lost" else self._those_that_pause()
-            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=unsignalled, staying=self._stay)
+            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=self._told, staying=self._stay)
         else:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)

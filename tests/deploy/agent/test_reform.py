@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import os, signal, time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
     def loss(self, model, batch):
-        time.sleep(0.02)
+        time.sleep(2 if os.path.exists("long") else 0.02)
         return super().loss(model, batch)
 """
 STEPS = 3 * 23
@@ -111,6 +112,22 @@ def test_the_others_stay_and_no_step_is_lost(
     assert run.result("n0")["resumed_at_step"] >= 20
 
 
+def test_a_rank_in_the_middle_of_a_long_step_stays(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """It is in no collective, and would be ended long before it comes to the next one."""
+    run = Run(agents)
+    run.wait_step(20)
+    before = run.pids()
+    (agents.folder / "code/long").touch()
+    time.sleep(0.5)
+    (agents.folder / "code/long").unlink()
+    os.kill(before["n1"][0], signal.SIGKILL)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
+
+
 def agent_of(rank: int) -> int:
     """The agent that has started this rank: the fork server is between them."""
     return parent(parent(rank))
@@ -120,9 +137,12 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_node_is_lost_and_another_comes_in(agents: Agents, unbroken: tuple[dict[int, float], str]) -> None:
+@pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer"])
+def test_a_node_is_lost_and_another_comes_in(
+    agents: Agents, unbroken: tuple[dict[int, float], str], engine: str
+) -> None:
     """The others keep their processes both times, and who comes in gets its state from one of them."""
-    run = Run(agents, min_nodes=2)
+    run = Run(agents, "--engine", engine, min_nodes=2)
     run.wait_step(10)
     before = run.pids()
     os.kill(agent_of(before["n2"][0]), signal.SIGKILL)

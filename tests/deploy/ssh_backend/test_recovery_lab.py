@@ -256,7 +256,8 @@ def test_the_rendezvous_host_is_lost_and_comes_back(
     run.hold("node2")
     getattr(run.lab, fault)("node1")
     run.wait_world("node2", 2)
-    assert run.status("node2")["attempt"] == "1.0"
+    # Mostly 1.0; on a busy machine a round may fall apart while its members meet, and that is mended, too.
+    assert run.status("node2")["generation"] == 1
     getattr(run.lab, {"crash": "revive", "cut": "mend"}[fault])("node1")
     run.wait_world("node2", 3)
     log = run.end()
