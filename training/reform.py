@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 ENGINES = ("ddp", "accelerate", "fabric", "trainer")
-IDLE_S = 5.0
-"""After so long no thread of a group that was left does anything (see ``rank._KEPT_ALIVE``)."""
+MOST_ATTEMPTS = 50
+"""In so many a process takes part: each leaves three threads, five descriptors and 1 MB of gloo's behind."""
 JOINING_S = 1.0
 """So long a rank that joins the others may take to notice that one of them is lost."""
 SAVE_AFTER_S = 1.0
 """After so long a wait the state is saved too: this host may be lost as well."""
 _LOOK_S = 0.2
-_abandoned: list[tuple[float, list[Any]]] = []
-"""When a group was left, and it."""
+_abandoned: list[Any] = []
 
 
 def can_go_on(options: "Options", world: "World") -> bool:
@@ -44,6 +42,7 @@ def can_go_on(options: "Options", world: "World") -> bool:
         and world.backend == "gloo"
         and world.init_method.scheme == "env"
         and world.messages is not None
+        and len(_abandoned) < MOST_ATTEMPTS
     )
 
 
@@ -51,13 +50,9 @@ def leave(world: "World") -> None:
     """Leave the process group for good."""
     import torch.distributed as dist
 
-    now_s = time.monotonic()
     if dist.is_initialized():
-        _abandoned.append((now_s, list(dist.distributed_c10d._world.pg_map)))
+        _abandoned.append(list(dist.distributed_c10d._world.pg_map))  # see rank._KEPT_ALIVE
     world.close()
-    getattr(dist.destroy_process_group, "kept", []).clear()  # the fork server's: they are ours now
-    while _abandoned and now_s - _abandoned[0][0] > IDLE_S:
-        _abandoned.pop(0)
     # By this number the ranks name their groups. Only a group that was formed takes it back when it is destroyed.
     dist.distributed_c10d._world.group_count = 0
 

@@ -342,7 +342,6 @@ def _keep_process_groups(torch: Any) -> None:
         kept.extend(group for group, (backend, _) in c10d._world.pg_map.items() if "gloo" in backend)
         destroy(*args, **kwargs)
 
-    destroy_process_group.kept = kept  # type: ignore[attr-defined]  # who knows when it is safe may let go of them
     torch.distributed.destroy_process_group = c10d.destroy_process_group = destroy_process_group
 
 
