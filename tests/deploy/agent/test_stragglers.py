@@ -210,11 +210,12 @@ def test_a_main_thread_that_works_is_told_from_one_that_waits(tmp_path: Path) ->
 
 
 def test_data_that_waits_to_be_sent_is_seen(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # An address of its own: data of other tests may wait on its way to 127.0.0.1.
+    with socket.create_server(("127.77.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
         with client, accepted:
-            measure = Measure({}, tmp_path, {"127.0.0.1": "n1", "127.0.0.9": "n2", "::1": "n3"})
+            measure = Measure({}, tmp_path, {"127.77.0.1": "n1", "127.77.0.9": "n2", "::2": "n3"})
             measure.look()
             client.setblocking(False)
             try:
