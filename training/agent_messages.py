@@ -73,7 +73,10 @@ class AgentMessages:
 
     def _read(self) -> None:
         for line in self._file:
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except ValueError:  # it had no room in the FIFO; then kit ends this process
+                continue
             if message["kind"] == "next":
                 self._next.put(NextAttempt(message["env"], message["log"]))
                 continue

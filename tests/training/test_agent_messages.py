@@ -39,6 +39,7 @@ def test_who_reads_is_told_and_the_others_are_known_not_to(agent: Messages) -> N
     assert not agent.send(1, {"kind": "lost"})
     rank.ignore()
     assert agent.send(0, {"kind": "lost"})
+    agent.path(0).write_bytes(b'{"kind": "ne\n')
     assert agent.send(0, {"kind": "next", "env": {"RANK": "1", "LONG": "x" * 5000}, "log": "a log"})
     found = rank.next_attempt(5)
     assert found is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -104,9 +105,11 @@ class Attempts:
         ]
         stayed, self._staying, self._told = self._staying, set(), set()
         for start in starts:
-            if start.local_rank in stayed:
-                changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
-                self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log})
+            if start.local_rank not in stayed:
+                continue
+            changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
+            if not self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log}):
+                os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # its end is seen like any other
         pids = self.workers.start([start for start in starts if start.local_rank not in stayed])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
