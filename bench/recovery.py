@@ -19,10 +19,13 @@ from sessions import (
     JOB,
     MIN_NODES,
     RESILIENT,
+    TASK,
     TUNED_CONF,
     TUNED_ENV,
     ByHand,
     Kit,
+    KitModule,
+    KitModuleRestarted,
     KitSavingAlone,
     Resilient,
     Session,
@@ -49,6 +52,8 @@ disk), of 2 to 3 nodes, under
 
   kit up              as it comes
   kit up, EmergencySave  the same, and the script has nodekit.training.EmergencySave
+  kit up, module         kit's own training module, whose ranks keep their processes and their step
+  kit up, module restarted  the same with --on-lost-rank restart
   torchrun, stock     by hand over ssh, c10d rendezvous
   torchrun, tuned     the same with {env}
                       and --rdzv-conf {conf}
@@ -454,6 +459,8 @@ def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]]
     found: dict[str, Callable[[], Session]] = {
         KIT: lambda: Kit(lab, job),
         f"{KIT}, EmergencySave": lambda: KitSavingAlone(lab, job),
+        f"{KIT}, module": lambda: KitModule(lab, job),
+        f"{KIT}, module restarted": lambda: KitModuleRestarted(lab, job),
         "torchrun, tuned": lambda: Tuned(lab, job),
         "torchrun, stock": lambda: ByHand(lab, job),
     }
@@ -474,7 +481,8 @@ def main() -> int:
 
     def prepare(shared: Path) -> None:
         (shared / "job").mkdir()
-        shutil.copyfile(Path(__file__).with_name(JOB), shared / "job" / JOB)
+        for name in (JOB, TASK):
+            shutil.copyfile(Path(__file__).with_name(name), shared / "job" / name)
 
     results: dict[str, dict[str, list[Trial]]] = {}
     begin = time.monotonic()

@@ -24,7 +24,7 @@ from nodekit.deploy.lab.lab_process import ProcessRecord, kill
 from nodekit.deploy.records import events
 
 MIN_NODES = 2
-JOB = "recovery_job.py"
+JOB, TASK = "recovery_job.py", "recovery_task.py"
 TUNED_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TUNED_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 RESILIENT = "nvidia-resiliency-ext"
@@ -187,6 +187,7 @@ class Kit(Session):
 
     env: Mapping[str, str] = {}
     """For the script."""
+    command: Sequence[str] = (JOB,)
 
     def start(self) -> None:
         """From a folder with the script alone."""
@@ -196,7 +197,8 @@ class Kit(Session):
         values["nodes"] = f"{MIN_NODES}:{len(self.bench.lab.hosts)}"
         values["job"] = {"env": {"BENCH_FOLDER": self.folder, **self.env}}
         inventory.write_text(yaml.safe_dump(values))
-        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", str(inventory), "--new", "--", JOB]
+        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "up", str(inventory), "--new", "--"]
+        argv += self.command
         self._run("kit", argv, cwd=self.job, env=self.bench.env())
 
     @property
@@ -224,6 +226,21 @@ class KitSavingAlone(Kit):
     """The same, and the script has an `EmergencySave`."""
 
     env: Mapping[str, str] = {"BENCH_EMERGENCY_SAVE": "1"}
+
+
+class KitModule(Kit):
+    """kit's training module, whose ranks keep their processes."""
+
+    command: Sequence[str] = (
+        "python", "-m", "nodekit.training", "--task", f"{TASK}:Task", "--epochs", "1000", "--batch-size", "96",
+        "--snapshot-every", "25",
+    )  # fmt: skip
+
+
+class KitModuleRestarted(KitModule):
+    """The same, and all ranks are started again."""
+
+    command: Sequence[str] = (*KitModule.command, "--on-lost-rank", "restart")
 
 
 def wait_for(condition: Any, *, timeout_s: float) -> bool:
