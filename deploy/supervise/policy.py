@@ -44,7 +44,7 @@ from nodekit.deploy.supervise.state import (
 )
 from nodekit.deploy.supervise.turn import ASK_AGAIN_S, START_AGAIN_S, Turn, names
 
-LAST_WORDS_S = 3.0  # after a node failed, how long the others may still tell of their own failure
+LAST_WORDS_S = 3.0  # after the job has ended on a node, how long the others may still tell how it did on them
 GRANT_S = 5.0
 STRAY_S = 20.0  # between reminders of where the rendezvous is
 MAX_GAP_S = 5.0  # a longer time between two decisions is a clock that jumped, or a machine that slept
@@ -149,7 +149,9 @@ def _has_ended(turn: Turn) -> bool:
     running = [name for name in turn.in_sight if seen[name].alive]
     since = turn.now if state.ended_since is None else state.ended_since
     turn.change(ended_since=since)
-    if not running:
+    # A node that was asked to start may have come and ended since it was observed: it still has something to show.
+    is_unobserved = any(turn.known[name].asked == "start" and name not in running for name in turn.in_sight)
+    if not running and not (is_unobserved and turn.now - since < LAST_WORDS_S):
         outcome: Outcome = (
             "failed" if "failed" in states else "succeeded" if "succeeded" in states else "stopped"
         )

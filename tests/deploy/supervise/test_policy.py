@@ -393,6 +393,28 @@ def test_the_end_names_who_cannot_be_reached() -> None:
     assert finish == Finish("succeeded", "b cannot be reached; an agent may still run there")
 
 
+def starts_the_lost_rendezvous_host_again() -> Story:
+    """On `a` of two nodes, both of which the job needs."""
+    story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), ("a", "b")).all_run(("a", "b"))
+    assert Fence("a", 1) in story.sees(1, a=ended(name="old"), b=agent("orphaned"))
+    done = story.sees(2, a=ended(name="old", fence=1), b=agent("fenced", fence=1))
+    assert Start("a") in done, done
+    return story
+
+
+def test_a_node_that_was_started_and_has_ended_since_it_was_observed_is_waited_for() -> None:
+    """What its ranks printed last is not shown yet."""
+    story = starts_the_lost_rendezvous_host_again()
+    assert story.sees(1, b=ended("succeeded", generation=1)) == []
+    new = ended("succeeded", generation=1, name="new")
+    assert story.sees(a=new) == [Finish("succeeded")]
+
+
+def test_a_node_that_was_started_and_never_came_is_not_waited_for_for_long() -> None:
+    story = starts_the_lost_rendezvous_host_again()
+    assert Finish("succeeded") in story.sees(4, b=ended("succeeded", generation=1))
+
+
 def test_a_generation_of_another_supervisor_is_left_alone() -> None:
     story = Story().all_run()
     theirs = {name: running(*FOUR, generation=7) for name in FOUR}
