@@ -496,6 +496,8 @@ def main() -> int:
                 so_far = results.setdefault(name, {})
                 hopeless = {key for key, trials in so_far.items() if not _good(trials)}
                 faults = [key for key in FAULTS if key in wanted and (name == KIT or key not in hopeless)]
+                if name.startswith(f"{KIT},"):  # their ranks know that they are not in NCCL
+                    faults = [key for key in faults if key != "nccl"]
                 turn = Turn(name, chosen[name], args.cap, timeline=args.timeline)
                 for key, trial in turn.run(faults).items():
                     so_far.setdefault(key, []).append(trial)

@@ -75,6 +75,7 @@ class Agent:
         self._attempts = Attempts(spec, record, server)
         descriptors.raise_limit()  # only now: ranks have the limit that they would have had
         self._budget = Budget(spec.max_restarts)
+        self._dying_s = 0 if spec.gpus else DYING_S  # those that wait in NCCL do not find out
         self._folder = Path(spec.node_dir)
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
         self._straggler_watch = StragglerWatch(record, spec.window_s)
@@ -208,7 +209,8 @@ class Agent:
 
     def _wait_fenced(self) -> None:
         """This generation is over: until the supervisor calls into the next one; Superseded then."""
-        self._attempts.end(0, "fenced")
+        # Who keeps a step can no longer commit it here, and goes on with it in the next generation.
+        self._attempts.end(self._dying_s, "fenced", tell="lost")
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()
         deadline = time.monotonic() + self._spec.wait_s
@@ -242,7 +244,7 @@ class Agent:
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"the rendezvous host has been lost for {self._spec.wait_s:.0f} s")
             if time.monotonic() > retry_at:
-                if answers(self._spec.master_addr, self._spec.master_port):
+                if answers(self._spec.master_addr, self._spec.master_port, self._pause):
                     return
                 retry_at = time.monotonic() + ORPHANED_RETRY_S
             time.sleep(_POLL_S)
@@ -343,8 +345,7 @@ class Agent:
         exits: dict[int, int] = {}
         members_at = hurry_until = 0.0
         while True:
-            is_hurried = time.monotonic() < hurry_until
-            if attempts.workers.wait(_POLL_S if is_hurried else _LOOK_S):
+            if attempts.workers.wait(_POLL_S if time.monotonic() < hurry_until else _LOOK_S):
                 exits, members_at = attempts.poll(), 0.0
                 # Of a lost node the store may say so a moment later than the keepalive.
                 hurry_until = time.monotonic() + _MEMBERS_S
@@ -364,7 +365,7 @@ class Agent:
                 return self._after_failure(rendezvous, formed)
             if time.monotonic() < members_at:
                 continue
-            members_at = time.monotonic() + (0 if is_hurried else _MEMBERS_S)
+            members_at = 0.0 if time.monotonic() < hurry_until else time.monotonic() + _MEMBERS_S
             if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
                 return why
             with rendezvous.lost_store_is_told():
@@ -396,8 +397,7 @@ class Agent:
         gone = sorted(set(formed.names) - rendezvous.here) if lost else []
         self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
         if is_lost:
-            # Those that wait in NCCL do not find out.
-            self._end_attempt(0 if self._spec.gpus else DYING_S, "a node is lost", "lost")
+            self._end_attempt(self._dying_s, "a node is lost", "lost")
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in", "pause")
         return self._again_or_give_up()

@@ -49,8 +49,8 @@ class AgentSpec:
     """How long workers have to end after SIGTERM."""
     listen_fd: int | None = None
     """On the rendezvous host, the socket that holds `master_port`; None: the agent holds it itself."""
-    keep_alive_s: float = 1.0
-    lost_after: int = 3
+    keep_alive_s: float = 0.5
+    lost_after: int = 5
     last_call_s: float = 1.0
     wait_s: float = 1800.0
     hang: float | Literal["auto", "never"] = "auto"

@@ -50,7 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 1.0
-UNREACHABLE_AFTER_S = 4.0  # a node says something every second; this long without a word, it is unreachable
+UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"

@@ -1,9 +1,10 @@
-"""Tells at once when a node is gone: an idle TCP connection from every agent to the rendezvous host's.
+"""Tells at once when a node is gone: a TCP connection from every agent to the rendezvous host's, hardly used.
 
-A process that dies closes it, and where a cable is cut the kernel's keep-alive probes go unanswered; both ends
-know within ``keep_alive_s * lost_after`` seconds. The kernel does the probing, so a node that is only busy is not
-taken for dead, as one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this
-run before anything is said (`agent_wire.Wire`). Standard library only.
+A process that dies closes it. Both ends send a few bytes every ``keep_alive_s`` seconds, and where a cable is cut the
+kernel, which repeats them, ends the connection once they are not acknowledged: at most ``keep_alive_s * lost_after``
+seconds after the cut. It is the other kernel that acknowledges, so a node that is only busy is not taken for dead, as
+one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this run before anything
+is said (`agent_wire.Wire`). Standard library only.
 
 Over the same connections every agent is told at once that a node is lost, or that a rank of some node has failed and
 the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
@@ -26,22 +27,17 @@ from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import Say
 
+_BEAT = b""
 _MAX_WIDENING = 8
 News = Mapping[str, Any]
 """``broken``: the number of a round that is; ``explained``: whether a rank has said why. Without, a node is lost."""
 
 
-def _keep_alive(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # The kernel takes whole seconds for the probes, and milliseconds for the whole.
-    interval_s, whole_ms = max(1, int(keep_alive_s)), max(1000, int(keep_alive_s * lost_after * 1000))
-    for option, value in (
-        (socket.TCP_KEEPIDLE, interval_s),
-        (socket.TCP_KEEPINTVL, interval_s),
-        (socket.TCP_KEEPCNT, max(1, lost_after)),
-        (socket.TCP_USER_TIMEOUT, whole_ms),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
+    """Have the kernel end a connection once nothing that was sent is acknowledged for so long."""
+    # The first bytes after a cut are sent up to keep_alive_s later.
+    timeout_ms = int(keep_alive_s * max(1, lost_after - 1) * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, timeout_ms))
 
 
 class KeepaliveServer:
@@ -67,9 +63,11 @@ class KeepaliveServer:
         self._connected: dict[str, socket.socket] = {}
         self._wires: dict[str, Wire] = {}
         self._lost: set[str] = set()
+        self._closed = threading.Event()
         listener = ports.listen(address)
         self.port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self._serve, name="keepalive-server")
+        threading.Thread(target=self._beat, name="keepalive-beat", daemon=True).start()
 
     @property
     def connected(self) -> set[str]:
@@ -85,6 +83,7 @@ class KeepaliveServer:
 
     def close(self) -> None:
         """Let go of everyone."""
+        self._closed.set()
         self._acceptor.close()
         with self._lock, contextlib.suppress(OSError):
             for connection in self._connected.values():
@@ -97,7 +96,7 @@ class KeepaliveServer:
                 wire = Wire(connection)
                 wire.prove(self._token, is_client=False, timeout_s=HANDSHAKE_S)
                 proven()
-                _keep_alive(connection, self._keep_alive_s, self._lost_after)
+                _end_when_unanswered(connection, self._keep_alive_s, self._lost_after)
                 identity = str(wire.receive()["identity"])
                 with self._lock:
                     if identity in self._lost:  # the same process: it was never dead
@@ -109,7 +108,8 @@ class KeepaliveServer:
                 with self._lock:
                     self._wires[identity] = wire
                 while True:
-                    self.tell(json.loads(wire.receive_frame()), but=identity)
+                    if frame := wire.receive_frame():
+                        self.tell(json.loads(frame), but=identity)
             finally:
                 with self._lock:
                     if is_lost := bool(identity) and self._connected.get(identity) is connection:
@@ -128,13 +128,20 @@ class KeepaliveServer:
                         wire.send(dict(news))
         self._on_news(news)
 
+    def _beat(self) -> None:
+        while not self._closed.wait(self._keep_alive_s):
+            with self._lock:
+                for wire in self._wires.values():
+                    with contextlib.suppress(OSError):  # it is being lost
+                        wire.send_frame(_BEAT)
+
     def _widen(self) -> None:
         """After a false alarm, be slower to raise the next one."""
         wider = min(self._lost_after * 2, self._widest)
         if wider > self._lost_after:
             self._lost_after = wider
             for connection in self._connected.values():
-                _keep_alive(connection, self._keep_alive_s, wider)
+                _end_when_unanswered(connection, self._keep_alive_s, wider)
             self._say("false-alarm", lost_after_s=self._keep_alive_s * wider)
 
 
@@ -157,13 +164,14 @@ class Keepalive:
         self.lost = threading.Event()
         self._on_lost, self._on_news = on_lost, on_news
         self._closed = False
+        self._sending = threading.Lock()
         self._connection = socket.create_connection((address, port), timeout=HANDSHAKE_S)
         try:
             self._wire = wire = Wire(self._connection)
             wire.prove(token, is_client=True, timeout_s=HANDSHAKE_S)
-            _keep_alive(self._connection, keep_alive_s, lost_after)
+            _end_when_unanswered(self._connection, keep_alive_s, lost_after)
             answer = wire.ask({"identity": identity})
-            _keep_alive(self._connection, keep_alive_s, int(answer["lost_after"]))
+            _end_when_unanswered(self._connection, keep_alive_s, int(answer["lost_after"]))
             self._connection.settimeout(None)
         except (OSError, ValueError, KeyError) as error:
             self._connection.close()
@@ -172,10 +180,11 @@ class Keepalive:
                 "or strangers keep it busy"
             ) from error
         threading.Thread(target=self._watch, name="keepalive", daemon=True).start()
+        threading.Thread(target=self._beat, args=(keep_alive_s,), name="keepalive-beat", daemon=True).start()
 
     def tell(self, news: News) -> None:
-        """Have all other agents know; for one thread."""
-        with contextlib.suppress(OSError):  # they will see it, or this node's end
+        """Have all other agents know."""
+        with self._sending, contextlib.suppress(OSError):  # they will see it, or this node's end
             self._wire.send(dict(news))
 
     def close(self) -> None:
@@ -187,13 +196,19 @@ class Keepalive:
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             while True:
-                self._on_news(json.loads(self._wire.receive_frame()))
+                if frame := self._wire.receive_frame():
+                    self._on_news(json.loads(frame))
         self._connection.close()
         try:
             if not self._closed:
                 self._on_lost()
         finally:
             self.lost.set()
+
+    def _beat(self, keep_alive_s: float) -> None:
+        while not self.lost.wait(keep_alive_s):
+            with self._sending, contextlib.suppress(OSError):  # `_watch` sees it
+                self._wire.send_frame(_BEAT)
 
 
 def cut_connections(address: str, port: int) -> None:

@@ -21,11 +21,13 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import math
 import os
 import random
+import select
 import socket
 import sys
 import time
@@ -50,6 +52,7 @@ from nodekit.deploy.host import ports
 from nodekit.deploy.host.schema import Say
 
 CONNECT_TIMEOUT_S = 60.0
+ANSWER_S = 1.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
 FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
 # Heartbeats are the second line behind the keepalives; they compare clocks, so they have a wide margin.
@@ -166,7 +169,7 @@ class Rendezvous:
         where = f"{spec.master_addr}:{spec.master_port}"
         if spec.listen_fd is None:  # torch would wait too, but deaf to signals
             self._wait_for(
-                lambda: answers(spec.master_addr, spec.master_port) or None,
+                lambda: answers(spec.master_addr, spec.master_port, self._pause) or None,
                 f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s",
             )
         with self.lost_store_is_told():
@@ -459,11 +462,18 @@ def _long_ago(like: datetime) -> datetime:
     return datetime.min.replace(tzinfo=like.tzinfo)
 
 
-def answers(address: str, port: int) -> bool:
-    """Whether somebody listens there."""
-    with contextlib.suppress(OSError):
-        socket.create_connection((address, port), timeout=1.0).close()
-        return True
+def answers(address: str, port: int, pause: Callable[[], None]) -> bool:
+    """Whether somebody listens there; `pause` is called while the answer is waited for."""
+    with contextlib.suppress(OSError), socket.socket(ports.family_of(address)) as connection:
+        connection.setblocking(False)
+        error, deadline = connection.connect_ex((address, port)), time.monotonic() + ANSWER_S
+        ends = select.poll()
+        ends.register(connection, select.POLLOUT)
+        while error == errno.EINPROGRESS and time.monotonic() < deadline:
+            pause()
+            if ends.poll(_POLL_S * 1000):
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return error == 0
     return False
 
 

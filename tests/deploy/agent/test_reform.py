@@ -47,6 +47,21 @@ class Run:
             name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
         )
 
+    def begin_generation(self, host: str) -> None:
+        """As the supervisor does where the rendezvous host is lost: fence the old one, and call all into another."""
+        for name in self.names:
+            self.agents.links[name].call(
+                "fence", timeout_s=5, node_dir=str(self.agents.node_dir(name)), generation=1
+            )
+        for name in self.names:
+            self.agents.wait(name, "fenced")
+        port = self.agents.status(host)["held_port"]
+        for rank, name in enumerate(self.names):
+            spec = self.agents.spec(
+                name, generation=1, node_rank=rank, master_port=port, is_host=name == host, **self.changes
+            )
+            self.agents.links[name].call("join", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
+
     def wait_step(self, step: int) -> None:
         def there() -> bool:
             text = self.agents.status("n0").get("progress") or "0"
@@ -126,6 +141,22 @@ def test_a_rank_in_the_middle_of_a_long_step_stays(
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
     assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
+
+
+def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """What they keep could not be committed: the next generation has it from their memory, or not at all."""
+    run = Run(agents)
+    run.wait_step(20)
+    before = run.pids()
+    run.begin_generation("n1")
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert run.result("n0")["resumed_at_step"] >= 20
+    for name in run.names:
+        started = run.events(name, "workers-started")[-1]
+        assert [each["pid"] for each in started["workers"]] == before[name]
 
 
 def agent_of(rank: int) -> int:

@@ -1,6 +1,7 @@
 """The mends of torch's rendezvous, each seen to matter; they fail when upstream moves what they stand on."""
 
 import base64
+import contextlib
 import inspect
 import os
 import pickle
@@ -21,6 +22,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
+from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.rendezvous import rendezvous
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
 from nodekit.deploy.agent.rendezvous.rendezvous import Formed, Rendezvous, StoreLost
@@ -225,8 +227,59 @@ def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
     assert said == [("false-alarm", 6.0)]
     assert hub.lost == set()
     user_timeout = again._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    assert user_timeout == 6000
+    assert user_timeout == 5000  # the last sign of life may have been a second before
     hub.close()
+
+
+def test_signs_of_life_are_sent_by_both_ends_and_are_no_news() -> None:
+    """What is sent must be acknowledged: so the kernel finds out that the other host is gone."""
+    heard: list[Any] = []
+    server = KeepaliveServer("127.0.0.1", TOKEN, 0.05, 3, nothing, heard.append)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        wire = Wire(connection)
+        wire.prove(TOKEN, is_client=True)
+        wire.ask({"identity": "1.77"})
+        assert [wire.receive_frame() for _ in range(3)] == [b"", b"", b""]
+        wire.send_frame(b"")
+        wire.send({"broken": 4})
+        until(lambda: heard)
+        assert heard == [{"broken": 4}]
+    server.close()
+
+
+def test_a_node_sends_signs_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        options: dict[str, Any] = {"keep_alive_s": 0.05, "lost_after": 3, "on_lost": lambda: None}
+        calling = pool.submit(Keepalive, *listener.getsockname(), TOKEN, "1.77", **options)
+        connection, _ = listener.accept()
+        wire = Wire(connection)
+        wire.prove(TOKEN, is_client=False)
+        wire.receive()
+        wire.send({"lost_after": 3})
+        assert [wire.receive_frame() for _ in range(3)] == [b"", b"", b""]
+        calling.result().close()
+        connection.close()
+
+
+class CalledAway(Exception):
+    """By a call into another generation."""
+
+
+def test_who_waits_for_a_host_to_answer_is_not_deaf_meanwhile() -> None:
+    def pause() -> None:
+        raise CalledAway
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        where = listener.getsockname()
+        assert rendezvous.answers(*where, lambda: None)
+        with contextlib.ExitStack() as held:  # the listener's queue is full: it says neither yes nor no
+            for _ in range(4):
+                waiting = held.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(where)
+            with pytest.raises(CalledAway):
+                rendezvous.answers(*where, pause)
+    assert not rendezvous.answers(*where, lambda: None)
 
 
 def test_a_stranger_is_not_listened_to() -> None:
