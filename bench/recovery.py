@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import storm
 from rounds import Bench, BenchError, bench, machine, median, note, table
 from sessions import (
     JOB,
@@ -69,6 +70,7 @@ examples:
   bench/recovery                               3 rounds: 10 minutes, and 3 more with ft_launcher
   bench/recovery --install-peers               install ft_launcher first, into {venv}
   bench/recovery --only kit --faults cut --rounds 1 --timeline
+  bench/recovery --storm 1000                  half an hour: what so many lost ranks cost and leave behind
 
 It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal that is missed is no error.
 """
@@ -484,6 +486,10 @@ def main() -> int:
         for name in (JOB, TASK):
             shutil.copyfile(Path(__file__).with_name(name), shared / "job" / name)
 
+    if args.storm:
+        with bench(NUM_HOSTS, prepare) as lab:
+            print(storm.run(lab, lab.shared / "job", args.storm, args.seed, judge, args.cap))
+        return 0
     results: dict[str, dict[str, list[Trial]]] = {}
     begin = time.monotonic()
     with bench(NUM_HOSTS, prepare) as lab:
@@ -532,6 +538,16 @@ def _arguments() -> argparse.Namespace:
         "--only", default="", metavar="A,B", help="those with one of these words in their names"
     )
     parser.add_argument("--faults", default="", metavar="A,B", help=f"of {', '.join(FAULTS)}; all")
+    parser.add_argument(
+        "--storm",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instead: N lost ranks in one run, two at once now and then",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="which ranks --storm kills, and when (0)"
+    )
     parser.add_argument("--timeline", action="store_true", help="print kit's events around each fault")
     parser.add_argument("--install-peers", action="store_true", help="install ft_launcher first")
     args = parser.parse_args()

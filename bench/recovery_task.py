@@ -16,7 +16,7 @@ from nodekit.training.tasks.digits import Digits  # noqa: E402
 from nodekit.training.world import World  # noqa: E402
 
 imported = time.time()
-STEP_S = 0.02
+STEP_S = float(os.environ.get("BENCH_STEP_S", "0.02"))
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
 folder.mkdir(parents=True, exist_ok=True)

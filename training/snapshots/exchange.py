@@ -93,14 +93,15 @@ def _from_memory(
     snapshots: Snapshots, world: World, kept: Kept | None, ages: Sequence[tuple[int, int] | None]
 ) -> Loaded | None:
     """The newest state that ranks have kept, on every rank; None on every rank if a snapshot is newer."""
-    newest = max(age for age in ages if age)
-    here = (-1, -1)
+    here = None
     if world.is_first_on_node:
         with suppress(OSError):  # at worst, a step is done again
-            here = snapshots.newest_age() or here
-    if max(world.gather(here)) > newest:
+            here = snapshots.newest_age()
+    source = source_of_all(ages, world.gather(here))
+    if source is None:
         return None
-    source = ages.index(newest)
+    newest = ages[source]
+    assert newest is not None
     manifest = Manifest(
         generation=newest[0],
         step=newest[1],
@@ -125,6 +126,21 @@ def _from_memory(
     if not all(world.gather(state is not None)):
         return None
     return Loaded(state, manifest, f"what rank {source} has kept in memory")
+
+
+def source_of_all(
+    kept: Sequence[tuple[int, int] | None], on_disk: Sequence[tuple[int, int] | None]
+) -> int | None:
+    """The rank whose kept state all ranks go on from; None: they go on from a snapshot. The same on all; pure.
+
+    Args:
+        kept: of each rank, (generation, step) of what it has in memory; None for nothing.
+        on_disk: of each rank, the same of its folder's newest snapshot.
+    """
+    newest = max((age for age in kept if age), default=None)
+    if newest is None or newest < max((age for age in on_disk if age), default=newest):
+        return None
+    return kept.index(newest)
 
 
 def _newest_fence(snapshots: Snapshots, world: World) -> int:

@@ -1,0 +1,205 @@
+"""bench/recovery --storm: many ranks lost in a row in one run of kit's training module, and what that leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rounds import Bench, BenchError, median, note, table
+from sessions import KitModule, wait_for
+
+STEPS_A_FAULT = 50
+"""Between one fault and the next, on average; a rank makes 15 steps an epoch."""
+STEPS_AN_EPOCH = 15
+TWO_AT_ONCE = 0.1
+"""So many of the faults take two ranks."""
+KEPT_LINES = 600
+START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 120.0
+ROLES = ("agent", "fork server", "rank")
+
+
+class Storm(KitModule):
+    """kit's training module for a fixed number of steps, at the pace of the other sessions."""
+
+    def __init__(self, lab: Bench, job: Path, num_faults: int, *, step_s: float) -> None:
+        super().__init__(lab, job)
+        self.num_steps = STEPS_AN_EPOCH * (1 + (num_faults + 1) * STEPS_A_FAULT // STEPS_AN_EPOCH)
+        at = self.command.index("--epochs") + 1
+        self.command = (*self.command[:at], str(self.num_steps // STEPS_AN_EPOCH), *self.command[at + 1 :])
+        self.env = {"BENCH_STEP_S": str(step_s)}
+
+    def step(self) -> int:
+        """The newest step that a rank has made."""
+        lines = self.read()
+        del lines[:-KEPT_LINES]  # a thousand faults write a million
+        return max((line["step"] for line in lines if "time" in line), default=0)
+
+    def weights(self) -> str:
+        """The hash of the weights at the end, the same on all nodes."""
+        run = json.loads((self._run_folder / "run.json").read_text())
+        (found,) = {
+            json.loads(self.bench.upper(name, f"{node['node_dir']}/output/result.json").read_text())[
+                "weights_sha256"
+            ]
+            for name, node in run["nodes"].items()
+        }
+        return str(found)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a process has."""
+
+    megabytes: float
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int) -> Use:
+        """As /proc says."""
+        status = Path(f"/proc/{pid}/status").read_text()
+        found = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
+        return cls(found["VmRSS"] / 1024, found["Threads"], len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+@dataclass
+class Outcome:
+    """What became of all faults."""
+
+    seconds: list[float] = field(default_factory=list)
+    """To the next step of a new world, of each fault that was recovered from."""
+    lost: list[int] = field(default_factory=list)
+    """Steps that were made again."""
+    num_faults: int = 0
+    uses: list[dict[str, Use]] = field(default_factory=list)
+    """Now and then, by role: of all hosts the process that has most."""
+
+
+def uses(lab: Bench) -> dict[str, Use]:
+    """What the agents, their fork servers and the ranks have, by role: the most of any host."""
+    found: dict[str, list[Use]] = {role: [] for role in ROLES}
+    for host in lab.lab.hosts:
+        kits = {
+            pid
+            for pid, argv in lab.lab.processes(host).items()
+            if "nodekit.deploy.agent" in argv or "nodekit.training" in argv
+        }
+        for pid in kits:
+            with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile
+                depth, parent = 0, _parent(pid)
+                while parent in kits:
+                    depth, parent = depth + 1, _parent(parent)
+                if depth < len(ROLES):
+                    found[ROLES[depth]].append(Use.of(pid))
+    return {
+        role: Use(*(max(getattr(each, name) for each in several) for name in Use.__dataclass_fields__))
+        for role, several in found.items()
+        if several
+    }
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def newest_world(lines: Iterable[Mapping[str, Any]]) -> tuple[Any, int]:
+    """The world of the newest step, and its size."""
+    line = max((line for line in lines if "time" in line), key=lambda line: float(line["time"]))
+    return line["world"], int(line["size"])
+
+
+def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: float) -> str:
+    """Make the faults, and the same run without any; what to print."""
+    rng = random.Random(seed)  # it decides which ranks are killed
+    outcome = Outcome()
+    session = Storm(lab, job, num_faults, step_s=0.02)
+    session.start()
+    try:
+        if not wait_for(lambda: session.step() > 0, timeout_s=START_TIMEOUT_S):
+            raise BenchError("the storm's run has not begun")
+        at = 0
+        while outcome.num_faults < num_faults and not session.has_ended:
+            at += rng.randint(STEPS_A_FAULT // 2, STEPS_A_FAULT * 3 // 2)
+            if not wait_for(lambda: session.step() >= at, timeout_s=END_TIMEOUT_S):  # noqa: B023
+                raise BenchError(
+                    f"no step {at} after {outcome.num_faults} faults: {session.output.read_text()[-2000:]}"
+                )
+            if at > session.num_steps - STEPS_A_FAULT:
+                break
+            _strike(session, rng, outcome, judge, cap_s)
+            if outcome.num_faults % max(1, num_faults // 20) == 0:
+                outcome.uses.append(uses(lab))
+                note(f"  {outcome.num_faults} faults, step {session.step()}; {_brief(outcome.uses[-1])}")
+        if not wait_for(lambda: session.has_ended, timeout_s=END_TIMEOUT_S + session.num_steps * 0.03):
+            raise BenchError("the storm's run does not end")
+        weights = session.weights()
+    finally:
+        session.end()
+    note("the same steps without a fault")
+    calm = Storm(lab, job, num_faults, step_s=0.0)
+    calm.start()
+    try:
+        if not wait_for(lambda: calm.has_ended, timeout_s=END_TIMEOUT_S + calm.num_steps * 0.05):
+            raise BenchError("the run without a fault does not end")
+        equal = weights == calm.weights()
+    finally:
+        calm.end()
+    return _told(outcome, num_steps=session.num_steps, are_equal=equal)
+
+
+def _strike(session: Storm, rng: random.Random, outcome: Outcome, judge: Any, cap_s: float) -> None:
+    hosts = list(session.bench.lab.hosts)
+    victims = rng.sample(hosts, 2 if rng.random() < TWO_AT_ONCE else 1)
+    when = min(session.kill_worker(host) for host in victims)
+    outcome.num_faults += 1
+    deadline = time.monotonic() + cap_s
+    while (trial := judge(session.read(), when)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if trial is None:
+        note(f"  fault {outcome.num_faults} ({', '.join(victims)}): no new world after {cap_s:.0f} s")
+        return
+    outcome.seconds.append(trial.seconds)
+    outcome.lost.append(trial.lost)
+
+
+def _brief(use: Mapping[str, Use]) -> str:
+    return "; ".join(
+        f"{role} {each.megabytes:.0f} MB, {each.threads} threads, {each.descriptors} descriptors"
+        for role, each in use.items()
+    )
+
+
+def _told(outcome: Outcome, *, num_steps: int, are_equal: bool) -> str:
+    seconds = sorted(outcome.seconds)
+    said = [
+        f"{outcome.num_faults} faults in one run of {num_steps} steps; recovered from {len(seconds)}",
+        f"seconds to the next step: median {median(seconds):.2f}, 95 % {seconds[len(seconds) * 95 // 100]:.2f}, "
+        f"most {seconds[-1]:.2f}",
+        f"steps lost: {sum(outcome.lost)} in all, {max(outcome.lost)} at most",
+        f"weights at the end: {'those' if are_equal else 'NOT those'} of the run without a fault, bit for bit",
+    ]
+    return "\n".join([*said, "", _growth(outcome.uses)])
+
+
+def _growth(seen: Sequence[Mapping[str, Use]]) -> str:
+    """The first and the last look, where there are two."""
+    rows = []
+    for role in ROLES:
+        have = [each[role] for each in seen if role in each]
+        for name, digits in (("megabytes", 0), ("threads", 0), ("descriptors", 0)):
+            values = [float(getattr(each, name)) for each in have]
+            if values:
+                rows.append(
+                    [
+                        f"{role}: {name}",
+                        *(f"{value:.{digits}f}" for value in (values[0], max(values), values[-1])),
+                    ]
+                )
+    return table(["of the host with most", "first", "most", "last"], rows)
