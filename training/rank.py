@@ -130,7 +130,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     # The imports leave no garbage, and looking for some takes a fifth of their time.
     gc.disable()
     # Importing torch is slow: not for --help, nor for a mistyped option.
-    from nodekit.training import loop  # noqa: F401  # before gc.freeze
+    from nodekit.training import loop, reform  # noqa: F401  # before gc.freeze
     from nodekit.training.reporting import node_lines
 
     log_to_stderr()
@@ -138,6 +138,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
         world, task = check(options)
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
+    if world.stands_by:
+        world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()
     gc.enable()
     folder = output_folder(options, world)

@@ -31,6 +31,7 @@ JOINING_S = 1.0
 SAVE_AFTER_S = 1.0
 """After so long a wait the state is saved too: this host may be lost as well."""
 _LOOK_S = 0.2
+_STANDING_S = 60.0
 _abandoned: list[Any] = []
 
 
@@ -105,6 +106,21 @@ def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "W
         if stop.requested:
             return None
         found = world.messages.next_attempt(_LOOK_S)
+    _take_on(found)
+    return make()
+
+
+def attempt_of(world: "World", make: Callable[[], "World"]) -> "World":
+    """Wait, with the data read, until kit says in which attempt this process takes part: its rank then, by ``make``."""
+    from nodekit.training.world import WAITING
+
+    if world.messages is None:
+        raise RuntimeError("kit's messages cannot be read, so the attempt to take part in is not known")
+    world.stage(WAITING)
+    world.messages.say_waiting()
+    while (found := world.messages.next_attempt(_STANDING_S)) is None:
+        pass
+    del os.environ["NODEKIT_STANDBY"]
     _take_on(found)
     return make()
 

@@ -83,6 +83,8 @@ class World:
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
     agent_pipe: Path | None = None
     """Where kit says that another rank is lost (see ``agent_messages``)."""
+    stands_by: bool = False
+    """Whether kit has started this rank before its attempt is known, for it to read its data meanwhile."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
 
@@ -141,6 +143,7 @@ class World:
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
             agent_pipe=_path(env, "NODEKIT_AGENT_PIPE"),
+            stands_by=env.get("NODEKIT_STANDBY", "") == "1",
             recorder_files=_recorder_files(env),
         )
 

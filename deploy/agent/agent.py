@@ -126,7 +126,7 @@ class Agent:
         state = "orphaned" if self._is_orphan else "starting"
         self._record.update(state=state, generation=spec.generation, workers=[], blocked="")
         if spec.joins:
-            self._attempts.workers.warm_up()  # nobody else is to wait for our imports
+            self._attempts.stand_by(spec, self._pause)  # nobody else is to wait for our imports and data
         wake = self._attempts.workers.wake
         self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event, wake)
         self._is_orphan = False

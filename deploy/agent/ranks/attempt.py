@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
+STAND_BY_S = 600.0  # for the imports and the data of ranks that join
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 _POLL_S = 0.02
 
@@ -54,12 +56,49 @@ class Attempts:
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
         self._attempt = ""
+        self._are_new = False  # whether those that stay are of a node that joins, and in no attempt yet
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._world_size = 0
         self.recorder: Mapping[str, str] = {}
         """By which variables ranks know where torch's flight recorder is asked, and answers."""
         self.ranks: dict[int, int] = {}
         """Local rank → rank."""
+
+    def stand_by(self, spec: AgentSpec, pause: Callable[[], None]) -> None:
+        """Have the ranks of a node that joins read their data before the others are interrupted for them.
+
+        Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
+        """
+        self.workers.warm_up()
+        if ("-m", "nodekit.training") not in itertools.pairwise(spec.argv) or self.workers.pids:
+            return
+        self._messages.prepare(range(spec.nproc_per_node))
+        self._record.make_snapshot_dir()
+        self._record.forget_progress()
+        self.ranks = {local_rank: local_rank for local_rank in range(spec.nproc_per_node)}
+        self._expected_snapshot, self._world_size = "", spec.nproc_per_node
+        self.workers.start(
+            [
+                WorkerStart(
+                    local_rank=local_rank,
+                    argv=spec.argv,
+                    env={**self._environment(spec, None, local_rank), "NODEKIT_STANDBY": "1"},
+                    cwd=spec.code_dir,
+                    log=str(
+                        self._folder / "standby.log"
+                    ),  # who fails here is started again, and says so there
+                )
+                for local_rank in self.ranks
+            ]
+        )
+        until = time.monotonic() + STAND_BY_S
+        while len(ready := self._in_stage(hang.WAITING)) < len(self.ranks):
+            if self.workers.poll() or time.monotonic() > until:
+                self.workers.stop(0)
+                return
+            pause()
+            self.workers.wait(_POLL_S)
+        self._staying, self._are_new = ready, True
 
     def prepare(self, spec: AgentSpec, formed: Formed) -> None:
         """Have the folders of an attempt ready, and tell who has met for it.
@@ -97,7 +136,7 @@ class Attempts:
             WorkerStart(
                 local_rank=local_rank,
                 argv=spec.argv,
-                env=self._environment(spec, formed, local_rank, rank),
+                env=self._environment(spec, formed, local_rank),
                 cwd=spec.code_dir,
                 log=self._log_of(rank),
             )
@@ -121,8 +160,9 @@ class Attempts:
             "attempt": self._attempt,
             "world_size": self._world_size,
             "workers": workers,
-            "stayed": sorted(self.ranks[local_rank] for local_rank in stayed),
+            "stayed": [] if self._are_new else sorted(self.ranks[local_rank] for local_rank in stayed),
         }
+        self._are_new = False
         self._record.update(
             state="running",
             rank=self.ranks[0],
@@ -135,8 +175,13 @@ class Attempts:
         self._record.event("workers-started", **told)
         self._is_on = True
 
-    def _environment(self, spec: AgentSpec, formed: Formed, local_rank: int, rank: int) -> dict[str, str]:
-        """A worker's whole environment: torchrun's variables, and ours."""
+    def _environment(self, spec: AgentSpec, formed: Formed | None, local_rank: int) -> dict[str, str]:
+        """A worker's whole environment: torchrun's variables, and ours; before a round, as if this node were alone."""
+        rank = self.ranks[local_rank]
+        group_rank, num_nodes, number = (
+            (formed.group_rank, len(formed.members), formed.round) if formed else (0, 1, 0)
+        )
+        master = (formed.master_addr, formed.master_port) if formed else (spec.local_addr, 0)
         return {
             **os.environ,
             "PATH": programs.rank_path(),
@@ -144,17 +189,17 @@ class Attempts:
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_WORLD_SIZE": str(spec.nproc_per_node),
-            "GROUP_RANK": str(formed.group_rank),
-            "NODE_RANK": str(formed.group_rank),
-            "GROUP_WORLD_SIZE": str(len(formed.members)),
+            "GROUP_RANK": str(group_rank),
+            "NODE_RANK": str(group_rank),
+            "GROUP_WORLD_SIZE": str(num_nodes),
             "ROLE_NAME": "worker",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self._world_size),
-            "MASTER_ADDR": formed.master_addr,
-            "MASTER_PORT": str(formed.master_port),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
             # Upstream counts restarts on each node by itself, and has the workers meet under that number: nodes
             # that do not agree would wait for each other for ever. The round is the same on all of them.
-            "TORCHELASTIC_RESTART_COUNT": str(formed.round),
+            "TORCHELASTIC_RESTART_COUNT": str(number),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": f"{spec.run_id}.{spec.generation}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",

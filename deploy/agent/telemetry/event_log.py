@@ -68,7 +68,7 @@ class EventLog:
             files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
         for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
-        self._forget_progress()
+        self.forget_progress()
         self._events = str(self._folder / "events.jsonl")
         self._status_file = current_status.StatusFile(self._events)
         files.end_torn_line(self._events)
@@ -120,15 +120,16 @@ class EventLog:
 
     def begin(self, attempt: str, *, group_rank: int, log_of_rank_0: str) -> None:
         """An attempt begins: forget what ranks of an earlier one have told."""
+        self.forget_progress()
         with self._looking:
-            self._forget_progress()
             self._guessed_from = log_of_rank_0 if group_rank == 0 else ""
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
-    def _forget_progress(self) -> None:
+    def forget_progress(self) -> None:
         """Remove what ranks of an earlier attempt said of theirs."""
-        for stale in self.progress_dir.iterdir():
-            stale.unlink(missing_ok=True)
+        with self._looking:
+            for stale in self.progress_dir.iterdir():
+                stale.unlink(missing_ok=True)
         self._status.update({"progress": None, "progress_time": None, "stage": ""})
 
     def update(self, **changes: Unpack[NodeStatus]) -> None:

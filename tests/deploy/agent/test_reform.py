@@ -16,6 +16,9 @@ JOB = """
 import os, signal, time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
+    def __init__(self, *args):
+        super().__init__(*args)
+        open(f"read-by-{os.getpid()}", "w").close()
     def loss(self, model, batch):
         time.sleep(2 if os.path.exists("long") else 0.02)
         return super().loss(model, batch)
@@ -187,5 +190,10 @@ def test_a_node_is_lost_and_another_comes_in(
         assert [(each["world_size"], len(each["stayed"])) for each in started] == [(3, 0), (2, 1), (3, 1)]
         assert {each["pid"] for event in started for each in event["workers"]} == {*before[name]}
     assert "what rank 0 has kept in memory" in run.result("n2")["resumed_from"]
+    (new,) = run.events("n2", "workers-started")[-1]["workers"]
+    (interrupted,) = [each for each in run.events("n0", "membership") if not each["lost"]]
+    read = (agents.folder / f"code/read-by-{new['pid']}").stat().st_mtime
+    assert read < interrupted["time"], "who comes in has read its data before"
+    assert run.events("n2", "workers-started")[-1]["stayed"] == []
     taken = {path.name for path in agents.folder.glob("n?/snapshots/*.json")}
     assert taken == {f"g0000-s{STEPS:09d}.json"}, "nothing had to be saved before the end"
