@@ -186,9 +186,17 @@ def outcome(base: Path) -> tuple[Path, dict[str, list[dict[str, Any]]], str]:
     nodes = scenario("one cannot be written")
     shutil.rmtree(nodes[1])
     nodes[1].write_text("a file")
+    path = part(scenario("a copy cannot be written")[1], "__1_0")
+    path.unlink()
+    path.mkdir()
     for fault in ("copy", "manifest"):
         (folder.parent / fault / f"killed: {fault}").mkdir(parents=True)
         run(folder.parent / "program.py", "save", folder.parent / fault, NODES, code=None, FAULT=fault)
+        killed = folder.parent / fault / f"killed: {fault}/node1"
+        assert [files(killed, 3) == set(), [each.step for each in Snapshots(killed).manifests()]] == [
+            False,
+            [2, 1],
+        ]
         shutil.move(folder.parent / fault / f"killed: {fault}", folder)
     said, outputs = run(folder.parent / "program.py", "load", folder, NODES)
     assert {name: len(ranks) for name, ranks in said.items()} == {each.name: 4 for each in folder.iterdir()}
@@ -221,6 +229,7 @@ def test_every_part_is_on_two_nodes_and_no_node_has_all(base: Path) -> None:
         ("one is stale", 3),
         ("one has no manifest", 3),
         ("one cannot be read", 2),
+        ("a copy cannot be written", 3),
         ("killed: copy", 2),
         ("killed: manifest", 3),
     ],
@@ -265,7 +274,8 @@ def test_only_what_is_certainly_lost_may_be_removed(outcome: Outcome) -> None:
 
 
 def test_a_node_that_cannot_store_what_it_lacks_is_named(outcome: Outcome) -> None:
-    _, said, _ = outcome
+    _, said, output = outcome
+    assert re.search(r"g.*3.json is not on two nodes again: node 1 \(.*__1_0.distcp: .*directory", output)
     for rank in said["one cannot be written"]:
         assert re.match(r"NoneLoads: the snapshot g.*3.json is there, .* node 1 \(", rank["refused"]), rank
 

@@ -122,21 +122,27 @@ class _Spread:
         wanted: dict[int, set[str]] = {first: set() for first in self._firsts}
         for first, each in zip(self._first_of_rank, self._world.gather(set(names)), strict=True):
             wanted[first] |= each
-        self._send(wanted)
+        if problems := self._send(wanted):
+            raise NoneLoads(
+                f"the snapshot {self._manifest.name} is there, and some nodes could not be given what they lack of it: "
+                f"{'; '.join(problems)}. Make room or mend the disk, and start again: nothing was removed"
+            )
 
     def make_up_for_lost_copies(self) -> None:
-        """Have each file on two nodes, if there are two; raises as ``fetch``."""
+        """Have each file on two nodes, if there are two; a warning if that fails, since no rank needs them now."""
         following = keepers(range(len(self._firsts)), self._hosts)
         wanted: dict[int, set[str]] = {first: set() for first in self._firsts}
         for name, ranks in self._holders.items():
             if len(ranks) == 1 and (number := following[self._firsts.index(ranks[0])]) is not None:
                 wanted[self._firsts[number]].add(name)
-        self._send(wanted)
+        if (problems := self._send(wanted)) and self._world.is_main:
+            log.warning("%s is not on two nodes again: %s", self._manifest.name, "; ".join(problems))
 
-    def _send(self, wanted: Mapping[int, set[str]]) -> None:
+    def _send(self, wanted: Mapping[int, set[str]]) -> list[str]:
+        """Send files to the ranks that want them; what went wrong, the same on all ranks."""
         sent = transfers(self._manifest, self._holders, wanted)
         if not sent:
-            return
+            return []
         if self._snapshots.peers is None:
             self._snapshots.peers = Peers(self._world)
         peers, problem = self._snapshots.peers, ""
@@ -144,13 +150,11 @@ class _Spread:
             peers.send_files(self._snapshots.folder / self._manifest.payload, sent)
         except OSError as error:
             problem = f"node {self._world.node_rank} ({gethostname()}): {error}"
-        if problems := [text for text in peers.gather(problem) if text]:
-            raise NoneLoads(
-                f"the snapshot {self._manifest.name} is there, and some nodes could not be given what they lack of it: "
-                f"{'; '.join(problems)}. Make room or mend the disk, and start again: nothing was removed"
-            )
+        problems = peers.gather(problem)
         for each in sent:
-            self._holders[each.name].append(each.target)
+            if not problems[each.target]:
+                self._holders[each.name].append(each.target)
+        return [text for text in problems if text]
 
 
 def _held(folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:
