@@ -143,6 +143,7 @@ class _Spread:
         sent = transfers(self._manifest, self._holders, wanted)
         if not sent:
             return []
+        self._world.stage("sending parts of the snapshot to nodes that lack them")
         if self._snapshots.peers is None:
             self._snapshots.peers = Peers(self._world)
         peers, problem = self._snapshots.peers, ""
