@@ -18,11 +18,6 @@ _LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 ALL_EPOCHS = sys.maxsize
 """``--save-every-epoch`` without a number."""
-ONE_FOLDER = (
-    "give all nodes one folder (with kit snapshots: {shared: /path}; else NODEKIT_SNAPSHOT_SHARED=1 and the same "
-    "NODEKIT_SNAPSHOT_DIR), or take --snapshot-format whole"
-)
-"""What sharded snapshots need; whether it is so, only the ranks can find out."""
 
 
 def _option(
@@ -335,8 +330,8 @@ class Options:
     keep: int = _kept(2, "snapshots to keep, 2 or more", type=values.whole(2), metavar="N")
     snapshot_format: str = _kept(
         "whole",
-        "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint; they need one folder, so "
-        "one node or a shared one",
+        "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint, kept on its node and the next "
+        "one where nodes have no folder in common",
         choices=["whole", "sharded"],
         without=_all_but("fsdp", "has no shards"),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
-from nodekit.training.options import ONE_FOLDER, Options
+from nodekit.training.options import Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
 
@@ -86,12 +86,6 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     check_engine(options, world.device.type)
     if problem := lacking(options.track, [name for name in TRACKERS if importlib.util.find_spec(name)]):
         raise ValueError(problem)
-    has_nodes = world.world_size > world.local_world_size
-    if options.snapshot_format == "sharded" and has_nodes and not world.snapshot_is_shared:
-        raise ValueError(
-            "--snapshot-format sharded needs one folder that all ranks see, and every node has its own: "
-            f"{ONE_FOLDER}"
-        )
     rng.seed_all(options.seed, rank=0)  # a task may split its data at random, and all ranks must alike
     return world, task_of(options)
 
@@ -315,7 +309,7 @@ def _leave(loop: "Loop") -> None:
     """Let go of a loop, when its last snapshot is saved."""
     loop.saver.settle()
     _KEPT_ALIVE.remove(loop)
-    _KEPT_ALIVE.append(getattr(loop.saver.snapshots, "group", None))
+    _KEPT_ALIVE.append(loop.saver.snapshots.peers)
     gc.unfreeze()
 
 

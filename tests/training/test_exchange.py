@@ -28,14 +28,14 @@ def listed(folder):
         raise OSError(5, "Input/output error", str(folder))
     return iterdir(folder)
 Path.iterdir = listed
-verify, map_payload, reads = Snapshots._verify, snapshot.map_payload, []
-def verified(self, manifest, name):
+verify, map_payload, reads = snapshot.verify, snapshot.map_payload, []
+def verified(folder, manifest, name):
     reads.append("verified")
-    verify(self, manifest, name)
+    verify(folder, manifest, name)
 def mapped(path):
     reads.append("mapped")
     return map_payload(path)
-Snapshots._verify, snapshot.map_payload = verified, mapped
+snapshot.verify, snapshot.map_payload = verified, mapped
 broadcast, passes = exchange._broadcast, []
 def counted(*arguments):
     passes.append(getattr(getattr(arguments[-1], "__self__", None), "__class__", None).__name__)

@@ -15,7 +15,7 @@ from nodekit.training.errors import TrainingError
 from nodekit.training.optimizers import load_state
 from nodekit.training.snapshots.hostcopy import Gathered, map_tensors
 from nodekit.training.snapshots.manifest import Loaded
-from nodekit.training.snapshots.shards import assemble, read_into, shapes
+from nodekit.training.snapshots.shards import assemble, files_of, read_into, shapes
 
 
 class Engine(single.Engine):
@@ -80,6 +80,8 @@ class Engine(single.Engine):
                 else _empty_part(whole, flat[int(name.split(".", 3)[2])])
                 for name, whole in wholes.items()
             }
+            if found.fetch:
+                found.fetch(files_of(found.shards, weights | tensors))
             read_into(found.shards, weights | tensors)
             state = assemble(found.state, tensors)
             self.module.load_state_dict(state["model"])

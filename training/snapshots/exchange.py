@@ -16,6 +16,8 @@ from nodekit.training.snapshots.emergency import Kept
 from nodekit.training.snapshots.fence import Fence, Fenced
 from nodekit.training.snapshots.found import Found, check_loss
 from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload, save_payload
+from nodekit.training.snapshots.parts import everywhere_in_parts
+from nodekit.training.snapshots.peers import read_part
 from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 
@@ -33,8 +35,8 @@ def newest_of_all(
     """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
 
     Every rank calls it, with its node's folder. The greatest (generation, step) with a correct hash wins; nodes that
-    lack it get it by broadcast and keep a copy. The first rank of each node reads and verifies it, and the node's
-    other ranks load the same file.
+    lack it get it by broadcast and keep a copy. The first rank of each node reads and verifies it, and the node's other
+    ranks load the same file. Of a sharded one, whose files may be on several nodes, see ``parts``.
 
     Args:
         snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
@@ -55,7 +57,7 @@ def newest_of_all(
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
-    lost: dict[tuple[int, int], str] = {}
+    lost: dict[str, str] = {}  # payload → why it is of no use
     said = world.gather((world.expected_snapshot, kept.age if kept else None))
     if any(age for _, age in said) and (
         loaded := _from_memory(snapshots, world, kept, [age for _, age in said])
@@ -64,7 +66,9 @@ def newest_of_all(
     known, expected = max(text for text, _ in said), ""
     while True:
         is_first = world.is_first_on_node
-        here = snapshots.look(lost, expected=expected, is_mapped=is_mapped) if is_first else Found()
+        here = Found()
+        if is_first:
+            here = snapshots.look(lost, expected=expected, is_mapped=is_mapped, leave_parts=True)
         own = here.loaded
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
         held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
@@ -79,14 +83,15 @@ def newest_of_all(
         if snapshots.generation is None:
             snapshots.generation = max(fence, manifest.generation)
         if manifest.is_sharded:
-            loaded = _in_parts(snapshots, world, own, manifest)
+            loaded, why = everywhere_in_parts(snapshots, world, manifest)
         else:
+            why = f"rank {-negative_rank} could read it once, and not again"
             loaded = _everywhere(
                 snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
             )
         if loaded:
             return loaded
-        lost[age] = f"{manifest.name}: rank {-negative_rank} could read it once, and not again"
+        lost[manifest.payload] = f"{manifest.name}: {why}"
 
 
 def _from_memory(
@@ -169,11 +174,19 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
     """Whether this rank writes to ``snapshots.folder``; every rank calls it.
 
     If each node has a folder of its own, its first rank does. If the folder is configured as shared by all nodes
-    (``world.snapshot_is_shared``), that is checked: the first rank of each node creates a file there, and of the ranks
-    that see each other's files, the lowest writes.
+    (``world.snapshot_is_shared``), that is checked, and of the ranks that see the same folder, the lowest writes.
     """
     if not world.snapshot_is_shared:
         return world.is_first_on_node
+    lowest = lowest_seen(snapshots, world)[world.rank]
+    return world.is_first_on_node and lowest in (world.rank, None)
+
+
+def lowest_seen(snapshots: Snapshots, world: World) -> list[int | None]:
+    """For each rank, the lowest of those that see the same folder, or None; every rank calls it.
+
+    The first rank of each node creates a file there, and all look for it.
+    """
     own = snapshots.folder / f".seen-{secrets.token_hex(8)}"
     if world.is_first_on_node:
         try:
@@ -188,21 +201,18 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
     except OSError as error:  # others may write there, although this rank cannot see it
         log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
         can_look = world.is_main
-    blind = [
-        rank
-        for rank, lowest in enumerate(world.gather(min(seen, default=None) if can_look else 0))
-        if lowest != 0
-    ]
+    lowest = world.gather(min(seen, default=None) if can_look else 0)
     with suppress(OSError):
         own.unlink(missing_ok=True)  # all ranks have looked
-    if blind and world.is_main:
+    blind = [rank for rank, each in enumerate(lowest) if each != 0]
+    if blind and world.is_main and world.snapshot_is_shared:
         log.warning(
             "%s was said to be one folder for all nodes, but what rank 0 writes there is not seen by rank %s: "
             "they keep snapshots of their own",
             snapshots.folder,
             ", ".join(map(str, blind)),
         )
-    return can_look and world.is_first_on_node and min(seen, default=world.rank) == world.rank
+    return lowest
 
 
 def _is_there(path: Path) -> bool:
@@ -224,7 +234,8 @@ def _everywhere(
     is_mapped: bool,
 ) -> Loaded | None:
     """The snapshot on every rank, or None on every rank."""
-    loaded = own if own and own.manifest.age == manifest.age else None
+    is_here = own is not None and own.manifest.age == manifest.age and not own.manifest.is_sharded
+    loaded = own if is_here else None
     loaded = _from_node(snapshots, world, manifest, loaded, is_mapped=is_mapped)
     if all(world.gather(loaded is not None)):
         return loaded
@@ -258,24 +269,6 @@ def _from_node(
     return loaded
 
 
-def _in_parts(snapshots: Snapshots, world: World, own: Loaded | None, manifest: Manifest) -> Loaded | None:
-    """The same for a sharded one, which is not sent: all ranks must see its folder."""
-    has_it = _is_there(snapshots.folder / manifest.name)
-    if blind := [rank for rank, sees in enumerate(world.gather(has_it)) if not sees]:
-        raise ValueError(
-            f"the newest snapshot ({manifest.name}, sharded) is not in the snapshot folder of rank "
-            f"{', '.join(map(str, blind))}, and sharded ones are not sent: give all nodes one folder, or go on where "
-            "it is with --snapshot-format whole"
-        )
-    is_good = own is not None and own.manifest.age == manifest.age
-    if not all(
-        world.gather(is_good or not world.is_first_on_node)
-    ):  # a rank that verifies all files has rejected it
-        return None
-    loaded = own if is_good else snapshots.read_age(manifest.age, is_verified=True)
-    return loaded if all(world.gather(loaded is not None)) else None
-
-
 def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
     return loaded and Loaded(
         loaded.state, loaded.manifest, f"what rank {source} sent ({loaded.manifest.payload})"
@@ -285,12 +278,6 @@ def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
 def _copy_into(data: io.BytesIO, part: torch.Tensor, start: int) -> None:
     data.seek(start)
     data.readinto(part.numpy().data)
-
-
-def _read_into(part: torch.Tensor, path: Path, start: int) -> None:
-    with path.open("rb") as file:
-        file.seek(start)
-        file.readinto(part.numpy().data)
 
 
 def _broadcast(
@@ -308,10 +295,7 @@ def _broadcast(
     path = snapshots.folder / manifest.payload
 
     def read(part: torch.Tensor, start: int) -> None:
-        try:
-            retried(partial(_read_into, part, path, start))
-        except OSError as error:  # the others wait: send the chunk anyhow; the hash will be wrong
-            log.warning("cannot read %s: %s", path, error)
+        read_part(part, path, start)
 
     _send(world, manifest.size_bytes[manifest.payload], source, read, receive)
 

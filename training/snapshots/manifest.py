@@ -1,8 +1,13 @@
 """The manifest of a committed snapshot, and the snapshot as it is loaded."""
 
+import hashlib
 import json
+import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -23,6 +28,15 @@ A whole one is a file, a sharded one a folder (see ``sharded``).
 _FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
 
 _SMALL_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
+
+
+class Damaged(Exception):
+    """A snapshot does not match its manifest, or the manifest is invalid: reading it again is no use."""
+
+
+class Elsewhere(Exception):
+    """A sharded snapshot is not all in this folder, as it should be: other nodes have the rest."""
 
 
 class NewerKit(ValueError):
@@ -45,6 +59,8 @@ class Manifest:
     """File name → size."""
     saved_at: str
     """When, ISO 8601, UTC; for people only."""
+    kept_by: dict[str, list[str]] = field(default_factory=dict)
+    """File name → the nodes that keep it, as text for people; empty where every node's folder has all files."""
 
     @classmethod
     def of(cls, text: str, name: str) -> "Manifest":
@@ -62,7 +78,16 @@ class Manifest:
             raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
         if manifest.sha256.keys() != manifest.size_bytes.keys():
             raise ValueError("some files have a size, and others a SHA-256")
+        if not manifest.kept_by.keys() <= manifest.sha256.keys():
+            raise ValueError("it names nodes for files that it lacks")
         return manifest
+
+    def to_json(self) -> str:
+        """The content of its file; without the nodes if there are none, as older versions read it."""
+        values = asdict(self)
+        if not self.kept_by:
+            del values["kept_by"]
+        return json.dumps(values, indent=1)
 
     @property
     def age(self) -> tuple[int, int]:
@@ -86,9 +111,59 @@ class Manifest:
         return name
 
     @property
+    def parts(self) -> dict[str, tuple[str, int]]:
+        """Of a sharded one: the names of the files in its folder → SHA-256 and size."""
+        return {
+            name.partition("/")[2]: (sha256, self.size_bytes[name]) for name, sha256 in self.sha256.items()
+        }
+
+    def tell(self, names: Iterable[str]) -> str:
+        """These files of a sharded one, and which nodes keep them."""
+
+        def nodes(name: str) -> str:
+            return f" (kept by {' and '.join(self.kept_by[name])})" if name in self.kept_by else ""
+
+        return ", ".join(f"{name.partition('/')[2]}{nodes(name)}" for name in names)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether it is a folder."""
         return self.payload.endswith(".dcp")
+
+
+def verify(folder: Path, manifest: Manifest, name: str) -> None:
+    """Do nothing if the file ``name`` in ``folder`` is as the manifest says.
+
+    Raises:
+        Damaged: it is not.
+        OSError: it cannot be read.
+    """
+    what = name.partition("/")[2] or "its payload"
+    with (folder / name).open("rb") as file:
+        wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
+        if size_bytes != wanted_bytes:
+            raise Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != manifest.sha256[name]:
+        raise Damaged(f"{what}'s SHA-256 is another than its manifest's")
+
+
+def verify_parts(folder: Path, manifest: Manifest) -> None:
+    """As ``verify``, for all files of a sharded one.
+
+    Raises:
+        Elsewhere: some are not here, and other nodes keep them.
+    """
+    names = {path.name for path in (folder / manifest.payload).iterdir()} if manifest.kept_by else set()
+    if missing := [name for name in manifest.kept_by if name.partition("/")[2] not in names]:
+        raise Elsewhere(
+            f"this folder has only a part of it, and not {manifest.tell(missing)}: copy the others' "
+            f"{manifest.payload} into this one"
+        )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+        list(pool.map(partial(verify, folder, manifest), manifest.sha256))
 
 
 def stem_of(generation: int, step: int) -> str:
@@ -112,6 +187,8 @@ class Loaded:
     """For people: the file, or which rank sent it."""
     shards: Path | None = None
     """The folder with the tensors that ``state`` lacks, with ``leave_shards``."""
+    fetch: Callable[[Collection[str]], None] | None = None
+    """Gets the files of these names that other nodes have into ``shards``; every rank calls it."""
 
 
 def save_payload(state: Any, file: BinaryIO) -> HashingFile:

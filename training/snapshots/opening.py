@@ -14,9 +14,9 @@ def open_snapshots(folder: Path, options: Options, world: World) -> tuple[Snapsh
         world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
         leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device
     )  # fmt: skip
-    writes = writes_snapshots(snapshots, world)
     if options.snapshot_format == "sharded":
         from nodekit.training.snapshots.sharded import ShardedSnapshots  # takes half a second to import
 
-        snapshots = ShardedSnapshots(snapshots, world, commits=writes)
-    return snapshots, writes
+        sharded = ShardedSnapshots(snapshots, world)
+        return sharded, sharded.commits
+    return snapshots, writes_snapshots(snapshots, world)

@@ -1,67 +1,59 @@
 """Saving sharded snapshots: every rank writes its own part, one rank commits them, and none holds the full state.
 
+Where nodes have folders of their own, each part is also written to the next node's, and one rank of each node commits.
 The saving threads use a process group of their own, so that the loop waits for the copy to host memory only. If one
 rank cannot save its part, no manifest is written: all ranks count a failed save and go on.
 """
 
 import io
 import os
-import pickle
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from socket import gethostname
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # no stub
 from torch.distributed.tensor import DTensor
 
-from nodekit.training.engine_info import EngineError
-from nodekit.training.options import ONE_FOLDER
 from nodekit.training.snapshots.commit import HashingFile, place, sync_folder, written_beside
-from nodekit.training.snapshots.fence import Fenced
+from nodekit.training.snapshots.exchange import lowest_seen
 from nodekit.training.snapshots.manifest import Manifest, stem_of
-from nodekit.training.snapshots.shards import REST, flat, rest, shapes
+from nodekit.training.snapshots.parts import keepers, transfers
+from nodekit.training.snapshots.peers import Peers
+from nodekit.training.snapshots.shards import METADATA, REST, flat, rest, shapes
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
-T = TypeVar("T")
-
-# A disk may take long, and a dead peer is noticed by its connection; after a timeout no rank could save any more.
-_TIMEOUT = timedelta(days=7)
+Written = dict[str, tuple[str, int]]
+"""File name → SHA-256 and size."""
 
 
 class ShardedSnapshots(Snapshots):
-    """Snapshots of states whose tensors are DTensors, in a folder that all ranks see.
+    """Snapshots of states whose tensors are DTensors, in one folder that all ranks see or in several.
 
-    All ranks save, each its part; one rank (``commits``) writes the manifest. Loading is as for whole ones.
+    All ranks save, each its part. Of the ranks that see the same folder, one (``commits``) writes the manifest. Loading
+    is as for whole ones.
     """
 
-    def __init__(self, like: Snapshots, world: World, *, commits: bool) -> None:
-        """All ranks call it.
+    peers: Peers
+
+    def __init__(self, like: Snapshots, world: World) -> None:
+        """Find out which ranks see the same folder; all ranks call it.
 
         Args:
             like: folder, keep and generation.
             world: its process group must exist.
-            commits: the result of ``writes_snapshots``.
-
-        Raises:
-            EngineError: on all ranks, if they do not see one folder.
         """
-        if (num_folders := world.gather(commits).count(True)) != 1:
-            raise EngineError(
-                f"--snapshot-format sharded needs one folder that all ranks see, and they see {num_folders}: "
-                f"{ONE_FOLDER}"
-            )
+        said = world.gather((like.folder, f"node {world.node_rank} ({gethostname()})", gethostname()))
         # Without a run id, each rank has made up a folder name of its own.
-        folder = world.gather(like.folder)[world.rank - world.local_rank]
+        folder, *_ = said[world.rank - world.local_rank]
         super().__init__(
             folder,
             keep=like.keep,
@@ -69,15 +61,26 @@ class ShardedSnapshots(Snapshots):
             leave_shards=like.leave_shards,
             allow_nan=True,  # one rank alone cannot pass a snapshot over
         )
-        self._commits = commits
-        self.group = _own_group(world)
-        """Used by the saving threads; it must outlive the last collective of this process."""
+        first = world.rank - world.local_rank
+        if world.world_size == world.local_world_size:
+            places = [first] * world.world_size
+        else:
+            lowest = lowest_seen(self, world)[world.rank]
+            places = world.gather(first if lowest is None else lowest)
+        self._leader = min(places)
+        self._committers = sorted(set(places))
+        self.commits = world.rank in self._committers
+        """Whether this rank writes the manifest."""
+        self._leads = world.rank == self._leader
+        self._keepers = keepers(places, [host for *_, host in said])
+        self._nodes = [said[place][1] for place in places]  # by rank
+        self.peers = Peers(world)
         self._mesh = init_device_mesh("cpu", (world.world_size,))
 
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """As ``Snapshots.save``, on all ranks, each with its own part of ``state``.
 
-        ``model`` and ``optimizer`` may hold DTensors; all else is taken from the rank that commits.
+        ``model`` and ``optimizer`` may hold DTensors; all else is taken from rank 0.
         """
         self.wait()
         return self._save(self._staged(state), step=step, world_size=world_size)
@@ -91,11 +94,11 @@ class ShardedSnapshots(Snapshots):
         return {name: self._on_cpu(each, copied[name]) for name, each in flat(state).items()}, others
 
     def _own(self, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-        """What this rank saves: its parts of the tensors, and everything else where it commits."""
+        """What this rank saves: its parts of the tensors, and everything else where it leads."""
         own = {
             name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat(state).items()
         }
-        return own, rest(state) if self._commits else None
+        return own, rest(state) if self._leads else None
 
     def _on_cpu(self, source: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
         if not isinstance(source, DTensor):
@@ -106,94 +109,82 @@ class ShardedSnapshots(Snapshots):
 
     def _commit(self, state: Any, *, step: int, world_size: int) -> Manifest:
         tensors, others = state
-        (name,) = filter(None, self._together(partial(self._make_shards_folder, step)))
-        writer, planner = FileSystemWriter(self.folder / name, sync_files=False), DefaultSavePlanner()
+        together = self.peers.together
+        folder = self.folder / together(partial(self._begin, step))[self._leader]
+        writer = FileSystemWriter(folder, sync_files=False)
+        # What all ranks have goes to one file: a node then reads that one, beside its own, and not all.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.fs = files = _Files()  # which syncs its files: DCP would sync the whole machine
-        writer.set_up_storage_writer(self._commits)
-        planner.set_up_planner(tensors, is_coordinator=self._commits)
-        own = self._together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
+        writer.set_up_storage_writer(self._leads)
+        planner.set_up_planner(tensors, is_coordinator=self._leads)
+        own = together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
         plans, metadata = planner.create_global_plan(own)  # the same on all ranks
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[dist.get_rank()])
-        results = self._together(lambda: (writer.write_data(plan, planner).value(), files.written))
+        results = together(lambda: (writer.write_data(plan, planner).value(), dict(files.written)))
+        parts = [written for _, written in results]
 
         def finish() -> Manifest | None:
-            if not self._commits:
+            if not self._leads:
                 return None
             writer.finish(metadata, [written for written, _ in results])
-            for _, hashed in results:
-                files.written.update(hashed)
-            return self._finish(self.folder / name, others, files.written, step=step, world_size=world_size)
+            self._finish(folder, others, files)
+            return self._manifest_of(folder.name, [*parts, files.written], step=step, world_size=world_size)
 
-        (manifest,) = filter(None, self._together(finish))
+        manifest = together(finish)[self._leader]
+        assert manifest
+        if len(self._committers) > 1:
+            together(partial(self._send_copies, folder, manifest, parts))
+
+        def announce() -> None:
+            if self.commits:
+                sync_folder(folder)
+                sync_folder(self.folder)
+                self._announce(manifest)
+
+        together(announce)
         return manifest
 
-    def _make_shards_folder(self, step: int) -> str | None:
-        if not self._commits:
-            return None
-        generation = self._own_generation()
-        self.fence.check(generation)
-        self._make_folder()
-        name = f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp"
-        (self.folder / name).mkdir(mode=0o700)
-        return name
+    def _begin(self, step: int) -> str:
+        """A name for the folder of the snapshot's files, if this rank's node may save."""
+        if self.commits:
+            self.fence.check(self._own_generation())
+            self._make_folder()
+        generation = self._own_generation() if self._leads else 0
+        return f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp"
 
-    def _finish(
-        self, folder: Path, others: Any, written: dict[str, tuple[str, int]], *, step: int, world_size: int
-    ) -> Manifest:
+    def _finish(self, folder: Path, others: Any, files: "_Files") -> None:
         shapes(folder)  # if it cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
             payload = self._write(others, file, temporary)
             place(temporary, file, REST)  # which also syncs the names of all files
-        sync_folder(self.folder)
-        files = {**written, REST: (payload.sha256, payload.size_bytes)}
-        manifest = self._manifest(
-            {f"{folder.name}/{file}": entry for file, entry in files.items()},
-            step=step,
-            world_size=world_size,
-        )
-        self._announce(manifest)
+        files.written[REST] = payload.sha256, payload.size_bytes
+
+    def _manifest_of(
+        self, folder: str, written: Sequence[Written], *, step: int, world_size: int
+    ) -> Manifest:
+        files = {f"{folder}/{name}": entry for each in written for name, entry in each.items()}
+        manifest = self._manifest(files, step=step, world_size=world_size)
+        if len(self._committers) > 1:
+            for rank, names in enumerate(written[:-1]):
+                keeper = self._keepers[rank]
+                assert keeper is not None
+                manifest.kept_by.update(
+                    {f"{folder}/{name}": [self._nodes[rank], self._nodes[keeper]] for name in names}
+                )
         return manifest
 
-    def _together(self, call: Callable[[], T]) -> list[T]:
-        """The call's results on all ranks; if it raises on one rank, an OSError on all others."""
-        value: T | None = None
-        problem: OSError | ValueError | Fenced | None = None
-        try:
-            value = call()
-        except (OSError, ValueError, Fenced) as error:
-            problem = error
-        parts = self._gather((value, problem and str(problem)))
-        if problem:
-            raise problem
-        if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(parts) if text is not None]:
-            raise OSError("; ".join(problems))
-        return [value for value, _ in parts]
-
-    def _gather(self, value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather_tensors(torch.tensor([len(data)]))]
-        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-        parts = zip(self._gather_tensors(padded), sizes, strict=True)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]  # noqa: S301  # our own ranks'
-
-    def _gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        options = AllgatherOptions()
-        options.timeout = _TIMEOUT
-        self.group.allgather([parts], [tensor], options).wait()  # type: ignore[attr-defined]  # no stub
-        return parts
-
-
-def _own_group(world: World) -> dist.ProcessGroupGloo:
-    """A group of all ranks, for the saving threads.
-
-    ``dist.new_group`` would use the same name after each restart by torchrun, in a store that still has the addresses
-    of the previous ranks: half of the time the ranks then wait for these, or fail.
-    """
-    name = world.gather(secrets.token_hex(8))[0]
-    assert dist.group.WORLD
-    store = dist.PrefixStore(f"nodekit-{name}", dist.group.WORLD.get_group_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, world.rank, world.world_size, timedelta(seconds=world.timeout_s))
+    def _send_copies(self, folder: Path, manifest: Manifest, parts: Sequence[Written]) -> None:
+        """Send each rank's part to its keeper, and what all need to all that commit."""
+        holders = {name: [rank] for rank, names in enumerate(parts) for name in names}
+        wanted: dict[int, set[str]] = {
+            rank: {METADATA, REST} if rank in self._committers else set() for rank in range(len(parts))
+        }
+        for rank, names in enumerate(parts):
+            keeper = self._keepers[rank]
+            assert keeper is not None
+            wanted[keeper] |= names.keys()
+        common = {METADATA: [self._leader], REST: [self._leader]}
+        self.peers.send_files(folder, transfers(manifest, holders | common, wanted))
 
 
 class _Stream(HashingFile):
@@ -208,8 +199,7 @@ class _Files(FileSystem):
     """DCP's file system, with files that only their owner can read, that are synced, and hashed while written."""
 
     def __init__(self) -> None:
-        self.written: dict[str, tuple[str, int]] = {}
-        """File name → SHA-256 and size."""
+        self.written: Written = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -220,6 +210,9 @@ class _Files(FileSystem):
             stream.finish()
             os.fsync(file.fileno())
         self.written[Path(path).name] = stream.sha256, stream.size_bytes
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir(mode=0o700, exist_ok=True)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

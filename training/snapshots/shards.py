@@ -102,6 +102,17 @@ def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError, RuntimeError: one of them is not there, or has another shape.
     """
+    plan, planner, reader = _plan(folder, tensors)
+    reader.read_data(plan, planner).wait()
+
+
+def files_of(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the files that ``read_into`` reads; it raises the same."""
+    plan, _, reader = _plan(folder, tensors)
+    return {reader.storage_data[each.storage_index].relative_path for each in plan.items}
+
+
+def _plan(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any, Any]:
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner,
     )  # slow to import, and rarely needed
@@ -111,8 +122,7 @@ def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     planner, reader = DefaultLoadPlanner(flatten_state_dict=False), FileSystemReader(folder)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(planner.create_local_plan())
-    reader.read_data(plan, planner).wait()
+    return planner.finish_plan(planner.create_local_plan()), planner, reader
 
 
 def _read_metadata(folder: Path) -> Any:

@@ -6,17 +6,13 @@ same way, the manifest. A payload without a manifest does not count.
 """
 
 import errno
-import hashlib
 import io
-import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -34,6 +30,8 @@ from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
 from nodekit.training.snapshots.manifest import (
     MANIFEST,
     PAYLOAD,
+    Damaged,
+    Elsewhere,
     Loaded,
     Manifest,
     NewerKit,
@@ -42,16 +40,13 @@ from nodekit.training.snapshots.manifest import (
     map_payload,
     save_payload,
     stem_of,
+    verify,
+    verify_parts,
 )
+from nodekit.training.snapshots.peers import Peers
 from nodekit.training.snapshots.shards import REST, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
-
-_BLOCK_BYTES = 1 << 20
-
-
-class _Damaged(Exception):
-    """A snapshot does not match its manifest, or the manifest is invalid: reading it again is no use."""
 
 
 class Snapshots:
@@ -105,6 +100,8 @@ class Snapshots:
         """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
         """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
+        self.peers: Peers | None = None
+        """The ranks that a sharded one is sent between, once there is any; it must outlive all of their collectives."""
         self.last_save_s: float | None = None
         """How long the last save took, without the copy to host memory."""
         self._damaged: set[str] = set()  # manifests whose snapshots are damaged
@@ -197,8 +194,8 @@ class Snapshots:
                 found.append(self._manifest_in(name))
             except FileNotFoundError:  # another process has removed it since
                 pass
-            except (NewerKit, _Damaged) as error:
-                self._reject(name, error)
+            except (NewerKit, Damaged) as error:
+                self.reject(name, error)
         return found
 
     def newest_age(self) -> tuple[int, int] | None:
@@ -223,14 +220,20 @@ class Snapshots:
         return found.loaded
 
     def look(
-        self, but: Collection[tuple[int, int]] = (), *, expected: str = "", is_mapped: bool = False
+        self,
+        but: Collection[str] = (),
+        *,
+        expected: str = "",
+        is_mapped: bool = False,
+        leave_parts: bool = False,
     ) -> Found:
         """Load the newest intact one, and tell why newer ones were skipped.
 
         Args:
-            but: ages to skip.
+            but: payloads to skip.
             expected: what is known to have been committed here, as text: then an empty folder is an error.
             is_mapped: see ``read_age``.
+            leave_parts: if the newest is sharded, return it without its state, unverified: it may be on several nodes.
         """
         until_s = time.monotonic() + commit.RETRY_S
         problems: list[str] = []
@@ -240,19 +243,23 @@ class Snapshots:
         except OSError as error:
             return Found(problems=(f"{self.folder}: {error}",))
         for name in names:
-            if age_of(name) in but:
-                continue
             try:
-                load = partial(self._load, name, is_mapped=is_mapped)
-                return Found(retried(load, until_s), tuple(problems), newer_kit)
+                manifest = retried(partial(self._manifest_in, name), until_s)
+                if manifest.payload in but:
+                    continue
+                if manifest.is_sharded and leave_parts:
+                    loaded = Loaded(None, manifest, str(self.folder / manifest.payload))
+                else:
+                    loaded = retried(partial(self._load, manifest, is_mapped=is_mapped), until_s)
+                return Found(loaded, tuple(problems), newer_kit)
             except FileNotFoundError:  # another process has removed it since
                 pass
             except NewerKit as error:
                 newer_kit = newer_kit or (age_of(name), f"{self.folder / name}: {error}")
-                self._reject(name, error)
-            except (_Damaged, OSError) as error:
+                self.reject(name, error)
+            except (Damaged, Elsewhere, OSError) as error:
                 problems.append(f"{self.folder / name}: {error}")
-                self._reject(name, error)
+                self.reject(name, error)
         return Found(None, tuple(problems), newer_kit)
 
     def read_age(
@@ -267,11 +274,12 @@ class Snapshots:
         """
         name = f"{stem_of(*age)}.json"
         try:
-            return retried(partial(self._load, name, is_verified=is_verified, is_mapped=is_mapped))
+            manifest = retried(partial(self._manifest_in, name))
+            return retried(partial(self._load, manifest, is_verified=is_verified, is_mapped=is_mapped))
         except FileNotFoundError:
             return None
-        except (NewerKit, _Damaged, OSError) as error:
-            self._reject(name, error)
+        except (NewerKit, Damaged, Elsewhere, OSError) as error:
+            self.reject(name, error)
             return None
 
     def _names(self) -> list[str]:
@@ -299,49 +307,44 @@ class Snapshots:
         except NewerKit:
             raise
         except (ValueError, TypeError, AttributeError) as error:
-            raise _Damaged(f"its manifest is damaged ({error})") from error
+            raise Damaged(f"its manifest is damaged ({error})") from error
 
-    def _load(self, name: str, *, is_verified: bool = False, is_mapped: bool = False) -> Loaded:
-        manifest = self._manifest_in(name)
+    def _load(self, manifest: Manifest, *, is_verified: bool = False, is_mapped: bool = False) -> Loaded:
         path = self.folder / manifest.payload
         try:
             if manifest.is_sharded:
-                return self._read_shards(manifest, path, is_verified=is_verified)
+                if not is_verified:
+                    verify_parts(self.folder, manifest)
+                return self.read_parts(manifest)
             if not is_verified:
-                self._verify(manifest, manifest.payload)
+                verify(self.folder, manifest, manifest.payload)
             if is_mapped and os.name == "posix":  # Windows does not remove mapped files
                 return Loaded(map_payload(path), manifest, str(path))
             with path.open("rb") as file:
                 return Loaded(load_payload(file), manifest, str(path))
         except commit.NOT_FOUND as error:
-            raise _Damaged(str(error)) from error
+            raise Damaged(str(error)) from error
 
-    def _read_shards(self, manifest: Manifest, path: Path, *, is_verified: bool) -> Loaded:
-        if not is_verified:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
-                list(pool.map(partial(self._verify, manifest), manifest.sha256))
+    def read_parts(self, manifest: Manifest) -> Loaded:
+        """Load a sharded one whose files have been verified; with ``leave_shards``, they need not all be here."""
+        path = self.folder / manifest.payload
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
         if self.leave_shards:
             return Loaded(rest, manifest, str(path), path)
         return Loaded(assemble(rest, read_whole(path)), manifest, str(path))
 
-    def _verify(self, manifest: Manifest, name: str) -> None:
-        what = name.partition("/")[2] or "its payload"
-        with (self.folder / name).open("rb") as file:
-            wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
-            if size_bytes != wanted_bytes:
-                raise _Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
-            digest = hashlib.sha256()
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != manifest.sha256[name]:
-            raise _Damaged(f"{what}'s SHA-256 is another than its manifest's")
+    def adopt(self, manifest: Manifest) -> None:
+        """Commit a sharded one whose files other nodes have sent, unless it is committed here."""
+        with _warning(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
+            if manifest not in self.manifests():
+                commit.sync_folder(self.folder)
+                self._announce(manifest)
 
-    def _reject(self, name: str, error: Exception) -> None:
+    def reject(self, name: str, error: Exception) -> None:
         """Log why a snapshot is skipped; a damaged one is removed at the next save."""
         log.warning("snapshot %s is passed over: %s", self.folder / name, error)
-        if isinstance(error, _Damaged):
+        if isinstance(error, Damaged):
             self._damaged.add(name)
 
     def _own_generation(self) -> int:
@@ -433,7 +436,7 @@ class Snapshots:
         generation = self._own_generation()
         self.fence.raise_to(generation)
         with written_beside(self.folder) as (temporary, beside):
-            beside.write(json.dumps(asdict(manifest), indent=1).encode())
+            beside.write(manifest.to_json().encode())
             place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
         self._damaged.discard(manifest.name)
         self._prune(manifest)
