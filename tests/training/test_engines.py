@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from agents import until
 from engine_runs import SAME, killed_once, losses, task, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
-from nodekit.training import Snapshots
+from nodekit.training import ElasticSampler, Snapshots
 from nodekit.training.arguments import parse
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
@@ -323,6 +325,54 @@ def test_sums_that_are_read_a_step_later_change_no_curve_though_a_rank_is_killed
     assert "resumed at step 32 " in said
     assert (tmp_path / "own.py.late").exists()
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=CLOSE)
+
+
+# The engines take turns in one process group: to start ranks for each would cost five times as much.
+NOT_FINITE = """
+import json, sys
+from pathlib import Path
+from nodekit.training import World, rank
+from nodekit.training.arguments import parse
+from nodekit.training.stop import Stop
+from nodekit.training.tasks.digits import Digits, Pixels
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        data.images[{sample}] = float("nan")
+        return Pixels(data.images[:160], data.labels[:160])
+how = "--epochs 1 --batch-size 16 --lr 0.0003 --clip 0.5 --snapshot-every 3 --on-nan rollback".split()
+with World.from_env() as world, Stop(20) as stop:
+    for way in json.loads(sys.argv[1]):
+        folder = Path(__file__).with_name("".join(way[1:]))
+        rank._run_loops([], parse([*how, *way]), world, Task(), folder, stop, None)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_every_engine_goes_back_to_its_snapshot_and_leaves_a_bad_batch_out(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """Of ten steps, the ninth has a sample that is not a number."""
+    ninth = list(ElasticSampler(160, batch_size=16).micro_batches())[8]
+    (tmp_path / "own.py").write_text(NOT_FINITE.format(sample=ninth.indices[0]))
+    ways = [["--engine", "ddp"], *(way for way in WAYS if ranks_of(way) == num_ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [warm_python.program(), *torchrun, str(tmp_path / "own.py"), json.dumps(ways)],
+        env={**os.environ, **warm_python.environment()},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    back = re.findall(r"the loss of step 9 is nan on rank . .*: back to the newest snapshot", done.stdout)
+    assert (len(back), said.count("resumed at step 6 ")) == (len(ways), len(ways)), said
+    wanted = losses(tmp_path / "ddp")
+    # The only rank blames the update before, too.
+    assert sorted(wanted) == list(range(1, 9 + (num_ranks == 2)))
+    for way in ways:
+        assert losses(tmp_path / "".join(way[1:])) == pytest.approx(wanted, abs=CLOSE), way
 
 
 STOPPED_ONCE = """
