@@ -70,11 +70,13 @@ class Engine(single.Engine):
     def weights(self) -> Mapping[str, torch.Tensor]:
         if self._stage == 0:
             return super().weights()
+        parts = self._parts()
         whole = (
-            (name, each.gather() if isinstance(each, Gathered) else each)
-            for name, each in self._parts().items()
+            (each, each.gather() if isinstance(each, Gathered) else each)
+            for each in dict.fromkeys(parts.values())
         )
-        return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+        weights = {part: each.cpu() for part, each in whole if self.world.is_first_on_node}
+        return {name: weights[part] for name, part in parts.items() if weights}
 
     def state(self) -> State:
         if self._stage == 0:
@@ -102,8 +104,10 @@ class Engine(single.Engine):
     def _parts(self) -> dict[str, Any]:
         """The module's state dict, with weights that are gathered when they are needed."""
         values: dict[str, Any] = dict(self.module.named_buffers(remove_duplicate=False))
-        for name, each in self.module.named_parameters(remove_duplicate=False):
-            values[name] = _gathered(each, partial(self._whole, each))
+        parts = {each: _gathered(each, partial(self._whole, each)) for each in self.module.parameters()}
+        values.update(
+            (name, parts[each]) for name, each in self.module.named_parameters(remove_duplicate=False)
+        )
         return {name: values[name] for name in self.module.state_dict()}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -18,9 +18,12 @@ _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time."""
+    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time.
+
+    Tied weights are one object at several places, which is gathered once.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,9 +34,11 @@ class Gathered:
 
 def gather_for_others(state: Any) -> None:
     """Take part in gathering the tensors of a state that other ranks copy, and keep none."""
+    gathered: set[Gathered] = set()
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, Gathered):
+        if isinstance(leaf, Gathered) and leaf not in gathered:
+            gathered.add(leaf)
             leaf.gather()
         return leaf
 
@@ -106,9 +111,11 @@ class HostCopy:
         def other(leaf: Any) -> Any:
             if not isinstance(leaf, Gathered):
                 return copy.deepcopy(leaf)
-            own = buffer(leaf.shape, torch.empty(leaf.shape, device="meta").stride(), leaf.dtype)
-            fill(own, leaf.gather())
-            return own
+            if leaf not in copied:
+                stride = torch.empty(leaf.shape, device="meta").stride()
+                copied[leaf] = own = buffer(leaf.shape, stride, leaf.dtype)
+                fill(own, leaf.gather())
+            return copied[leaf]
 
         result = map_tensors(tensor, state, other=other)
         for device in devices:
@@ -147,7 +154,7 @@ def _needs(state: Any) -> tuple[int, torch.device | None]:
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, Gathered):
-            sizes[len(sizes)] = _aligned(leaf.shape.numel() * leaf.dtype.itemsize)
+            sizes[leaf] = _aligned(leaf.shape.numel() * leaf.dtype.itemsize)
             gpus.extend([leaf.device] if leaf.device.type == "cuda" else [])
         return leaf
 
