@@ -389,6 +389,7 @@ def test_every_engine_goes_back_to_its_snapshot_and_leaves_a_bad_batch_out(
 
 
 TIED = """
+import deepspeed
 from torch import nn
 from nodekit.training.tasks.digits import Digits, Pixels
 class Model(nn.Module):
@@ -408,6 +409,11 @@ class Task(Digits):
         return Pixels(data.images[:160], data.labels[:160])
     def model(self):
         return Model()
+def initialize(initialize=deepspeed.initialize, **given):
+    if given["config"]["zero_optimization"]["stage"] == 3:
+        assert not any(each.numel() for each in given["model"].parameters()), "it would move the whole model"
+    return initialize(**given)
+deepspeed.initialize = initialize
 """
 
 
