@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nodekit.training.devices import module_of
 from nodekit.training.snapshots.background import Background
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,7 +106,7 @@ class HostCopy:
 
         def fill(own: torch.Tensor, source: torch.Tensor) -> None:
             own.copy_(source.detach(), non_blocking=True)
-            if source.device.type == "cuda":
+            if source.device.type != "cpu":
                 devices.add(source.device)
 
         def other(leaf: Any) -> Any:
@@ -119,7 +120,7 @@ class HostCopy:
 
         result = map_tensors(tensor, state, other=other)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            module_of(device.type).current_stream(device).synchronize()
         return result
 
     def _make(self, size_bytes: int, gpu: torch.device | None) -> None:
