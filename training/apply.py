@@ -77,9 +77,8 @@ def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module,
     Raises:
         ValueError: the folder is not one of a run, or the task has changed.
     """
-    import torch
-
     from nodekit.training import rng
+    from nodekit.training.devices import kind_here
     from nodekit.training.tasks import GIVEN, load_task
     from nodekit.training.weights.export import load_weights, read_facts, read_weights
 
@@ -101,7 +100,7 @@ def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module,
         )
     module = task.model()
     load_weights(module, read_weights(folder), folder, ignore_mismatched_sizes=False)
-    return task, module.to("cuda" if torch.cuda.is_available() else "cpu").eval(), facts
+    return task, module.to(kind_here()).eval(), facts
 
 
 def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
@@ -168,7 +167,7 @@ def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> di
     with torch.no_grad():
         for start in range(0, len(texts), _BATCH):
             batch = _moved(task.encode(texts[start : start + _BATCH]), module)  # type: ignore[attr-defined]
-            rows += task.predict(module, batch).double().softmax(1).tolist()  # type: ignore[attr-defined]
+            rows += task.predict(module, batch).cpu().double().softmax(1).tolist()  # type: ignore[attr-defined]
     labels = _labels(task, len(rows[0]))
     found = []
     for text, row in zip(texts, rows, strict=True):

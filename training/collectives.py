@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from nodekit.training.devices import sum_dtype
+
 
 def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give all ranks rank 0's values, in place, one tensor at a time; they may be on the CPU, or not contiguous."""
@@ -18,8 +20,8 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) 
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
-    """A float64 tensor of these; from memory that is not pinned, the copy would wait for all work on the GPU."""
-    own = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    """A tensor of `sum_dtype`; from memory that is not pinned, the copy would wait for all work on the GPU."""
+    own = torch.tensor(numbers, dtype=sum_dtype(device), pin_memory=device.type == "cuda")
     return own.to(device, non_blocking=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from nodekit.training.devices import UNPROVEN
 from nodekit.training.errors import TrainingError
 
 BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
@@ -67,6 +68,15 @@ def refused_on_gpus(name: str) -> str:
     return (
         f"--engine {name}: it is built without GPU operations, and there are GPUs: take --engine ddp, or hide them "
         "(`gpus: 0` in the inventory; CUDA_VISIBLE_DEVICES= without kit)"
+    )
+
+
+def refused_on_unproven(name: str, device: str) -> str:
+    """Return why an engine does not run on a type of device, and what to do; "" if it does."""
+    if device not in UNPROVEN or not (ENGINES[name].libraries or name == "dp"):
+        return ""
+    return (
+        f"--engine {name}: on {device} there are torch's own engines alone: take --engine ddp, fsdp or single"
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
+from nodekit.training.devices import sum_dtype
 from nodekit.training.engines import Engine
 from nodekit.training.reporting.report import Report
 from nodekit.training.snapshots.hostcopy import map_tensors
@@ -46,7 +47,7 @@ class Evaluation:
             if "pairs" in measured:
                 measured_pairs.append(measured.pop("pairs"))
             for name, value in measured.items():
-                value = torch.as_tensor(value, dtype=torch.float64)
+                value = torch.as_tensor(value, dtype=sum_dtype(self.world.device))
                 added[name] = added[name] + value if name in added else value
         if engine.forwards_together:
             # A rank with fewer batches than others makes up for them with forward passes that do not count.

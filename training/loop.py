@@ -11,6 +11,7 @@ import torch
 
 from nodekit.training import rng
 from nodekit.training.collectives import broadcast_from_first
+from nodekit.training.devices import sum_dtype
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
@@ -254,7 +255,7 @@ class Loop:
         num_steps = self.sampler.steps_left
         if not num_steps:  # resumed between the last step and the evaluation
             return True
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        loss_sum = torch.zeros((), dtype=sum_dtype(self.world.device), device=self.world.device)
         micro_batches = zip(self.sampler.micro_batches(), self.loader, strict=True)
 
         def compute() -> None:
@@ -268,7 +269,7 @@ class Loop:
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
-                    loss_sum.add_(loss.detach().double() * micro.share)
+                    loss_sum.add_(loss.detach().to(loss_sum.dtype) * micro.share)
                     if micro.is_last:
                         self._start_sum(loss_sum)
                     loss_part = loss * micro.weight

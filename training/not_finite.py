@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nodekit.training.devices import sum_dtype
 from nodekit.training.errors import TrainingError
 from nodekit.training.reporting.tell import tell
 from nodekit.training.world import World
@@ -138,7 +139,7 @@ class LossWatch:
         """
         self.wait()
         # NaN and infinity times 0 are NaN: one number that is 0 or NaN.
-        own = loss.detach().double().sum()
+        own = loss.detach().to(sum_dtype(loss.device)).sum()
         self._pending = step, own, self._world.start_sum((own * 0).reshape(1))
 
     def wait(self) -> None:

@@ -50,7 +50,8 @@ def _num_ranks(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if (known := environ.get("WORLD_SIZE", "")).isdecimal():
         return int(known)
     if given.launcher == "spawn" and not given.nproc_per_node:
-        import torch  # it knows how many GPUs there are, and will be needed
+        # torch knows how many GPUs there are, and will be needed.
+        from nodekit.training.devices import kind_here, number_of
 
-        return torch.cuda.device_count() or 1
+        return number_of(kind_here()) or 1
     return given.nproc_per_node or 1

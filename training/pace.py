@@ -79,9 +79,9 @@ def _step(
     num_parts: int,
 ) -> Callable[[], None]:
     """A function that trains for one step, of ``num_parts`` micro-batches."""
-    import torch
     from torch.utils.data import DataLoader, RandomSampler
 
+    from nodekit.training.devices import module_of
     from nodekit.training.engines.load import load_engine
     from nodekit.training.evaluate import to_device
     from nodekit.training.optimizers import is_fused
@@ -116,8 +116,8 @@ def _step(
                 loss = task.loss(engine.model, to_device(batch, world.device))
             engine.backward(loss / num_parts)
         engine.update(options.clip)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        if world.device.type != "cpu":
+            module_of(world.device.type).synchronize()
 
     return step
 

@@ -1,4 +1,4 @@
-"""The random number generators of one rank: python's, numpy's, torch's and CUDA's."""
+"""The random number generators of one rank: python's, numpy's, torch's and the device's."""
 
 import random
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nodekit.training.devices import module_of
+
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed this rank's generators, each rank's differently."""
-    torch.manual_seed(_seed_others(seed, rank))  # CUDA's too
+    torch.manual_seed(_seed_others(seed, rank))  # the device's too
 
 
 def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
@@ -21,7 +23,7 @@ def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
     own = _seed_others(seed, rank, step)
     torch.default_generator.manual_seed(own)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(own)
+        module_of(device.type).manual_seed(own)
 
 
 def _seed_others(*numbers: int) -> int:
@@ -43,7 +45,7 @@ def capture(device: torch.device) -> dict[str, Any]:
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss_next),
         "numpy": (torch.tensor(keys.tolist(), dtype=torch.int64), int(pos), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "device": module_of(device.type).get_rng_state(device) if device.type != "cpu" else None,
     }
 
 
@@ -54,5 +56,5 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     keys, pos, has_gauss, gauss = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if state["device"] is not None:
+        module_of(device.type).set_rng_state(state["device"], device)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from nodekit.training.devices import kind_here, number_of
 from nodekit.training.engine_info import ALONE
 from nodekit.training.initmethod import InitMethod
 from nodekit.training.options import Options
@@ -63,7 +64,7 @@ def check_address(method: InitMethod) -> None:
 
 def run(options: Options) -> int:
     """Start the ranks, wait for all, and return the exit status; on a stop or a failure, none is left behind."""
-    num_gpus = 1 if options.engine in ALONE else torch.cuda.device_count()
+    num_gpus = 1 if options.engine in ALONE else number_of(kind_here())
     world_size = options.nproc_per_node or num_gpus or 1
     try:
         # What all ranks would refuse is reported once, here. The last rank needs the most: as many GPUs as ranks.

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training import connections, recorder
+from nodekit.training import connections, devices, recorder
 from nodekit.training.agent_messages import AgentMessages, messages_from
 from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
@@ -50,9 +50,9 @@ class World:
     node_rank: int
     """Which node this is, from 0."""
     device: torch.device
-    """``cuda:<local_rank>`` where there are GPUs, else ``cpu``."""
+    """``cuda:<local_rank>`` where there are GPUs (``xpu:`` for Intel's, ``npu:`` for Ascend's), else ``cpu``."""
     backend: str
-    """``nccl`` where there are GPUs and torch has it, else ``gloo``, unless given."""
+    """``nccl`` where there are GPUs and torch has it (``xccl``, ``hccl``), else ``gloo``, unless given."""
     init_method: InitMethod
     """Where the ranks meet."""
     meets_at: str = ""
@@ -167,8 +167,8 @@ class World:
         self.stage("meeting the other ranks")
         if self.messages is not None:
             self.messages.when("lost", self.leave_others, is_default=True)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device.type != "cpu":
+            devices.module_of(self.device.type).set_device(self.device)
         store = (
             self.init_method.store(rank=self.rank, world_size=self.world_size, timeout_s=self.timeout_s)
             if self.launched
@@ -297,7 +297,8 @@ def _meets_at(method: InitMethod, env: Mapping[str, str]) -> str:
 
 
 def _device(local_rank: int, local_world_size: int, num_planned: int) -> torch.device:
-    if not torch.cuda.is_available():
+    kind = devices.kind_here()
+    if kind == "cpu":
         if num_planned:  # N ranks on a CPU would look like a slow job
             is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
             why = "cannot use them" if is_built else "is built for the CPU alone"
@@ -306,20 +307,27 @@ def _device(local_rank: int, local_world_size: int, num_planned: int) -> torch.d
                 "or set `gpus: 0` in the inventory to train on the CPU"
             )
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= (number := devices.number_of(kind)):
         raise ValueError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible, "
+            f"local rank {local_rank} has no GPU: {number} visible, "
             f"{local_world_size} ranks on this node; start fewer (--nproc-per-node) or show more GPUs"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
 def _backend(name: str, device: torch.device) -> str:
     """What ``auto`` means here; else ``name``, if torch has it."""
-    has_gpu = device.type == "cuda"
+    own = devices.BACKENDS[device.type]
+    if device.type in devices.UNPROVEN:
+        if name not in ("auto", own) or not dist.is_backend_available(own):
+            raise ValueError(
+                f"--backend {name}: the tensors are on {device.type}, and only {own} sends these: take auto, and a "
+                f"torch with {own}"
+            )
+        return own
     if name == "auto":
-        return "nccl" if has_gpu and dist.is_nccl_available() else "gloo"
-    if name == "nccl" and not has_gpu:
+        return own if dist.is_backend_available(own) else "gloo"
+    if name == "nccl" and device.type != "cuda":
         raise ValueError("--backend nccl is for GPUs, and torch sees none here: take gloo, or auto")
     if not dist.is_backend_available(name):
         cure = "pip has no build of torch with it; " if name == "mpi" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.host.probes.accelerators import NVIDIA
@@ -120,10 +120,17 @@ def _host(
     host: str, smi: Smi, own: list[Gpu], told: Mapping[str, Any], own_pids: Mapping[int, str]
 ) -> list[Finding]:
     xids = parse_xids(told["xid"])
+    corrupt = {nvidia_smi.bus_of(address) for address in told["inforom"]}
     found = [
         each
         for gpu in own
-        for each in (*_users(gpu, told["owners"], own_pids), *_modes(gpu), *_health(gpu), *_errors(gpu, xids))
+        for each in (
+            *_users(gpu, told["owners"], own_pids),
+            *_modes(gpu),
+            *_health(gpu),
+            *_inforom(gpu, corrupt),
+            *_errors(gpu, xids),
+        )
     ]
     listed = {gpu.bus for gpu in smi.gpus}
     for bus in sorted({xid.bus for xid in xids if xid.number == OFF_THE_BUS} - listed):
@@ -200,6 +207,14 @@ def _health(gpu: Gpu) -> Iterator[_Told]:
         text = f"{name} is slowed down: {', '.join(gpu.slowdowns)}"
         cure = f"see to its cooling and power: nvidia-smi -q -i {gpu.index} -d PERFORMANCE"
         yield "warning", text, "full clocks", cure
+
+
+def _inforom(gpu: Gpu, corrupt: Collection[str]) -> Iterator[_Told]:
+    """Return that a GPU's infoROM is corrupt: it computes, and loses what it should remember of its errors."""
+    if gpu.bus in corrupt:
+        text = f"GPU {gpu.index}: its infoROM is corrupt (nvidia-smi exits with 14): it may forget its errors"
+        cure = f"sudo nvidia-smi -r -i {gpu.index} (with nothing on it); if it stays, have the GPU exchanged"
+        yield "warning", text, "a whole one", cure
 
 
 def _errors(gpu: Gpu, xids: Sequence[Xid]) -> Iterator[_Told]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU(\d+)")
+_XML = re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)  # warnings may stand beside it
 
 
 class SmiError(Exception):
@@ -69,8 +70,9 @@ def parse(xml: str) -> Smi:
     Raises:
         SmiError: it is something else.
     """
+    found = _XML.search(xml)
     try:
-        root = ET.fromstring(xml.strip())  # noqa: S314  # of the user's own hosts
+        root = ET.fromstring(found[0] if found else xml.strip())  # noqa: S314  # of the user's own hosts
     except ET.ParseError as error:
         raise SmiError(f"nvidia-smi -q -x wrote no XML ({error})") from error
     if root.tag != "nvidia_smi_log":
@@ -79,8 +81,12 @@ def parse(xml: str) -> Smi:
     return Smi(driver=_text(root, "driver_version"), gpus=gpus)
 
 
+def bus_of(address: str) -> str:
+    """Return a PCI address as the kernel's log has it: ``00000000:3B:00.0`` → ``0000:3b:00``."""
+    return address.lower().rpartition(".")[0][-len("0000:00:00") :]
+
+
 def _gpu(index: int, gpu: ET.Element) -> Gpu:
-    bus = gpu.get("id", "").lower().rpartition(".")[0]  # 00000000:3B:00.0
     reasons = next(
         (each for each in gpu if re.fullmatch(r"clocks_\w+_reasons", each.tag)), ET.Element("none")
     )
@@ -104,7 +110,7 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
     return Gpu(
         index=index,
         name=_text(gpu, "product_name"),
-        bus=bus[-len("0000:00:00") :],
+        bus=bus_of(gpu.get("id", "")),
         memory_mib=_number(_text(gpu, "fb_memory_usage/total")),
         persistence=persistence == "Enabled" if persistence in ("Enabled", "Disabled") else None,
         uncorrectable=sum(known) if known else None,

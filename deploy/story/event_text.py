@@ -80,7 +80,7 @@ class Narrator:
     def _on_drain(self, event: Event) -> list[str]:
         self._drained |= {str(event.about)}
         if why := _first_line(event.get("why")):
-            return [f"{event.about} is drained: {why}"]
+            return [out_of_the_job(str(event.about), why)]
         return [f"{event.about} is drained: its ranks save, and it leaves the job"]
 
     def _on_undrain(self, event: Event) -> list[str]:
@@ -304,6 +304,11 @@ class Narrator:
         return [f"{event.node}: a copy of a snapshot could not be kept: {why}"]
 
     _on_replica_refused = _on_replica_failed
+
+
+def out_of_the_job(node: str, why: str) -> str:
+    """Return that a node is out of the job because something of it is broken, and how it is used again."""
+    return f"{node} is drained: {why}; after the repair, kit clean --forgive lets runs use it again"
 
 
 def count(number: int, noun: str) -> str:

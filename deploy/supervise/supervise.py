@@ -22,6 +22,7 @@ from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
 from nodekit.deploy.records.runs import SupervisorLock
+from nodekit.deploy.story.event_text import out_of_the_job
 from nodekit.deploy.story.status import status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import drain, policy
@@ -236,7 +237,7 @@ class Supervisor:
         except NotWritten as error:
             self._cannot_write(str(error))
             return
-        self._view.say(f"{action.node} is drained: {action.why}", is_event=True)
+        self._view.say(out_of_the_job(action.node, action.why), is_event=True)
         self._note("drain", about=action.node, why=action.why)
         threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 

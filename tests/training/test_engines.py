@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from agents import until
 from engine_runs import SAME, killed_once, losses, task, train
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
-from nodekit.training import Snapshots
+from nodekit.training import ElasticSampler, Snapshots
 from nodekit.training.arguments import parse
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
@@ -323,6 +325,111 @@ def test_sums_that_are_read_a_step_later_change_no_curve_though_a_rank_is_killed
     assert "resumed at step 32 " in said
     assert (tmp_path / "own.py.late").exists()
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=CLOSE)
+
+
+# The engines take turns in one process group: to start ranks for each would cost five times as much.
+IN_TURNS = """
+import json, sys
+from pathlib import Path
+from nodekit.training import World, rank
+from nodekit.training.arguments import parse
+from nodekit.training.stop import Stop
+how = "--epochs 1 --batch-size 16 --lr 0.0003 --clip 0.5 --schedule constant --warmup-steps 0 --keep 9".split()
+if __name__ == "__main__":
+    with World.from_env() as world, Stop(20) as stop:
+        for folder, way in json.loads(sys.argv[1]):
+            rank._run_loops([], parse([*how, *way]), world, Task(), Path(folder), stop, None)
+"""
+
+
+def in_turns(folder: Path, text: str, turns: Sequence[tuple[Path, list[str]]], *, num_ranks: int = 2) -> str:
+    """Train the class Task of a text in each folder, with its arguments, and return what was said."""
+    (folder / "own.py").write_text(text + IN_TURNS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    argv = [str(folder / "own.py"), json.dumps([(str(output), way) for output, way in turns])]
+    done = subprocess.run(
+        [warm_python.program(), *torchrun, *argv],
+        env={**os.environ, **warm_python.environment()},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+BAD_BATCH = """
+from nodekit.training.tasks.digits import Digits, Pixels
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        data.images[{sample}] = float("nan")
+        return Pixels(data.images[:160], data.labels[:160])
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_every_engine_goes_back_to_its_snapshot_and_leaves_a_bad_batch_out(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """Of ten steps, the ninth has a sample that is not a number."""
+    ninth = list(ElasticSampler(160, batch_size=16).micro_batches())[8]
+    ways = [["--engine", "ddp"], *(way for way in WAYS if ranks_of(way) == num_ranks)]
+    how = ["--snapshot-every", "3", "--on-nan", "rollback"]
+    turns = [(tmp_path / "".join(way[1:]), [*way, *how]) for way in ways]
+    said = in_turns(tmp_path, BAD_BATCH.format(sample=ninth.indices[0]), turns, num_ranks=num_ranks)
+    back = re.findall(r"the loss of step 9 is nan on rank . .*: back to the newest snapshot", said)
+    assert (len(back), said.count("resumed at step 6 ")) == (len(ways), len(ways)), said
+    wanted = losses(tmp_path / "ddp")
+    # The only rank blames the update before, too.
+    assert sorted(wanted) == list(range(1, 9 + (num_ranks == 2)))
+    for folder, _ in turns:
+        assert losses(folder) == pytest.approx(wanted, abs=CLOSE), folder
+
+
+TIED = """
+import deepspeed
+from torch import nn
+from nodekit.training.tasks.digits import Digits, Pixels
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 10)
+        self.layers = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 256)])
+        self.layers[0].weight = self.layers[2].weight = self.wide.weight
+    def forward(self, images):
+        values = self.first(images.flatten(1))
+        for layer in (self.wide, *self.layers):
+            values = layer(values.relu())
+        return self.last(values)
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        return Pixels(data.images[:160], data.labels[:160])
+    def model(self):
+        return Model()
+def initialize(initialize=deepspeed.initialize, **given):
+    if given["config"]["zero_optimization"]["stage"] == 3:
+        assert not any(each.numel() for each in given["model"].parameters()), "it would move the whole model"
+    return initialize(**given)
+deepspeed.initialize = initialize
+"""
+
+
+def test_tied_weights_stay_tied_and_are_saved_once(tmp_path: Path) -> None:
+    ways = [["--engine", "fsdp", "--snapshot-format", "sharded"], ["--engine", "fsdp"],
+            ["--engine", "deepspeed", "--zero", "3"], ["--engine", "deepspeed", "--zero", "2"]]  # fmt: skip
+    turns = [(tmp_path / "all", ["--epochs", str(epoch), *way]) for epoch, way in enumerate(ways, 1)]
+    said = in_turns(tmp_path, TIED, [(tmp_path / "ddp", ["--epochs", str(len(ways))]), *turns])
+    assert said.count("resumed at step") == len(ways) - 1
+    assert losses(tmp_path / "all") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-5)
+    snapshots = Snapshots(tmp_path / "all" / "snapshots").manifests()
+    assert len(snapshots) == len(ways)
+    tied = 4 * 256 * 256
+    once = 3 * (2 * tied + 4 * (64 * 256 + 256 * 10))  # weights and two moments
+    for each in snapshots:
+        assert once < sum(each.size_bytes.values()) < once + tied
 
 
 STOPPED_ONCE = """

@@ -120,12 +120,20 @@ def test_tensors_are_gathered_one_at_a_time_and_only_the_copy_is_kept(keeps: boo
         most = max(most, sum(each() is not None for each in alive))
         return whole
 
-    part = Gathered(torch.Size([1000]), torch.float32, torch.device("cpu"), gather)
-    state = {"model": {"a": part, "b": part}, "optimizer": {"state": {0: {"m": part}}}, "n": [1, (part,)]}
+    def part() -> Gathered:
+        return Gathered(torch.Size([1000]), torch.float32, torch.device("cpu"), gather)
+
+    tied = part()
+    state = {
+        "model": {"a": tied, "b": part(), "tied": tied},
+        "optimizer": {"state": {0: {"m": part()}}},
+        "n": [1, (part(),)],
+    }
     if keeps:
         copied = HostCopy().take(state)
         assert copied["n"][1][0].eq(1).all()
         assert copied["model"]["a"].data_ptr() != copied["model"]["b"].data_ptr()
+        assert copied["model"]["a"] is copied["model"]["tied"]
     else:
         gather_for_others(state)
     assert len(alive) == 4

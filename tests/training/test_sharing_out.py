@@ -1,4 +1,4 @@
-"""What fsdp holds of a whole snapshot: it is gathered a tensor at a time, and resumed part by part."""
+"""What sharded engines hold of the whole: it is shared out and gathered a tensor at a time, and resumed by parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nodekit.training.engines import deepspeed
 from nodekit.training.engines.fsdp import Engine
 from nodekit.training.snapshots.hostcopy import Gathered, HostCopy, gather_for_others, map_tensors
 
@@ -129,3 +131,37 @@ def test_small_tensors_leave_some_ranks_without_a_part(one_of_four: Any) -> None
     own = engine._plain.state_dict()["state"][0]["exp_avg"]
     assert own.to_local().equal(moment[2:4])
     assert own.shape == (5, 1)
+
+
+@pytest.mark.parametrize("is_there_twice", [True, False])
+def test_layers_that_share_weights_go_on_sharing_them(one_of_four: Any, is_there_twice: bool) -> None:
+    own, first, second = (torch.nn.Linear(8, 8) for _ in range(3))
+    second.weight = first.weight
+    layers = torch.nn.ModuleList([own, first, first if is_there_twice else second])
+    model = torch.nn.Sequential(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = SimpleNamespace(amp="off", compress="off")
+    engine = Engine(options, one_of_four, model, optimizer, None)  # type: ignore[arg-type]
+    assert [isinstance(each, FSDPModule) for each in layers] == [True, False, False]
+    assert layers[1].weight is layers[2].weight
+    assert {id(each) for each in model.parameters()} == {
+        id(each) for each in optimizer.param_groups[0]["params"]
+    }
+    state, shards = engine.state(), engine.shards()
+    assert state["model"]["0.1.weight"] is state["model"]["0.2.weight"]
+    assert shards["tied"].get("0.2.weight") == "0.1.weight"
+    assert shards["model"].keys() == state["model"].keys() - shards["tied"].keys()
+
+
+def test_zero_3_partitions_the_weights_itself_and_brings_the_buffers_to_the_device() -> None:
+    told: list[Any] = []
+    library = SimpleNamespace(  # which knows no more than this
+        init_distributed=lambda *, dist_init_required: told.append(dist_init_required),
+        zero=SimpleNamespace(Init=lambda **given: told.append(given)),
+    )
+    module, config = torch.nn.BatchNorm1d(3), {"zero_optimization": {"stage": 3}}
+    deepspeed._partition(library, module, config, torch.device("meta"))
+    assert told == [False, {"module": module, "config_dict_or_path": config, "dtype": torch.float32}]
+    assert told[1]["config_dict_or_path"] is not config, "it writes into it"
+    assert {each.device.type for each in module.buffers()} == {"meta"}
+    assert {each.device.type for each in module.parameters()} == {"cpu"}, "they are DeepSpeed's to move"

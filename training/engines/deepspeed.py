@@ -4,6 +4,7 @@ It keeps them in flat partitions of its own. A snapshot's state is gathered from
 put back into them, so that a snapshot is the same as any other engine's. Some names below are private: those of 0.19.
 """
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -52,6 +53,8 @@ class Engine(single.Engine):
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": config.get("steps_per_print", 10**9),
         }
+        if stage == 3:
+            _partition(deepspeed, module, config, self.world.device)
         self._engine = deepspeed.initialize(
             model=module, optimizer=optimizer, dist_init_required=False, config=config
         )[0]
@@ -70,11 +73,13 @@ class Engine(single.Engine):
     def weights(self) -> Mapping[str, torch.Tensor]:
         if self._stage == 0:
             return super().weights()
+        parts = self._parts()
         whole = (
-            (name, each.gather() if isinstance(each, Gathered) else each)
-            for name, each in self._parts().items()
+            (each, each.gather() if isinstance(each, Gathered) else each)
+            for each in dict.fromkeys(parts.values())
         )
-        return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+        weights = {part: each.cpu() for part, each in whole if self.world.is_first_on_node}
+        return {name: weights[part] for name, part in parts.items() if weights}
 
     def state(self) -> State:
         if self._stage == 0:
@@ -102,8 +107,10 @@ class Engine(single.Engine):
     def _parts(self) -> dict[str, Any]:
         """The module's state dict, with weights that are gathered when they are needed."""
         values: dict[str, Any] = dict(self.module.named_buffers(remove_duplicate=False))
-        for name, each in self.module.named_parameters(remove_duplicate=False):
-            values[name] = _gathered(each, partial(self._whole, each))
+        parts = {each: _gathered(each, partial(self._whole, each)) for each in self.module.parameters()}
+        values.update(
+            (name, parts[each]) for name, each in self.module.named_parameters(remove_duplicate=False)
+        )
         return {name: values[name] for name in self.module.state_dict()}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -156,6 +163,15 @@ class Engine(single.Engine):
                 size, rank = parameter.ds_tensor.numel(), self.world.rank
                 padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
+
+
+def _partition(deepspeed: Any, module: torch.nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Partition the weights one after the other: ``initialize`` would first move the whole module to the device."""
+    deepspeed.init_distributed(dist_init_required=False)
+    deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(config), dtype=torch.float32)
+    for owner in module.modules():  # ``initialize`` then leaves the buffers where they are
+        for name, each in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, each.to(device))
 
 
 def _gathered(parameter: torch.nn.Parameter, gather: Callable[[], torch.Tensor]) -> Gathered:

@@ -1,5 +1,6 @@
 """Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights when needed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +28,9 @@ class Engine(single.Engine):
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Shard each member of a ModuleList (a transformer's layers) by itself, and all other parameters together.
 
+        A member that is there twice, or has a weight that is tied to one outside, goes with the others: FSDP2 would
+        untie them.
+
         The module is on the CPU, and so is the optimizer's state: a layer and a tensor at a time get to the device.
         """
         # Else the shards would be of different models.
@@ -35,9 +39,8 @@ class Engine(single.Engine):
         names = {parameter: name for name, parameter in module.named_parameters()}
         groups = [[names[each] for each in group["params"]] for group in self.optimizer.param_groups]
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
-        for layers in module.modules():
-            for layer in layers if isinstance(layers, torch.nn.ModuleList) else ():
-                fully_shard(layer, mesh=mesh)
+        for layer in _separate_layers(module):
+            fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
         # The parameters are new ones now.
         parameters = dict(module.named_parameters())
@@ -60,16 +63,18 @@ class Engine(single.Engine):
         return nullcontext()
 
     def shards(self) -> State:
-        return {
-            "model": self.module.state_dict(),
-            "optimizer": self._plain.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+        model, tied = self.module.state_dict(), _tied(self.module)
+        for name in tied:
+            del model[name]
+        return {"model": model, "tied": tied, **self._others()}
 
     def load_shards(self, found: Loaded) -> None:
         assert found.shards
         flat = [each for group in self._plain.param_groups for each in group["params"]]
-        weights = {f"model.{name}": each for name, each in self.module.state_dict().items()}
+        tied = found.state.get("tied", {})
+        weights = {
+            f"model.{name}": each for name, each in self.module.state_dict().items() if name not in tied
+        }
         try:
             wholes = shapes(found.shards)
             if foreign := [name for name in wholes if name.startswith("model.") and name not in weights]:
@@ -91,14 +96,46 @@ class Engine(single.Engine):
                 f"the snapshot {found.source} is not of this task or model: {error}"
             ) from error
 
+    def _others(self) -> State:
+        return {"optimizer": self._plain.state_dict(), "scaler": self.scaler.state_dict()}
+
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Gather a tensor at a time; only the first rank of each node keeps them."""
-        whole = ((name, _whole(each)) for name, each in self.module.state_dict().items())
-        return {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+        parts, tied = self.module.state_dict(), _tied(self.module)
+        whole = ((name, _whole(each)) for name, each in parts.items() if name not in tied)
+        weights = {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+        return {name: weights[tied.get(name, name)] for name in parts if weights}
 
     def state(self) -> State:
-        state: State = map_tensors(_gathered, self.shards())
+        model: dict[str, Any] = map_tensors(_gathered, self.module.state_dict())
+        model.update((name, model[first]) for name, first in _tied(self.module).items())
+        state: State = {**map_tensors(_gathered, self._others()), "model": model}
         return state
+
+
+def _separate_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of its ModuleLists that share no parameter with anything outside them."""
+
+    def uses(part: torch.nn.Module) -> Counter[torch.nn.Parameter]:
+        return Counter(each for _, each in part.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(module)
+    lists = (each for each in module.modules() if isinstance(each, torch.nn.ModuleList))
+    return [
+        layer
+        for layers in lists
+        for layer in layers
+        if all(everywhere[each] == number for each, number in uses(layer).items())
+    ]
+
+
+def _tied(module: torch.nn.Module) -> dict[str, str]:
+    """The further names of parameters that have several → the first."""
+    first: dict[torch.nn.Parameter, str] = {}
+    names = (
+        (name, first.setdefault(each, name)) for name, each in module.named_parameters(remove_duplicate=False)
+    )
+    return {name: other for name, other in names if name != other}
 
 
 def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:

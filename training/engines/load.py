@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nodekit.training.deepspeed_config import make_optimizer, read_settings
-from nodekit.training.engine_info import ENGINES, LIBRARIES, EngineError, lacking, refused_on_gpus
+from nodekit.training.engine_info import (
+    ENGINES,
+    LIBRARIES,
+    EngineError,
+    lacking,
+    refused_on_gpus,
+    refused_on_unproven,
+)
 from nodekit.training.engines import Engine
 from nodekit.training.options import Options
 from nodekit.training.trainer_args import read_arguments
@@ -29,6 +36,8 @@ def check_engine(options: Options, device: str) -> None:
     if problem := lacking(name, [each for each in LIBRARIES if importlib.util.find_spec(each) is not None]):
         raise EngineError(problem)
     if device != "cpu" and (problem := refused_on_gpus(name)):
+        raise EngineError(problem)
+    if problem := refused_on_unproven(name, device):
         raise EngineError(problem)
     if options.compile and device == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         raise EngineError(

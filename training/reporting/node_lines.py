@@ -3,8 +3,7 @@
 import socket
 from pathlib import Path
 
-import torch
-
+from nodekit.training.devices import number_of
 from nodekit.training.world import World
 
 
@@ -12,8 +11,8 @@ def start(world: World, folder: Path, *, engine: str) -> str:
     """The line before the ranks meet; the first rank of each node prints it."""
     ranks = _ranks(world.rank, world.local_world_size)
     device = world.device.type
-    if device == "cuda":
-        device += f":{_span(0, torch.cuda.device_count() if engine == 'dp' else world.local_world_size)}"
+    if device != "cpu":
+        device += f":{_span(0, number_of(device) if engine == 'dp' else world.local_world_size)}"
     where = f"{ranks} of {world.world_size} on {device}, {world.backend}"
     return f"{_node(world)}: {where}{_waits(world)}; output in {folder}, where the same command goes on"
 

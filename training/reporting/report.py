@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from nodekit.training.devices import module_of
 from nodekit.training.reporting import metrics
 from nodekit.training.reporting.curves import Curves
 from nodekit.training.reporting.tell import tell
@@ -330,8 +331,9 @@ def _process_age_s() -> float | None:
 
 def _peak_memory_bytes(device: torch.device) -> int | None:
     """The most that torch has used on one GPU, or this process altogether; None on a system without /proc."""
-    if device.type == "cuda":
-        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    if device.type != "cpu":
+        module = module_of(device.type)
+        return int(max(map(module.max_memory_allocated, range(module.device_count()))))
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from nodekit.training.devices import module_of
+
 T = TypeVar("T")
 
 _TELL_EVERY_S = 1.0
@@ -26,9 +28,10 @@ class Waits:
 
     def __init__(self, device: torch.device, progress_file: Path | None, *, rank: int) -> None:
         """Without a progress file nothing is written."""
-        self._is_on_gpu = device.type == "cuda"
+        self._is_on_gpu = device.type != "cpu"
+        self._device_module: Any = module_of(device.type)
         self._file = progress_file.with_name(f".waits{rank}") if progress_file else None
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: deque[tuple[Any, Any]] = deque()
         self._began: float | None = None
         self._told = 0.0
         self._steps, self._waited_s, self._loading_s = 0, 0.0, 0.0
@@ -71,7 +74,7 @@ class Waits:
     def _now(self) -> Any:
         if not self._is_on_gpu:
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._device_module.Event(enable_timing=True)
         event.record()
         return event
 
@@ -85,7 +88,7 @@ class Waits:
 
     def step(self) -> None:
         """A step is done; it is told if it is time to."""
-        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
+        while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._waited_s += begin.elapsed_time(end) / 1000
         now = time.monotonic()

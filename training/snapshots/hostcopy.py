@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nodekit.training.devices import module_of
 from nodekit.training.snapshots.background import Background
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -18,9 +19,12 @@ _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time."""
+    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time.
+
+    Tied weights are one object at several places, which is gathered once.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,9 +35,11 @@ class Gathered:
 
 def gather_for_others(state: Any) -> None:
     """Take part in gathering the tensors of a state that other ranks copy, and keep none."""
+    gathered: set[Gathered] = set()
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, Gathered):
+        if isinstance(leaf, Gathered) and leaf not in gathered:
+            gathered.add(leaf)
             leaf.gather()
         return leaf
 
@@ -100,19 +106,21 @@ class HostCopy:
 
         def fill(own: torch.Tensor, source: torch.Tensor) -> None:
             own.copy_(source.detach(), non_blocking=True)
-            if source.device.type == "cuda":
+            if source.device.type != "cpu":
                 devices.add(source.device)
 
         def other(leaf: Any) -> Any:
             if not isinstance(leaf, Gathered):
                 return copy.deepcopy(leaf)
-            own = buffer(leaf.shape, torch.empty(leaf.shape, device="meta").stride(), leaf.dtype)
-            fill(own, leaf.gather())
-            return own
+            if leaf not in copied:
+                stride = torch.empty(leaf.shape, device="meta").stride()
+                copied[leaf] = own = buffer(leaf.shape, stride, leaf.dtype)
+                fill(own, leaf.gather())
+            return copied[leaf]
 
         result = map_tensors(tensor, state, other=other)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            module_of(device.type).current_stream(device).synchronize()
         return result
 
     def _make(self, size_bytes: int, gpu: torch.device | None) -> None:
@@ -147,7 +155,7 @@ def _needs(state: Any) -> tuple[int, torch.device | None]:
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, Gathered):
-            sizes[len(sizes)] = _aligned(leaf.shape.numel() * leaf.dtype.itemsize)
+            sizes[leaf] = _aligned(leaf.shape.numel() * leaf.dtype.itemsize)
             gpus.extend([leaf.device] if leaf.device.type == "cuda" else [])
         return leaf
 

@@ -49,7 +49,10 @@ def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def rest(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``flat`` leaves out, with None for each tensor, to keep the order of the keys."""
+    """What ``flat`` leaves out, with None for each tensor, to keep the order of the keys.
+
+    A weight that is tied to another is in ``tied`` alone: its name → that of the other.
+    """
     optimizer = state["optimizer"]
     return {
         **state,
@@ -68,13 +71,14 @@ def assemble(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         number: _filled(values, f"optimizer.state.{number}.", tensors)
         for number, values in optimizer["state"].items()
     }
-    model = _filled(others["model"], "model.", tensors)
-    return {**others, "model": model, "optimizer": {**optimizer, "state": states}}
+    state = {**others, "model": _model(others, tensors), "optimizer": {**optimizer, "state": states}}
+    state.pop("tied", None)
+    return state
 
 
 def weights(others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The model's part of a state, without reading the optimizer's."""
-    return _filled(others["model"], "model.", read_whole(folder, "model."))
+    return _model(others, read_whole(folder, "model."))
 
 
 def shapes(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,6 +140,11 @@ def _read_metadata(folder: Path) -> Any:
                 f"{folder / METADATA}: {name} is no tensor, and only an unsafe pickle would bring it back"
             )
     return metadata
+
+
+def _model(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    model = _filled(others["model"], "model.", tensors)
+    return {**model, **{name: model[first] for name, first in others.get("tied", {}).items()}}
 
 
 def _emptied(values: Mapping[Any, Any]) -> dict[Any, Any]:

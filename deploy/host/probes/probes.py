@@ -26,6 +26,7 @@ from nodekit.deploy.host.probes import gpus, hostfacts, kernel, leftovers
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
 _XID = "NVRM: Xid"
+_BAD_INFOROM = re.compile(r"infoROM is corrupted at gpu ([0-9A-Fa-f:.]+)")
 
 
 def now() -> float:
@@ -180,7 +181,7 @@ def _shm() -> Optional[Dict[str, Any]]:
 
 def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
     found: Dict[str, Any] = {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": []}
-    found["num_cards"] = gpus.num_cards()
+    found.update(inforom=[], num_cards=gpus.num_cards())
     if shutil.which("nvidia-smi") is None:
         return dict(found, problem="not installed" if found["num_cards"] else "")
     asked = [
@@ -190,9 +191,10 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
             gpus.SMI_TIMEOUT_S,
             also_good=[gpus.SMI_BAD_INFOROM],
         )
-        for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"])
+        # The table, of [], is what warns of a corrupt infoROM: -q -x may not (github.com/microsoft/pai/issues/3756).
+        for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"], [])
     ]
-    (smi, problem), (topo, _), (p2p, _) = [each.result() for each in asked]
+    (smi, problem), (topo, _), (p2p, _), (table, _) = [each.result() for each in asked]
     pids = sorted({int(pid) for pid in re.findall(r"<pid>(\d+)</pid>", smi)})
     return dict(
         found,
@@ -200,6 +202,7 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
         problem=problem,
         topo=topo,
         p2p=p2p,
+        inforom=sorted(set(_BAD_INFOROM.findall(table + smi))),
         owners={str(pid): _owner(pid) for pid in pids},
         xid=_xid_lines(),
     )

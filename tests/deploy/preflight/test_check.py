@@ -22,6 +22,7 @@ from places import RECORDED
 from test_plan import facts, gpus_there, inventory
 
 from nodekit.deploy.host import processes
+from nodekit.deploy.host.probes import probes
 from nodekit.deploy.host.probes.xids import parse_xids
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch.options import Options
@@ -63,7 +64,16 @@ def probe(**changes: Any) -> dict[str, Any]:
             "infiniband": [],
         },
         "workdir": {"problem": None, "errno": "", "quota": "", "free_inodes": 10**7},
-        "gpus": {"smi": "", "problem": "", "topo": "", "p2p": "", "owners": {}, "xid": [], "num_cards": 1},
+        "gpus": {
+            "smi": "",
+            "problem": "",
+            "topo": "",
+            "p2p": "",
+            "owners": {},
+            "xid": [],
+            "inforom": [],
+            "num_cards": 1,
+        },
         "runs": {"runs": [], "broken": {}},
     }
     for name, value in changes.items():
@@ -258,6 +268,41 @@ def test_what_nvidia_smi_marks_as_unwell_is_told(
     found = on_gpus(tmp_path, smi=smi.replace(of, to, 1))
     assert [(each, text[: len(message)]) for each, text in found] == ([(level, message)] if level else [])
     assert all("; " in text for _, text in found)
+
+
+# The warning stands below the table, whose status it is; `-q -x` is right without it on some drivers.
+CORRUPT_SMI = """#!/bin/sh
+case "$*" in
+"-q -x") cat {xml}{also}; exit {status} ;;
+"topo -m" | "topo -p2p r") echo; exit 14 ;;
+"") echo "+----+"; echo "WARNING: infoROM is corrupted at gpu {address}"; exit 14 ;;
+--query-gpu=*) echo "0, GPU-1, 570.124.06, 15360, Tesla T4"; exit 14 ;;
+*) echo "unknown: $*" >&2; exit 2 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "address", "told"),
+    [(0, "0000:01:00.0", True), (14, "00000000:01:00.0", True), (14, "0000:02:00.0", False)],
+)
+def test_a_corrupt_inforom_is_told_of_the_gpu_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, address: str, told: bool
+) -> None:
+    (tmp_path / "smi.xml").write_text(whole_a100())
+    (tmp_path / "warning").write_text(f"WARNING: infoROM is corrupted at gpu {address}\n")
+    program = tmp_path / "nvidia-smi"
+    also = f" {tmp_path}/warning" if status else ""
+    program.write_text(
+        CORRUPT_SMI.format(xml=tmp_path / "smi.xml", also=also, status=status, address=address)
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    answer = probes.probe(str(tmp_path / "work"))["gpus"]
+    assert answer["problem"] == ""
+    found = on_gpus(tmp_path, **{key: answer[key] for key in ("smi", "inforom")})
+    text = "GPU 0: its infoROM is corrupt (nvidia-smi exits with 14): it may forget its errors, wanted"
+    assert [(level, each[: len(text)]) for level, each in found] == ([("warning", text)] if told else [])
 
 
 @pytest.mark.parametrize(

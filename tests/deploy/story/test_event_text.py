@@ -198,5 +198,5 @@ def test_a_gpu_that_breaks_is_told_from_the_first_sign_to_the_node_that_leaves()
         "gpu2: its GPUs: no answer",
         "gpu2: SIGKILL does not end rank 7 (pid 4711, state D in os_acquire_mutex)",
         f"gpu2 leaves the job: {broken}",
-        f"gpu2 is drained: {broken}",
+        f"gpu2 is drained: {broken}; after the repair, kit clean --forgive lets runs use it again",
     ]
