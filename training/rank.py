@@ -125,6 +125,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     gc.disable()
     # Importing torch is slow: not for --help, nor for a mistyped option.
     from nodekit.training import loop, reform  # noqa: F401  # before gc.freeze
+    from nodekit.training.engines.load import import_engine
     from nodekit.training.reporting import node_lines
 
     log_to_stderr()
@@ -133,6 +134,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
     if world.stands_by:
+        import_engine(options)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()
     gc.enable()

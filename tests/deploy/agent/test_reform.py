@@ -14,13 +14,15 @@ pytestmark = pytest.mark.slow
 
 JOB = """
 import os, signal, time
+import torch
 from nodekit.training.tasks.digits import Digits
+torch.set_num_threads(1)  # three ranks share two cores
 class Task(Digits):
     def __init__(self, *args):
         super().__init__(*args)
         open(f"read-by-{os.getpid()}", "w").close()
     def loss(self, model, batch):
-        time.sleep(2 if os.path.exists("long") else 0.02)
+        time.sleep(2 if os.path.exists("long") else 0.3 if os.path.exists("slow") else 0.02)
         return super().loss(model, batch)
 """
 STEPS = 3 * 23
@@ -179,9 +181,12 @@ def test_a_node_is_lost_and_another_comes_in(
     run = Run(agents, "--engine", engine, min_nodes=2)
     run.wait_step(10)
     before = run.pids()
+    (agents.folder / "code/slow").touch()  # or the others have trained to the end before it comes
     os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
     until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two")
     run.join("n2", 2)
+    until(lambda: agents.status("n0").get("world_size") == 3, what="a world of three")
+    (agents.folder / "code/slow").unlink()
     losses = run.end()
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
