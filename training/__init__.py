@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nodekit.training.attempts import run_attempts
+    from nodekit.training.engines.ddp import lay_out_buckets
+    from nodekit.training.kept import AttemptOver
     from nodekit.training.not_finite import LossWatch, NotFinite
     from nodekit.training.sampler import ElasticSampler, Micro
     from nodekit.training.snapshots.emergency import EmergencySave
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from nodekit.training.world import World
 
 __all__ = [
+    "AttemptOver",
     "ElasticSampler",
     "EmergencySave",
     "Fenced",
@@ -32,13 +36,18 @@ __all__ = [
     "Stop",
     "Task",
     "World",
+    "lay_out_buckets",
     "newest_of_all",
+    "run_attempts",
     "writes_snapshots",
 ]
 
 _MODULES = {
+    "attempts": ("run_attempts",),
+    "engines.ddp": ("lay_out_buckets",),
     "not_finite": ("LossWatch", "NotFinite"),
     "sampler": ("ElasticSampler", "Micro"),
+    "kept": ("AttemptOver",),
     "snapshots.emergency": ("EmergencySave",),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
     "snapshots.fence": ("Fenced",),

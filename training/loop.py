@@ -16,6 +16,7 @@ from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.evaluate import Evaluation, to_device
+from nodekit.training.kept import Kept
 from nodekit.training.loading import load_training_data, loading
 from nodekit.training.local_sgd import LocalSgd
 from nodekit.training.not_finite import check_loss, check_weights
@@ -23,7 +24,7 @@ from nodekit.training.optimizers import is_fused, load_state
 from nodekit.training.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
-from nodekit.training.snapshots.emergency import Kept, LastWholeStep
+from nodekit.training.snapshots.emergency import LastWholeStep
 from nodekit.training.snapshots.exchange import newest_of_all
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
 from nodekit.training.snapshots.manifest import Loaded
@@ -54,13 +55,10 @@ class Loop:
         stop: Stop,
         *,
         without: Collection[tuple[int, int]] = (),
-        kept: Kept | None = None,
-        may_pause: bool = False,
     ) -> None:
         """Create everything and load the newest snapshot, or what a rank has kept; the process group exists already.
 
-        ``without`` has the epochs and offsets of batches that are not to be trained with; ``may_pause``: see
-        `is_paused`.
+        ``without`` has the epochs and offsets of batches that are not to be trained with.
         """
         self.options = options
         self.world = world
@@ -86,7 +84,7 @@ class Loop:
         self.is_sharded = options.snapshot_format == "sharded"
         world.stage("looking for the newest snapshot")
         snapshots, writes = open_snapshots(folder, options, world)
-        found = newest_of_all(snapshots, world, writes=writes, is_mapped=True, kept=kept)
+        found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
         self.resumed_from = found.source if found else None
         left_out: list[str] = []
         if found:
@@ -120,8 +118,8 @@ class Loop:
         self._saved_step: int | None = None
         self.is_paused = False
         """Whether the training has stopped without a snapshot, to go on in another attempt of the same processes."""
-        self._may_pause, self._is_asked_to_pause = may_pause, False
-        if found and may_pause:  # what was kept may be on no disk
+        self._is_asked_to_pause = False
+        if found and world.may_stay:  # what was kept may be on no disk
             self._step_is_whole()
             self._prepare_snapshots()
 
@@ -448,7 +446,7 @@ class Loop:
             self.saver.snapshots.prepare(state)
         if self._has_all_of(state):
             self.world.keeps_when_lost(lambda: self.last_whole_step.newest)
-            if self._may_pause and self.world.messages:
+            if self.world.may_stay and self.world.messages:
                 self.world.messages.when("pause", self._ask_to_pause)
 
     def _state(self) -> State:

@@ -22,9 +22,9 @@ from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
 
 if TYPE_CHECKING:
+    from nodekit.training.kept import Kept
     from nodekit.training.loop import Loop
     from nodekit.training.not_finite import NotFinite
-    from nodekit.training.snapshots.emergency import Kept
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
@@ -165,25 +165,17 @@ def _train(options: Options, world: "World", task: "Task", folder: Path, parent:
     with world, Stop(options.grace) as stop:
         if parent is not None:
             parent.stops_by(stop)
-        ended = _attempt(options, world, task, folder, stop, parent)
-        while not isinstance(ended, int):
-            kept = ended
-            if (following := reform.next_world(kept, world, stop, lambda: _world(options))) is None:
-                kept.save()
-                return stop.exit_code
-            world = following
-            ended = _attempt(options, world, task, folder, stop, parent, kept)
-        return ended
+        return reform.run(
+            world,
+            stop,
+            lambda: _world(options),
+            lambda each: _attempt(options, each, task, folder, stop, parent),
+            lambda each: reform.can_go_on(options, each),
+        )
 
 
 def _attempt(
-    options: Options,
-    world: "World",
-    task: "Task",
-    folder: Path,
-    stop: Stop,
-    parent: Parent | None,
-    kept: "Kept | None" = None,
+    options: Options, world: "World", task: "Task", folder: Path, stop: Stop, parent: Parent | None
 ) -> "int | Kept":
     """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
     from nodekit.training import reform
@@ -193,14 +185,15 @@ def _attempt(
 
     loops: list[Loop] = []
     try:
-        if kept is not None:
-            with reform.guarded(kept, world):
+        if world.kept is not None:
+            with reform.guarded(world):
                 world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
-        result = _run_loops(loops, options, world, task, folder, stop, kept)
+        result = _run_loops(loops, options, world, task, folder, stop)
         if result is None and loops[-1].is_paused and (kept := loops[-1].keep()):
-            return _keep(kept, loops.pop(), world)
+            _leave(loops.pop())
+            return kept
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
     except Fenced as error:
@@ -211,17 +204,20 @@ def _attempt(
     except Exception as error:
         loop = loops.pop() if loops else None
         is_lost = is_lost_rank(error)
+        kept = world.kept if world.kept and world.kept.is_held else None
         if is_lost:
             world.leave_others()
             if loop is not None:
                 kept = loop.keep()
-            if kept is not None and not stop.requested and reform.can_go_on(options, world):
+            if kept is not None and not stop.requested and world.may_stay:
                 print(
                     f"nodekit: another rank is lost: waiting with step {kept.age[1]} ({error})",
                     file=sys.stderr,
                 )
                 traceback.clear_frames(error.__traceback__)
-                return _keep(kept, loop, world)
+                if loop is not None:
+                    _leave(loop)
+                return kept
         _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
         code = stop.exit_code if stop.requested else 1
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
@@ -236,16 +232,6 @@ def _attempt(
         return code
 
 
-def _keep(kept: "Kept", loop: "Loop | None", world: "World") -> "Kept":
-    """Leave loop and process group, with what was kept."""
-    from nodekit.training import reform
-
-    if loop is not None:
-        _leave(loop)
-    reform.leave(world)
-    return kept
-
-
 def _run_loops(
     loops: "list[Loop]",
     options: Options,
@@ -253,21 +239,18 @@ def _run_loops(
     task: "Task",
     folder: Path,
     stop: Stop,
-    kept: "Kept | None",
 ) -> dict[str, Any] | None:
     """Train to the end, perhaps going back to a snapshot by ``--on-nan``; ``loops`` holds the present one."""
     from nodekit.training import reform
     from nodekit.training.loop import Loop
     from nodekit.training.not_finite import NotFinite
 
-    may_pause = reform.can_go_on(options, world)
     left_out: set[tuple[int, int]] = set()
     for number in count(1):
-        with reform.guarded(kept, world):
-            loop = Loop(options, world, task, folder, stop, without=left_out, kept=kept, may_pause=may_pause)
-        if kept is not None:
-            kept.state = None  # the loop has it now
-            kept = None
+        with reform.guarded(world):
+            loop = Loop(options, world, task, folder, stop, without=left_out)
+        if world.kept is not None:
+            world.kept.release()  # the loop has it now
         loops.append(loop)
         _KEPT_ALIVE.append(loop)
         gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch

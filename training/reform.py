@@ -10,14 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nodekit.training.agent_messages import NextAttempt
 
 if TYPE_CHECKING:
+    from nodekit.training.kept import Kept
     from nodekit.training.options import Options
-    from nodekit.training.snapshots.emergency import Kept
     from nodekit.training.stop import Stop
     from nodekit.training.world import World
 
@@ -34,17 +35,53 @@ _LOOK_S = 0.2
 _STANDING_S = 60.0
 _abandoned: list[Any] = []
 
+T = TypeVar("T")
+
 
 def can_go_on(options: "Options", world: "World") -> bool:
     """Whether this process may go on in another attempt."""
-    return (
-        options.on_lost_rank == "reform"
-        and options.engine in ENGINES
-        and world.backend == "gloo"
-        and world.init_method.scheme == "env"
-        and world.messages is not None
-        and len(_abandoned) < MOST_ATTEMPTS
-    )
+    return options.on_lost_rank == "reform" and options.engine in ENGINES and not why_not(world)
+
+
+def why_not(world: "World") -> str:
+    """Why this process cannot go on in another attempt, whatever it trains; "" if it can."""
+    if world.backend != "gloo":
+        return f"the ranks are joined by {world.backend}, and not by gloo"
+    if world.messages is None or world.init_method.scheme != "env":
+        return "there is no agent of kit's that would have it go on"
+    if len(_abandoned) >= MOST_ATTEMPTS:
+        return f"it has taken part in {MOST_ATTEMPTS} attempts"
+    return ""
+
+
+def run(
+    world: "World",
+    stop: "Stop",
+    make: Callable[[], "World"],
+    attempt: "Callable[[World], T | Kept]",
+    may_stay: Callable[["World"], bool],
+) -> "T | int":
+    """Call ``attempt``, and again in the next world as long as it returns what it has kept, having left its loop.
+
+    Args:
+        world: of the first attempt.
+        stop: whether to wait no longer for a next attempt; then what was kept is saved, and the exit status returned.
+        make: returns the next attempt's world, from the environment.
+        attempt: joins the group of ``world``, unless it is the first one, and trains.
+        may_stay: whether this process may go on in the attempt after this one.
+    """
+    from nodekit.training.kept import Kept
+
+    ended = attempt(replace(world, may_stay=may_stay(world)))
+    while isinstance(ended, Kept):
+        kept = ended
+        leave(world)
+        if (following := next_world(kept, world, stop, make)) is None:
+            kept.save()
+            return stop.exit_code
+        world = following
+        ended = attempt(replace(world, may_stay=may_stay(world), kept=kept))
+    return ended
 
 
 def leave(world: "World") -> None:
@@ -59,20 +96,21 @@ def leave(world: "World") -> None:
 
 
 @contextmanager
-def guarded(kept: "Kept | None", world: "World") -> Iterator[None]:
+def guarded(world: "World") -> Iterator[None]:
     """While this rank joins the others: if one is lost meanwhile, what was kept is not lost.
 
     Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
     """
     from nodekit.training.world import KEEPING
 
+    kept = world.kept
     if kept is None or world.messages is None:
         yield
         return
     has_joined = threading.Event()
 
     def end() -> None:
-        if not has_joined.wait(JOINING_S) and kept.state is not None:
+        if not has_joined.wait(JOINING_S) and kept.is_held:
             log.warning(
                 "another rank is lost, and this one still waits for it: saving step %d alone", kept.age[1]
             )

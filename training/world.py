@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from nodekit.training import connections, devices, recorder
 from nodekit.training.agent_messages import AgentMessages, messages_from
 from nodekit.training.collectives import start_sum
 from nodekit.training.initmethod import InitMethod
+
+if TYPE_CHECKING:
+    from nodekit.training.kept import Kept
 
 STAGE = "starting: "
 """What a progress file begins with before the first step."""
@@ -87,6 +90,10 @@ class World:
     """Whether kit has started this rank before its attempt is known, for it to read its data meanwhile."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
+    may_stay: bool = False
+    """Whether this process goes on in the next attempt when another rank is lost (see ``run_attempts``)."""
+    kept: "Kept | None" = field(default=None, compare=False, repr=False)
+    """What this process has kept of the attempt before."""
 
     @classmethod
     def from_env(

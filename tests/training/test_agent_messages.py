@@ -3,6 +3,7 @@
 import queue
 import signal
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from test_training import free_port
 from nodekit.deploy.agent.ranks.messages import Messages
 from nodekit.training import agent_messages, reform
 from nodekit.training.agent_messages import AgentMessages, messages_from
-from nodekit.training.snapshots.emergency import Kept
+from nodekit.training.kept import Kept
 from nodekit.training.world import World
 
 
@@ -97,7 +98,7 @@ def test_what_was_kept_is_saved_by_a_rank_that_waits_in_vain_for_another(
     monkeypatch.setattr(reform, "JOINING_S", 0.1)
     monkeypatch.setattr(reform.os, "_exit", done.put)
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
-    with reform.guarded(kept, world):
+    with reform.guarded(replace(world, kept=kept)):
         assert agent.send(0, {"kind": "lost"})
         assert [done.get(timeout=5) for _ in range(2)] == ["saved", 1]
     assert (tmp_path / "progress").read_text().startswith("41 another rank is lost: keeping")
@@ -108,7 +109,8 @@ def test_a_rank_that_has_joined_is_not_ended(
 ) -> None:
     monkeypatch.setattr(reform, "JOINING_S", 0.2)
     monkeypatch.setattr(reform.os, "_exit", lambda _: pytest.fail("it is ended"))
-    with reform.guarded(Kept({"x": 1}, (0, 41), lambda: pytest.fail("it is saved")), world):
+    kept = Kept({"x": 1}, (0, 41), lambda: pytest.fail("it is saved"))
+    with reform.guarded(replace(world, kept=kept)):
         assert agent.send(0, {"kind": "lost"})
     (thread,) = [each for each in threading.enumerate() if each.name == "nodekit-guard"] or [None]
     if thread is not None:

@@ -20,7 +20,7 @@ import json, logging, sys, torch
 from dataclasses import replace
 from pathlib import Path
 from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange, snapshot
-from nodekit.training.snapshots.emergency import Kept
+from nodekit.training.kept import Kept
 exchange._CHUNK_BYTES = 1000
 commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
 def listed(folder):
@@ -54,13 +54,12 @@ with World.from_env() as world:
         if world.node_rank == 1 and (scenario / "was there").exists():
             here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
-        kept = None
         if (path := scenario / f"rank {world.rank} keeps").exists():
             age = tuple(map(int, path.read_text().split()))
             state = {"step": age[1], "weights": torch.full((2000,), world.rank)}
-            kept = Kept(state, age, lambda: False)
+            here = replace(here, kept=Kept(state, age, lambda: False))
         try:
-            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True, kept=kept)
+            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
             said["weights"] = found and float(found.state["weights"][-1])
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source

@@ -27,8 +27,7 @@ class Engine(single.Engine):
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=self.options.find_unused,
         )
-        _lay_out_buckets(model, module)
-        self.optimizer.zero_grad()
+        lay_out_buckets(model)
         compress(model, self.options.compress)
         return model
 
@@ -81,13 +80,15 @@ def _average_in_16_bits(
     return future
 
 
-def _lay_out_buckets(model: DistributedDataParallel, module: torch.nn.Module) -> None:
-    """Make DDP lay out its buckets now, by a backward pass through zeros.
+def lay_out_buckets(model: DistributedDataParallel) -> None:
+    """Make DDP lay out its buckets now, by a backward pass through zeros; before the first step, on all ranks.
 
     DDP does so once, after its first backward pass. Otherwise the first step after a resume would use another layout
     than the same step of an uninterrupted run, and the sums over three ranks would be rounded differently.
     """
+    module = model.module
     parameters = [each for each in module.parameters() if each.requires_grad]
     module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
     model().backward()
     del module.forward
+    model.zero_grad()

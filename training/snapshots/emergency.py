@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from nodekit.training.connections import is_lost_rank
+from nodekit.training.kept import AttemptOver, Kept
 from nodekit.training.snapshots.snapshot import Snapshots
-from nodekit.training.world import KEEPING, World
+from nodekit.training.world import KEEPING, PAUSING, World
 
 log = logging.getLogger("nodekit.training")
 
@@ -64,28 +65,20 @@ def save_alone(snapshots: Snapshots, world: World, state: Callable[[], Any], *, 
     return not snapshots.num_failed
 
 
-@dataclass
-class Kept:
-    """The state of a step in the memory of a rank that has lost another, and goes on in the next attempt."""
-
-    state: Any
-    """What a snapshot of the step has."""
-    age: tuple[int, int]
-    """(generation, step)."""
-    save: Callable[[], bool]
-    """Saves it without the other ranks; False if that failed."""
-
-
 class EmergencySave:
     """Saves the last step, in a training loop of your own, when a collective fails because another rank is lost.
 
     ::
 
-        with EmergencySave(snapshots, world, state) as emergency:
+        with EmergencySave(snapshots, world, state, step=step) as emergency:
             for step in ...:
                 loss(...).backward()
                 with emergency.update(step):
                     optimizer.step()
+                if emergency.stops(stop.requested):
+                    break
+
+    Under `run_attempts` it keeps the step in memory instead, where this process may stay, and raises `AttemptOver`.
 
     For ranks that have all of the state, as with DistributedDataParallel, over gloo. Without it, all steps since the
     newest snapshot are done again. Every rank that is left saves, unless its folder has this step already. It has until
@@ -98,6 +91,7 @@ class EmergencySave:
         world: World,
         state: Callable[[], Any],
         *,
+        step: int | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
         """Nothing is saved yet.
@@ -106,29 +100,83 @@ class EmergencySave:
             snapshots: of this rank's node, whichever rank of it saves otherwise.
             world: its process group must exist.
             state: returns what ``snapshots.save`` is to get. It is called after an update, never during one.
+            step: the step that the state is of by now; None: it is not to be saved before the first update.
             module: whose buffers (batch norm's means) are to be saved as they were after the update, and not as the
                 next forward pass has left them.
         """
         self._snapshots, self._world, self._state = snapshots, world, state
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
+        self._listens = self._is_asked_to_pause = False
+        if step is not None:
+            self._is_done(step)
 
     def __enter__(self) -> "EmergencySave":
         self._world.keeps_when_lost(lambda: self._last.newest)
+        if self._last.newest is not None:
+            self._release()
         return self
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Around the optimizer's step, and all else that makes the state that of ``step``."""
+        self._release()  # loading may have shared tensors with it
         self._last.update_begins()
         yield
-        self._last.is_done(step)
-        self._last.next_begins()
+        self._is_done(step)
+
+    def stops(self, requested: bool) -> bool:
+        """Whether a stop is requested on any rank; all ranks call it, after each update or after every few.
+
+        Raises:
+            AttemptOver: on all ranks, if another node comes in, and none of them is to stop.
+        """
+        if self._world.may_stay and self._world.messages and not self._listens:
+            self._listens = True
+            self._world.messages.when("pause", self._ask_to_pause)
+        flags = torch.tensor([float(requested), float(self._is_asked_to_pause)], device=self._world.device)
+        stops, pauses = self._world.start_sum(flags)()
+        if pauses and not stops:
+            step = self._last.found()
+            assert step is not None, "all ranks ask after an update, and not within one"
+            raise AttemptOver(self._kept(step), "another node comes in")
+        return bool(stops)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not is_lost_rank(error) or self._world.backend != "gloo":
+        if isinstance(error, AttemptOver) or not is_lost_rank(error) or self._world.backend != "gloo":
             return
         self._world.leave_others()
-        if (step := self._last.found()) is not None:
+        if (step := self._last.found()) is None:
+            return
+        if not self._world.may_stay:
             save_alone(self._snapshots, self._world, self._state, step=step)
+            return
+        try:
+            kept = self._kept(step)
+        except Exception as unmade:  # the one that has led here is the one to be raised
+            log.warning("step %d was not kept: %s", step, unmade)
+            return
+        over = AttemptOver(kept, "another rank is lost")
+        log.warning("%s (%s)", over, error)
+        raise over from error
+
+    def _is_done(self, step: int) -> None:
+        self._last.is_done(step)
+        self._last.next_begins()
+
+    def _release(self) -> None:
+        if self._world.kept is not None:
+            self._world.kept.release()
+
+    def _ask_to_pause(self) -> None:
+        self._is_asked_to_pause = True
+        self._world.stage(PAUSING, step=self._last.newest)
+
+    def _kept(self, step: int) -> Kept:
+        state = self._state()
+        return Kept(
+            state,
+            (self._world.generation or 0, step),
+            partial(save_alone, self._snapshots, self._world, lambda: state, step=step),
+        )

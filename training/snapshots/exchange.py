@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nodekit.training.kept import Kept
 from nodekit.training.snapshots.commit import NOT_FOUND, retried
-from nodekit.training.snapshots.emergency import Kept
 from nodekit.training.snapshots.fence import Fence, Fenced
 from nodekit.training.snapshots.found import Found, check_loss
 from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload, save_payload
@@ -30,7 +30,6 @@ def newest_of_all(
     *,
     writes: bool | None = None,
     is_mapped: bool | None = None,
-    kept: Kept | None = None,
 ) -> Loaded | None:
     """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
 
@@ -38,14 +37,15 @@ def newest_of_all(
     lack it get it by broadcast and keep a copy. The first rank of each node reads and verifies it, and the node's other
     ranks load the same file. Of a sharded one, whose files may be on several nodes, see ``parts``.
 
+    Where ranks have kept a step in memory (``world.kept``), the newest of these is sent to the others instead, unless a
+    snapshot is newer.
+
     Args:
         snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
         world: its process group must exist.
         writes: whether this rank writes to the folder; None: every node's first rank does.
         is_mapped: leave large tensors in the file, in memory that the ranks of a node share: for a state that is
             copied and not kept. None: where there is a GPU, to which loading copies it.
-        kept: what this rank has in memory, if it was in an attempt before: the newest of these is sent to the others
-            unless a snapshot is newer.
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
@@ -58,6 +58,7 @@ def newest_of_all(
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     lost: dict[str, str] = {}  # payload → why it is of no use
+    kept = world.kept if world.kept and world.kept.is_held else None
     said = world.gather((world.expected_snapshot, kept.age if kept else None))
     if any(age for _, age in said) and (
         loaded := _from_memory(snapshots, world, kept, [age for _, age in said])

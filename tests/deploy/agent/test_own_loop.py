@@ -1,0 +1,148 @@
+"""A user's own loop, the one of docs/snapshots.md: its ranks stay, too, when another one is lost."""
+
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+import torch
+from agents import Agents, until
+from places import ROOT
+from test_reform import Run, agent_of
+
+from nodekit.training.snapshots.snapshot import Snapshots
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = re.findall(
+    r'^```python title="train.py"\n(.*?)^```$', (ROOT / "docs/snapshots.md").read_text(), re.M | re.S
+)[0]
+JOB = """
+import os, runpy, signal, time
+import torch.distributed as dist
+from nodekit.training import Snapshots
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+updates = 0
+
+def slow(*_):
+    global updates
+    updates += 1
+    time.sleep(0.02)
+    if os.path.exists(f"kill{os.environ['RANK']}") and updates > 25:
+        os.unlink(f"kill{os.environ['RANK']}")
+        os.kill(os.getpid(), signal.SIGKILL)  # within an update
+    if os.path.exists("together"):
+        dist.barrier()
+
+register_optimizer_step_pre_hook(slow)
+save = Snapshots.save_async
+# Nothing is on a disk before the last step, or step 20.
+saved = (20, 192) if os.path.exists("together") else (192,)
+Snapshots.save_async = lambda self, state, *, step, **more: step in saved and save(self, state, step=step, **more)
+runpy.run_path("train.py", run_name="__main__")
+"""
+STEPS = 192
+
+
+class OwnLoop(Run):
+    """Some nodes that run the loop of the page, with a snapshot of the last step alone, and these files."""
+
+    def __init__(self, agents: Agents, *files: str, num_nodes: int = 3, **changes: Any) -> None:
+        (agents.folder / "code/train.py").write_text(SCRIPT)
+        for name in files:
+            (agents.folder / "code" / name).touch()
+        self.agents = agents
+        self.changes = {"max_restarts": 5, "num_nodes": num_nodes, **changes}
+        agents.start(JOB, **self.changes)
+        self.names = [f"n{number}" for number in range(num_nodes)]
+
+    def ended(self) -> dict[str, Any]:
+        """The state after the last step."""
+        for name in self.names:
+            assert self.agents.wait(name, "succeeded")["state"] == "succeeded", self.logs()
+        found = Snapshots(self.agents.folder / "n0/snapshots").load()
+        assert found is not None
+        assert found.manifest.step == STEPS
+        state: dict[str, Any] = found.state
+        return state
+
+    def goes_on(self) -> list[tuple[int, str]]:
+        """Where rank 0 has gone on, attempt by attempt, and from what."""
+        paths = sorted(self.agents.folder.glob("n*/logs/rank0-attempt*.log"), key=lambda path: path.name)
+        found = [re.findall(r"^goes on at step (\d+) from (.*)$", path.read_text(), re.M) for path in paths]
+        return [(int(step), source) for each in found for step, source in each]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    agents = Agents(tmp_path_factory.mktemp("unbroken"))
+    try:
+        return OwnLoop(agents).ended()
+    finally:
+        agents.close()
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str, Any], killed: int) -> None:
+    run = OwnLoop(agents)
+    run.wait_step(20)
+    before = run.pids()
+    os.kill(before[f"n{killed}"][0], signal.SIGKILL)
+    assert equal(run.ended(), unbroken)
+    for name in run.names:
+        _, second = run.events(name, "workers-started")
+        stay = name != f"n{killed}"
+        assert bool(second["stayed"]) == stay
+        assert ([each["pid"] for each in second["workers"]] == before[name]) == stay
+    ((step, source),) = run.goes_on()
+    assert step >= 20
+    assert "in memory" in source
+
+
+def test_a_node_is_lost_and_another_comes_in(agents: Agents) -> None:
+    """The others keep their processes both times; for the one that comes in they pause."""
+    run = OwnLoop(agents, min_nodes=2)
+    run.wait_step(10)
+    before = run.pids()
+    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
+    until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two")
+    run.join("n2", 2)
+    run.ended()
+    for name in ("n0", "n1"):
+        started = run.events(name, "workers-started")
+        assert [(each["world_size"], len(each["stayed"])) for each in started] == [(3, 0), (2, 1), (3, 1)]
+        assert {each["pid"] for event in started for each in event["workers"]} == {*before[name]}
+    assert all("in memory" in source for _, source in run.goes_on())
+    assert "another node comes in" not in run.logs(), "it is no error"
+    taken = {path.name for path in agents.folder.glob("n?/snapshots/*.json")}
+    assert taken == {f"g0000-s{STEPS:09d}.json"}, "nothing had to be saved before the end"
+
+
+def test_a_rank_that_dies_within_its_update_costs_no_step(agents: Agents, unbroken: dict[str, Any]) -> None:
+    run = OwnLoop(agents, "kill1")
+    assert equal(run.ended(), unbroken)
+    assert not (agents.folder / "code/kill1").exists(), "it has died"
+    ((step, source),) = run.goes_on()
+    assert step >= 25
+    assert "in memory" in source
+
+
+def test_weights_of_no_step_are_not_kept(agents: Agents, unbroken: dict[str, Any]) -> None:
+    """The others, too, are within their updates: all start again, from the newest snapshot."""
+    run = OwnLoop(agents, "kill1", "together")
+    assert equal(run.ended(), unbroken)
+    ((step, source),) = run.goes_on()
+    assert step == 20
+    assert "in memory" not in source
+    assert not any(run.events(name, "workers-started")[1]["stayed"] for name in run.names)

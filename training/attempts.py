@@ -1,0 +1,67 @@
+"""A user's own training function, called again in the same process for each attempt that it takes part in."""
+
+import logging
+from collections.abc import Callable
+
+from nodekit.training import reform
+from nodekit.training.connections import is_lost_rank
+from nodekit.training.kept import AttemptOver, Kept
+from nodekit.training.stop import Stop
+from nodekit.training.world import World
+
+log = logging.getLogger("nodekit.training")
+
+
+def run_attempts(
+    train: Callable[[World, Stop], int], *, grace_s: float = 20.0, timeout_s: float = 600.0
+) -> int:
+    """Call ``train(world, stop)`` in the process group of all ranks, and return the exit status that it returns.
+
+    Where another rank is lost, or another node comes in, this process stays: ``train`` is called again with the
+    world of the next attempt, and ``newest_of_all`` returns the newest step that any rank has in memory::
+
+        def train(world, stop):
+            ...  # model, DistributedDataParallel, optimizer, sampler, loader
+            if found := newest_of_all(snapshots, world):
+                ...
+            with EmergencySave(snapshots, world, state, step=step) as emergency:
+                ...
+
+        sys.exit(run_attempts(train))
+
+    This takes kit's agents, gloo, and an `EmergencySave` in ``train``. Elsewhere the `EmergencySave` saves the step,
+    and the error is raised, so that whoever has started this process starts it again.
+
+    Args:
+        train: makes all that belongs to a process group, and lets `AttemptOver` through.
+        grace_s: see `Stop`.
+        timeout_s: how long a collective may wait for the slowest rank.
+    """
+
+    def make() -> World:
+        return World.from_env(timeout_s=timeout_s)
+
+    def attempt(world: World) -> int | Kept:
+        try:
+            with reform.guarded(world):
+                world.__enter__()
+                code = train(world, stop)
+        except AttemptOver as over:
+            return over.kept
+        except BaseException as error:
+            if is_lost_rank(error):
+                world.leave_others()
+                if world.may_stay and world.kept is not None and world.kept.is_held and not stop.requested:
+                    log.warning("another rank is lost before the first step (%s)", error)
+                    return world.kept
+                log.warning(
+                    "another rank is lost, and this one ends: %s", reform.why_not(world) or "it has no step"
+                )
+            stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
+            world.close()
+            raise
+        world.close()
+        return code
+
+    with Stop(grace_s) as stop:
+        return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
