@@ -23,6 +23,7 @@ class Narrator:
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
+        self._stayed: tuple[object, set[int]] = (None, set())
         self._drained: set[str] = set()
         self._broke: float | None = None
         self._going_since = 0.0
@@ -163,6 +164,9 @@ class Narrator:
 
     def _on_workers_started(self, event: Event) -> list[str]:
         self._world_size = int(event.get("world_size") or 0)
+        if self._stayed[0] != event.get("attempt"):
+            self._stayed = (event.get("attempt"), set())
+        self._stayed[1].update(event.get("stayed") or ())
         return []
 
     def _on_first_step(self, event: Event) -> list[str]:
@@ -184,7 +188,12 @@ class Narrator:
         goes_on = saved if is_resumed else step
         redone = last - goes_on
         again = f", {count(redone, 'step')} redone" if redone > 0 else ""
-        return [f"resumed at step {goes_on:,}{after}{again}"]
+        of_attempt, stayed = self._stayed
+        kept = ""
+        if stayed and of_attempt == event.get("attempt"):
+            process = "its process" if len(stayed) == 1 else "their processes"
+            kept = f"; {len(stayed)} of {count(self._world_size, 'rank')} kept {process}"
+        return [f"resumed at step {goes_on:,}{after}{again}{kept}"]
 
     def _on_sample(self, event: Event) -> list[str]:
         if event.get("attempt") == self._attempt or not self._attempt:

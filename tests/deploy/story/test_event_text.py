@@ -58,6 +58,21 @@ def test_a_lost_node_is_told_from_the_loss_to_the_first_step_after_it() -> None:
     ]
 
 
+def test_ranks_that_kept_their_processes_are_counted() -> None:
+    again = {"attempt": "0.2", "world_size": 4}
+    after = told(
+        *started("a", "b"),
+        (10.0, "a", "worker-failed", {"attempt": "0.1", "rank": 3, "error": "", "exitcode": -9}),
+        (10.1, "b", "rendezvous", {"attempt": "0.2", "members": ["a", "b"]}),
+        (10.2, "a", "workers-started", {**again, "stayed": [0, 1]}),
+        (10.2, "b", "workers-started", {**again, "stayed": [2]}),
+        (10.3, "a", "resumed", {"attempt": "0.2", "step": 40}),
+        (10.4, "a", "first-step", {"attempt": "0.2", "step": 41}),
+    )
+    assert after[-1].startswith("resumed at step 40")
+    assert after[-1].endswith("; 3 of 4 ranks kept their processes")
+
+
 def test_a_node_that_comes_back_is_told_from_one_that_is_new() -> None:
     def met(at: float, number: int, *members: str) -> tuple[float, str | None, str, dict[str, Any]]:
         return (at, "a", "rendezvous", {"attempt": f"0.{number}", "members": list(members)})
