@@ -170,7 +170,7 @@ def test_a_training_asks_nothing_else_and_has_the_curve_of_the_cpu(
 
     def train(folder: Path, *more: str) -> None:
         with World.from_env({}) as world, Stop(20) as stop, OnCpu():
-            assert rank._run_loops([], parse([*how, *more], {}), world, Few(), folder, stop, None)
+            assert rank._run_loops([], parse([*how, *more], {}), world, Few(), folder, stop)
 
     train(tmp_path / "xpu", "--epochs", "1")
     train(tmp_path / "xpu")

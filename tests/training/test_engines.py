@@ -338,7 +338,7 @@ how = "--epochs 1 --batch-size 16 --lr 0.0003 --clip 0.5 --schedule constant --w
 if __name__ == "__main__":
     with World.from_env() as world, Stop(20) as stop:
         for folder, way in json.loads(sys.argv[1]):
-            rank._run_loops([], parse([*how, *way]), world, Task(), Path(folder), stop, None)
+            rank._run_loops([], parse([*how, *way]), world, Task(), Path(folder), stop)
 """
 
 
