@@ -29,6 +29,8 @@ LONGEST_FIRST = (
         "spawn",
     ),
     *(
+        "reform",
+        "own_loop",
         "workers",
         "environment",
         "hang",
@@ -42,6 +44,7 @@ LONGEST_FIRST = (
     ),
     *(
         "lab_slurm",
+        "parts",
         "horovod",
         "watch",
         "snapshot_faults",
