@@ -257,7 +257,7 @@ class Attempts:
         deadline, num_ended = time.monotonic() + wait_s, 0
         keeping = self._tell("lost")
         while len(exits := self.poll()) < len(self.ranks) - len(self._stay()):
-            if time.monotonic() > deadline and not keeping():
+            if not keeping() and time.monotonic() > deadline:
                 break
             if len(exits) > num_ended and self.say_why(exits):
                 deadline = min(deadline, time.monotonic() + ALSO_S)

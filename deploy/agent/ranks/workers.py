@@ -161,7 +161,7 @@ class Workers:
 
         Args:
             grace_s: until SIGKILL.
-            is_wanted: after `grace_s`, this goes on waiting while it is true.
+            is_wanted: after `grace_s`, this goes on waiting while it is true. It is asked before, too: it may learn by that.
             unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
             staying: those that are not to be ended by now, but are to be there at the next `start`.
         """
@@ -172,7 +172,7 @@ class Workers:
             children.signal_groups(signalled, signal.SIGTERM)
             children.signal_groups(left, signal.SIGCONT)  # a stopped one hears only this
             while left := self._left(staying):
-                if time.monotonic() > deadline and not is_wanted():
+                if not is_wanted() and time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_S)
         pids = dict(self._pids)

@@ -497,9 +497,9 @@ def test_a_clock_is_compared_with_the_others_within_what_the_round_trip_lets_one
     assert wrong(clocks(found, late)) == [
         ("gpu2", "clock", "warning", "its clock is -4.2 s (± 0.001 s) from the other hosts'")
     ]
-    slow = {**ours_is_wrong, "gpu2": facts("gpu2", clock_offset_s=95.8, rtt_s=3.0)}
+    slow = {**ours_is_wrong, "gpu2": facts("gpu2", clock_offset_s=96.2, rtt_s=3.0)}  # to 1.5 s: perhaps 2.3 s
     assert wrong(clocks(found, slow)) == []
-    patient = inventory(tmp_path, "timings: {lost_after: 5}\nhosts: {'gpu[1-3]': }\n")
+    patient = inventory(tmp_path, "timings: {lost_after: 10}\nhosts: {'gpu[1-3]': }\n")
     assert wrong(clocks(patient, late)) == []
 
 
