@@ -161,7 +161,7 @@ class Workers:
 
         Args:
             grace_s: until SIGKILL.
-            is_wanted: after `grace_s`, this goes on waiting while it is true. It is asked before, too: it may learn by that.
+            is_wanted: after `grace_s`, this goes on waiting while it is true; it is asked before, too.
             unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
             staying: those that are not to be ended by now, but are to be there at the next `start`.
         """
