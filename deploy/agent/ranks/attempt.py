@@ -84,9 +84,8 @@ class Attempts:
                     argv=spec.argv,
                     env={**self._environment(spec, None, local_rank), "NODEKIT_STANDBY": "1"},
                     cwd=spec.code_dir,
-                    log=str(
-                        self._folder / "standby.log"
-                    ),  # who fails here is started again, and says so there
+                    # Who fails here is started again, and says so there.
+                    log=str(self._folder / "standby.log"),
                 )
                 for local_rank in self.ranks
             ]

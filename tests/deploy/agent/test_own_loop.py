@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from agents import Agents, until
+from agents import Agents
 from places import ROOT
-from test_reform import PATIENCE_S, Run, agent_of
+from test_reform import PATIENCE_S, Run
 
 from nodekit.training.snapshots.snapshot import Snapshots
 
@@ -117,12 +117,7 @@ def test_a_node_is_lost_and_another_comes_in(agents: Agents) -> None:
     run = OwnLoop(agents, min_nodes=2)
     run.wait_step(10)
     before = run.pids()
-    (agents.folder / "code/slow").touch()  # or the others have trained to the end before it comes
-    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
-    until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two", timeout_s=PATIENCE_S)
-    run.join("n2", 2)
-    until(lambda: agents.status("n0").get("world_size") == 3, what="a world of three", timeout_s=PATIENCE_S)
-    (agents.folder / "code/slow").unlink()
+    run.lose_and_regain_n2()
     run.ended()
     for name in ("n0", "n1"):
         started = run.events(name, "workers-started")

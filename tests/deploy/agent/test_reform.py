@@ -54,6 +54,24 @@ class Run:
             name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
         )
 
+    def lose_and_regain_n2(self) -> None:
+        """Kill its agent, and start it again once the others train on."""
+        slow = self.agents.folder / "code/slow"
+        slow.touch()  # or the others have trained to the end before it comes
+        os.kill(agent_of(self.pids()["n2"][0]), signal.SIGKILL)
+        self.wait_world(2)
+        # Before its first step a rank may not have said yet that it can pause; then it is stopped instead.
+        until(lambda: len(self.events("n0", "first-step")) == 2, what="a step of two", timeout_s=PATIENCE_S)
+        self.join("n2", 2)
+        self.wait_world(3)
+        slow.unlink()
+
+    def wait_world(self, size: int) -> None:
+        def there() -> bool:
+            return self.agents.status("n0").get("world_size") == size
+
+        until(there, what=f"a world of {size}", timeout_s=PATIENCE_S)
+
     def begin_generation(self, host: str) -> None:
         """As the supervisor does where the rendezvous host is lost: fence the old one, and call all into another."""
         for name in self.names:
@@ -185,12 +203,7 @@ def test_a_node_is_lost_and_another_comes_in(
     run = Run(agents, "--engine", engine, min_nodes=2)
     run.wait_step(10)
     before = run.pids()
-    (agents.folder / "code/slow").touch()  # or the others have trained to the end before it comes
-    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
-    until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two", timeout_s=PATIENCE_S)
-    run.join("n2", 2)
-    until(lambda: agents.status("n0").get("world_size") == 3, what="a world of three", timeout_s=PATIENCE_S)
-    (agents.folder / "code/slow").unlink()
+    run.lose_and_regain_n2()
     losses = run.end()
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
