@@ -107,14 +107,25 @@ def test_what_was_kept_is_saved_by_a_rank_that_waits_in_vain_for_another(
 def test_a_rank_that_has_joined_is_not_ended(
     agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reform, "JOINING_S", 0.2)
-    monkeypatch.setattr(reform.os, "_exit", lambda _: pytest.fail("it is ended"))
-    kept = Kept({"x": 1}, (0, 41), lambda: pytest.fail("it is saved"))
+    guards: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    done: queue.SimpleQueue[object] = queue.SimpleQueue()
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "nodekit-guard":
+            guards.put(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    monkeypatch.setattr(reform, "JOINING_S", 30)
+    monkeypatch.setattr(reform.os, "_exit", done.put)
+    kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
     with reform.guarded(replace(world, kept=kept)):
         assert agent.send(0, {"kind": "lost"})
-    (thread,) = [each for each in threading.enumerate() if each.name == "nodekit-guard"] or [None]
-    if thread is not None:
-        thread.join(5)
+        guard = guards.get(timeout=5)
+    guard.join(5)
+    assert not guard.is_alive()
+    assert done.empty()
 
 
 def test_a_group_that_was_not_formed_leaves_no_trace_in_the_name_of_the_next(world: World) -> None:

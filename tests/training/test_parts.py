@@ -118,7 +118,7 @@ def run(
             for rank, node in enumerate(nodes)
         ]  # fmt: skip
         outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert code is None or {process.returncode for process in processes} == {code}, outputs
+    assert code is None or {process.returncode for process in processes} == {code}, "\n".join(outputs)
     said: dict[str, list[dict[str, Any]]] = {}
     for line in (line for output in outputs for line in output.splitlines() if line.startswith("{")):
         values = json.loads(line)

@@ -189,7 +189,7 @@ def on_nodes(nodes: list[Path], output: Path, task: str, *arguments: object, **e
         len(nodes), ["-m", "nodekit.training"], *given, NODEKIT_SNAPSHOT_DIR=[*map(str, nodes)], **extra
     ) as processes:
         said = [process.communicate(timeout=100)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(nodes), said
+    assert [process.returncode for process in processes] == [0] * len(nodes), "\n".join(said)
     return said
 
 
@@ -222,7 +222,7 @@ def test_two_nodes_with_one_folder_save_to_it_together(task: str, tmp_path: Path
     given = ["--task", task, "--output", tmp_path, "--epochs", 1, *SHARDED, *OPTIONS]
     with ranks(2, program, *given, NODEKIT_SNAPSHOT_SHARED=1, NODEKIT_SNAPSHOT_DIR=folder) as processes:
         said = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     assert steps(folder) == [3, 6]
     assert len(Snapshots(folder).manifests()[0].sha256) == 4
 
