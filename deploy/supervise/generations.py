@@ -68,8 +68,11 @@ def _why_broken(turn: Turn) -> str | None:
     seen, state, own = turn.seen, turn.state, turn.own
     host = seen[state.host]
     wiped = turn.wiped()
+    # It may also have lost its own store: it says that it is fenced, and a store is never opened twice.
     host_ended = (
-        host.reachable and not host.alive and (host.generation == state.generation or state.host in wiped)
+        host.reachable
+        and (not host.alive or host.state == "fenced")
+        and (host.generation == state.generation or state.host in wiped)
     )
     host_coming = host.reachable and state.host not in own and turn.is_coming(state.host)
     blocked = [name for name in own if seen[name].blocked]

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
 
 from nodekit.deploy.host import current_status, errors, files, ports, processes
 from nodekit.deploy.host.node import fence, status
@@ -17,7 +18,28 @@ from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stoppe
 NO_WORKERS_GRACE_S = 3.0
 UNKILLABLE_S = 10.0
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
-_started: Dict[str, "subprocess.Popen[bytes]"] = {}  # node_dir → the agent that this server started
+
+
+class _Started(NamedTuple):
+    """An agent that this server started."""
+
+    process: "subprocess.Popen[bytes]"
+    fds: FrozenSet[int]
+    """The sockets in `ports.held` that it was given, those that were there then."""
+
+    def is_waiting(self) -> bool:
+        """Whether it was neither given a spec nor told to end."""
+        return self.process.stdin is not None and not self.process.stdin.closed
+
+    def call_off(self) -> None:
+        """End it, if it waits for a spec."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+_started: Dict[str, _Started] = {}  # node_dir → the last one
+_starting = threading.Lock()
+"""A request that was given up, or is slow, may be under way beside the next one for the same node."""
 
 
 def prestart(
@@ -49,19 +71,23 @@ def prestart(
         os.path.join(node_dir, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
     try:
-        agent = subprocess.Popen(
-            [os.path.expanduser(python), "-m", "nodekit.deploy.agent", node_dir],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            cwd=node_dir,
-            env=full,
-            start_new_session=True,  # it must survive this connection
-            pass_fds=[each.fileno() for each in ports.held.values()],
-        )
+        with _starting:
+            fds = frozenset(each.fileno() for each in ports.held.values())
+            agent = subprocess.Popen(
+                [os.path.expanduser(python), "-m", "nodekit.deploy.agent", node_dir],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=node_dir,
+                env=full,
+                start_new_session=True,  # it must survive this connection
+                pass_fds=list(fds),
+            )
+            if node_dir in _started:
+                _started[node_dir].call_off()
+            _started[node_dir] = _Started(agent, fds)
     finally:
         os.close(log)
-    _started[node_dir] = agent
     return {"pid": agent.pid}
 
 
@@ -75,8 +101,7 @@ def environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
 def leave() -> None:
     """End the agents that were started and were never given a spec."""
     for agent in list(_started.values()):
-        if agent.stdin and not agent.stdin.closed:
-            agent.stdin.close()
+        agent.call_off()
 
 
 def _take_spec(node_dir: str, spec: Mapping[str, Any]) -> None:
@@ -89,17 +114,35 @@ def start(
 ) -> AgentRecord:
     """Give the agent that waits its spec (written 0600) and, on the rendezvous host, the socket that holds the port.
 
-    Fences up to `called_off` hold no longer: the generation they were for was never begun.
+    Fences up to `called_off` hold no longer: the generation they were for was never begun. The port is held no longer
+    either: from now on nobody but the agent listens there, and without it a connection is refused.
+
+    Raises:
+        RuntimeError: a later generation has been here, or another request has started an agent since.
     """
-    node_dir = os.path.expanduser(node_dir)
-    agent = _started[node_dir]
+    with _starting:
+        listener = ports.held.pop(port) if port is not None else None
+        try:
+            return _start(
+                os.path.expanduser(node_dir), spec, listener.fileno() if listener else None, called_off
+            )
+        finally:
+            if listener:
+                listener.close()
+
+
+def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called_off: int) -> AgentRecord:
+    started = _started[node_dir]
+    agent = started.process
+    if not started.is_waiting() or (listen_fd is not None and listen_fd not in started.fds):
+        raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
         own = status.load_spec(node_dir) or {"generation": -1}
         if spec.get("is_host") and own["generation"] == spec["generation"]:
             raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
         fence.enter(node_dir, own, spec, called_off)
-        if port is not None:
-            spec = dict(spec, listen_fd=ports.held[port].fileno())
+        if listen_fd is not None:
+            spec = dict(spec, listen_fd=listen_fd)
         _take_spec(node_dir, spec)
     if os.path.exists(os.path.join(node_dir, "stop")):
         os.unlink(os.path.join(node_dir, "stop"))
@@ -146,12 +189,15 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     With `for_good` a file ``stop`` says that the job is to end; without it the node leaves, and may rejoin.
     """
     node_dir = os.path.expanduser(node_dir)
-    agent = _started.get(node_dir)
+    started = _started.get(node_dir)
     record = status.agent_record(node_dir)
-    if agent is not None and agent.poll() is None and (not record or record["pid"] != agent.pid):
-        assert agent.stdin is not None
-        agent.stdin.close()  # it was never given a spec: that ends it
-        agent.wait(grace_s)
+    if (
+        started is not None
+        and started.process.poll() is None
+        and (not record or record["pid"] != started.process.pid)
+    ):
+        started.call_off()
+        started.process.wait(grace_s)
         return {"was": "not running", "killed": False}
     if record is None or status.pid_if_alive(record) is None:
         _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it

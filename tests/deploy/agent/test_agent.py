@@ -19,6 +19,7 @@ from fake_nvml import FakeNvml
 from record_failures import memory_cgroup
 
 from nodekit.deploy.agent import descriptors
+from nodekit.deploy.connect.link import HostError
 from nodekit.deploy.story.status import status_line
 
 pytestmark = pytest.mark.slow
@@ -434,6 +435,41 @@ def test_an_agent_that_never_got_its_go_ends_with_its_link(agents: Agents) -> No
     until(lambda: any("nodekit.deploy.agent" in line for line in processes_of(agents.marker).values()))
     agents.links.pop("n0").close()
     until(lambda: not processes_of(agents.marker), timeout_s=15)
+
+
+def test_of_two_starts_under_way_at_once_only_one_has_an_agent(agents: Agents) -> None:
+    """The one that was begun first hears so, and the agent that it had started ends."""
+    agents.start(FOREVER, num_nodes=1, go=False)
+    (first,) = until(
+        lambda: [pid for pid, line in processes_of(agents.marker).items() if "nodekit.deploy.agent" in line]
+    )
+    port = agents.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
+    with pytest.raises(HostError, match="another request has started an agent here meanwhile"):
+        agents._start(agents.spec("n0", master_port=port))  # its agent has no such socket
+    assert not (agents.node_dir("n0") / "spec.json").exists()
+
+    port = agents.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
+    agents.start_again("n0", master_port=port)
+    until(lambda: first not in processes_of(agents.marker), timeout_s=15)
+    agents.wait("n0", "running")
+
+
+def test_where_the_agent_has_been_killed_nobody_listens(agents: Agents) -> None:
+    """Others hear that the rendezvous is gone, though kit is still connected to the host."""
+    agents.start(FOREVER, num_nodes=1, python=sys.executable)
+    port = agents.wait("n0", "running")["port"]
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    os.kill(json.loads((agents.node_dir("n0") / "agent.json").read_text())["pid"], signal.SIGKILL)
+    agents.wait("n0", "gone")
+
+    def is_refused() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    until(is_refused, timeout_s=15, what="the fork server's end")
 
 
 def test_a_command_that_does_not_exist_is_named(agents: Agents) -> None:

@@ -36,10 +36,14 @@ TASK = """
 import time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
+    held = 0
     def loss(self, model, batch):
         try:
             with open("/root/hold") as file:
-                time.sleep(float(file.read() or 0.2))
+                step_s = float(file.read() or 0.2)
+            self.held += 1
+            # What is to be seen meanwhile takes longer on a busy machine; nothing waits for more than these steps.
+            time.sleep(step_s if self.held < 40 else 5 * step_s)
         except FileNotFoundError:
             time.sleep(0.02)
         return super().loss(model, batch)

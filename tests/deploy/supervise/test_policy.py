@@ -88,6 +88,16 @@ def test_a_job_begins_with_a_start_on_each_node_but_the_spares() -> None:
     assert Story().sees() == [Start(name, is_new=True) for name in FOUR]
 
 
+def test_a_host_that_lost_its_own_store_is_no_host_any_more() -> None:
+    """Its agent lives, and the others wait for it: a store is never opened twice in one generation."""
+    story = Story()
+    others = {name: agent("starting") for name in "bcd"}
+    assert story.says(3, a=agent("fenced"), **others) == [
+        "the rendezvous host a is lost: fencing generation 0"
+    ]
+    assert story.state.next_generation == 1
+
+
 def test_a_start_is_asked_for_again_after_a_minute_only() -> None:
     story = Story()
     assert len(story.sees(59)) == 4
