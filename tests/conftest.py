@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import warm_python
 
 # Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# In the background of a shell script, these tests and all that they start would ignore the Ctrl-C that they are to hear.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["agents", "fake_nvml", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 

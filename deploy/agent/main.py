@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from nodekit.deploy.agent import name_lookups
 from nodekit.deploy.agent.agent import Agent
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
@@ -74,6 +75,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
     """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
     spec = AgentSpec.load(node_dir)
     os.environ.update(spec.env)
+    name_lookups.forbid()
     record = EventLog(spec)
     try:
         agent = Agent(spec, record, Stop().check, server)

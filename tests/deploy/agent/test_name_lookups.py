@@ -1,0 +1,44 @@
+"""The agent asks no DNS server, against one that never answers, in a network of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.lab
+
+LOOK_UP = """
+import os, select, socket, subprocess, sys
+from nodekit.deploy.agent import name_lookups
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+if sys.argv[1] == "agent":
+    name_lookups.forbid()
+try:
+    print(socket.getnameinfo(("198.18.0.99", 1), socket.NI_NUMERICSERV))
+except socket.gaierror as error:
+    print("no name:", error.errno == socket.EAI_AGAIN)
+print("asked:", bool(select.select([server], [], [], 0)[0]), "RES_OPTIONS" in os.environ)
+print(subprocess.run(["sh", "-c", "echo $RES_OPTIONS"], env=os.environ, capture_output=True, text=True).stdout, end="")
+"""
+
+
+@pytest.mark.parametrize(("who", "is_asked"), [("anybody", True), ("agent", False)])
+def test_an_agent_asks_no_dns_server(tmp_path: Path, who: str, is_asked: bool) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    mount = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    isolated = ["unshare", "--net", "--mount", "sh", "-c", mount, str(tmp_path / "resolv.conf")]
+    done = subprocess.run(
+        [*isolated, sys.executable, "-c", LOOK_UP, who],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, asked, of_ranks = done.stdout.splitlines()
+    assert asked == f"asked: {is_asked} False"
+    assert found == "no name: True", "and at once"
+    assert not of_ranks
