@@ -14,7 +14,7 @@ import warm_python
 # Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# In the background of a shell script, these tests and all that they start would ignore the Ctrl-C that they are to hear.
+# In the background of a shell script, these tests and all that they start would ignore Ctrl-C, which they are to hear.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
