@@ -178,8 +178,13 @@ def _adjust_voters(turn: Turn) -> None:
         if state.voters.is_changed_by(written):
             if state.stable_since is None:
                 turn.change(stable_since=turn.now, floor=max(turn.seen[name].held for name in written))
-            # What the old voters committed must be with a majority of the new, or it could go on without.
-            elif granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor]):
+            # What the old voters committed must be with a majority of the new, or it could go on without. And who trains
+            # must be one, or another generation could begin beside a group that met by the old ones.
+            elif (
+                granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor])
+                and turn.rounds
+                and all(granted.may_train(members) for members in turn.rounds)
+            ):
                 turn.change(voters=granted, granted=None, stable_since=None)
                 return
         for name in (name for name in turn.own if name not in written and name not in turn.rules.drained):
