@@ -72,7 +72,7 @@ def prestart(
     )
     try:
         with _starting:
-            fds = frozenset(each.fileno() for each in ports.held.values())
+            fds = frozenset(each.fileno() for each in list(ports.held.values()))
             agent = subprocess.Popen(
                 [os.path.expanduser(python), "-m", "nodekit.deploy.agent", node_dir],
                 stdin=subprocess.PIPE,
