@@ -643,7 +643,8 @@ class Simulation:
             self.send(action.node, self.drain)
         elif isinstance(action, Exclude):
             self.rules = dataclasses.replace(self.rules, drained=self.rules.drained | {action.node})
-            self.at(self.now + self.breaking.expovariate(1 / 20), self.take_back, action.node)
+            # Soon enough that it is in before the end of the peace.
+            self.at(self.now + min(self.breaking.expovariate(1 / 20), 40), self.take_back, action.node)
         elif isinstance(action, Finish):
             self.finish = action
             self.supervisor = None

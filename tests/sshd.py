@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 _READY_WITHIN_S = 10.0
 
@@ -59,13 +60,6 @@ def keygen(file: Path, *, kind: str = "ed25519", passphrase: str = "", rounds: i
     ]
     subprocess.run(argv, check=True)
     return file
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="session")

@@ -178,8 +178,8 @@ def _adjust_voters(turn: Turn) -> None:
         if state.voters.is_changed_by(written):
             if state.stable_since is None:
                 turn.change(stable_since=turn.now, floor=max(turn.seen[name].held for name in written))
-            # What the old voters committed must be with a majority of the new, or it could go on without. And who trains
-            # must be one, or another generation could begin beside a group that met by the old ones.
+            # What the old voters committed must be with a majority of the new, or it could go on without. And those who
+            # train must be one, or another generation could begin beside a group that met by the old ones.
             elif (
                 granted.may_train([name for name in granted.nodes if turn.seen[name].held >= state.floor])
                 and turn.rounds

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_training import free_port
+from free_ports import free_port
 
 from nodekit.deploy.agent.ranks.messages import Messages
 from nodekit.training import agent_messages, reform

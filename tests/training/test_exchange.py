@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import warm_python
-from test_training import finish, free_port, started
+from free_ports import free_port
+from test_training import finish, started
 
 from nodekit.training import Snapshots
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import warm_python
-from test_training import free_port, started
+from free_ports import free_port
+from test_training import started
 
 from nodekit.training import Snapshots, gather
 from nodekit.training.snapshots.found import NoneLoads

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_training import finish, free_port, losses, metrics, result, task, torchrun  # noqa: F401
+from free_ports import free_port
+from test_training import finish, losses, metrics, result, task, torchrun  # noqa: F401
 from torch import nn
 
 from nodekit.deploy.agent.hang import hang

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+from free_ports import free_port
 
 from nodekit.training import Snapshots
 from nodekit.training.arguments import parse
@@ -80,12 +80,6 @@ class Faulty(Digits):
 
 def environ(**extra: object) -> dict[str, str]:
     return {**os.environ, **warm_python.environment(), **{name: str(value) for name, value in extra.items()}}
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from lab_hosts import BUSY_S
-from sshd import Sshd, free_port, keygen, learn
+from sshd import Sshd, keygen, learn
 
 from nodekit.deploy.connect import hostkeys, ssh, sshconfig
 from nodekit.deploy.connect.link import on_all

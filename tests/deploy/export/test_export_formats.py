@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import string
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from test_plan import gpus_there
@@ -578,12 +578,6 @@ with open(os.environ["SAYS"] + "." + os.environ["RANK"], "w") as file:
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

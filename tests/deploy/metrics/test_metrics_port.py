@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import strangers
+from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from nodekit.deploy.commands.cli import main
@@ -31,12 +32,6 @@ USAGE = {
               "power": 310, "slow": ["hw_thermal_slowdown"], "uncorrectable": 0},
              {"index": 3, "use": None, "memory": 1}],
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scrape(place: Place) -> dict[tuple[str, ...], float]:

@@ -37,6 +37,7 @@ def simulate(seed: int, num_nodes: int, faults_s: float | None = None) -> Simula
 @example(seed=18823, num_nodes=6)  # a new supervisor sees but the node that was replaced
 @example(seed=877, num_nodes=3)  # a node's pause begins when the supervisor sees again, after the last fault
 @example(seed=305316821428, num_nodes=6)  # a strike just before the faults stop
+@example(seed=1174, num_nodes=4)  # a node with a broken GPU is taken back late
 @example(seed=320, num_nodes=3)  # one trains alone, that met by the voters before, and is out of sight
 def test_small_clusters_survive_what_they_can(seed: int, num_nodes: int) -> None:
     simulate(seed, num_nodes)
