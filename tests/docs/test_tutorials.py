@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import warm_agents
 import warm_python
 import yaml
+from free_ports import free_port
 from kit_runs import Kit
 from places import ROOT
 
@@ -130,9 +130,7 @@ def test_a_script_of_ones_own_runs_with_the_inventory_of_the_page(tmp_path: Path
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_the_page_for_two_machines_train(number: int, tmp_path: Path) -> None:
     """Both on this machine: one process each, at a free port of 127.0.0.1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     block = [each for each in BLOCK.findall(TWO) if "-m nodekit.training" in each][number]
     here = re.sub(
         r"29500|23456",

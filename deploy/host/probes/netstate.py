@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from nodekit.deploy.host import files
@@ -168,13 +169,16 @@ def _table(parts: Dict[int, bytes]) -> Dict[str, Dict[str, Any]]:
     }
 
 
-def own_name(limit_s: float) -> Dict[str, Any]:
+def own_name(limit_s: float, peer: str) -> Dict[str, Any]:
     """This host's name and the addresses that it has here; None: the resolver did not answer in time.
 
-    And ``neighbours``, as they are now.
+    And ``names_peers``, whether it says in time which name the address of another host has, or that it has none, and
+    ``neighbours``, as they are now.
     """
     name = socket.gethostname()
-    found: Dict[str, Any] = {"name": name, "addresses": None, "neighbours": neighbours()}
+    found: Dict[str, Any] = {
+        "name": name, "addresses": None, "names_peers": False, "neighbours": neighbours(),
+    }  # fmt: skip
 
     def resolve() -> None:
         try:
@@ -183,9 +187,19 @@ def own_name(limit_s: float) -> Dict[str, Any]:
         except OSError:
             found["addresses"] = []
 
-    thread = threading.Thread(target=resolve, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    def look_up() -> None:
+        try:
+            socket.getnameinfo((peer, 0), socket.NI_NUMERICSERV)
+        except OSError:
+            pass
+        found["names_peers"] = True
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (resolve, look_up)]
+    until = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0, until - time.monotonic()))
     return dict(found)
 
 

@@ -57,7 +57,7 @@ def network_findings(
         unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
         pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names = _own_names(links, list(nics), left_s=left_s)
+        names = _own_names(links, {name: chosen[name][1] for name in nics}, left_s=left_s)
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # If the kernel reports the cause, it is not a firewall.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
@@ -81,6 +81,7 @@ def network_findings(
     if len(hosts) > 1:  # a single host only talks to itself
         for name, answer in names.items():
             found += nethost.name_findings(name, chosen[name][1], answer)
+            found += nethost.peer_name_findings(name, answer)
     env = {host.name: {**host.env, **inventory.job.env} for host in hosts if facts[host.name].num_gpus}
     found += nethost.rdma_findings({name: answer["rdma"] for name, answer in here.items()}, linked, env=env)
     ill = {name for finding in found if finding.level == "failure" for name in finding.hosts}
@@ -100,14 +101,18 @@ def _neighbours(
 
 
 def _own_names(
-    links: Mapping[str, Link], names: Sequence[str], *, left_s: Callable[[], float]
+    links: Mapping[str, Link], addresses: Mapping[str, str], *, left_s: Callable[[], float]
 ) -> dict[str, Any]:
+    names = list(addresses)
+    following = dict(zip(names, [*names[1:], *names[:1]], strict=True))
     limit_s = min(nethost.NAME_S, left_s() / 2)
     if limit_s < _LEAST_S / 10:
         return {}
     answers = on_all(
         {name: links[name] for name in names},
-        lambda link: link.call("netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s),
+        lambda link: link.call(
+            "netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s, peer=addresses[following[link.host]]
+        ),
     )
     return netpairs.told_apart(answers)[0]
 

@@ -245,6 +245,22 @@ def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Fi
     ]
 
 
+def peer_name_findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
+    """Return whether a host waits in vain for the names of others; pure."""
+    if answer["names_peers"] or answer["addresses"] is None:  # of the latter `name_findings` tells
+        return []
+    return [
+        _warning(
+            host,
+            f"its DNS server gives no answer within {NAME_S:.0f} s when asked for the name of another host's address: "
+            "torch asks when a rank connects to another node, and waits up to 10 s at each start",
+            "an answer, or a refusal",
+            f"on {host}: put the hosts into /etc/hosts, or mend the nameserver in /etc/resolv.conf (`options timeout:1 "
+            "attempts:1` there makes the wait shorter)",
+        )
+    ]
+
+
 def port_findings(here: Mapping[str, Any], port: int, *, matters: bool) -> list[Finding]:
     """Return hosts on which the rendezvous port is taken."""
     found = []

@@ -264,6 +264,37 @@ def test_a_name_that_resolves_to_loopback_is_a_warning_with_its_cure(site: Site)
     assert not site.bad()
 
 
+SILENT_DNS = """
+import socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.lab
+def test_a_dns_server_that_never_answers_is_a_warning_with_its_cure(
+    site: Site, squatter: Callable[[str, str], subprocess.Popen[bytes]]
+) -> None:
+    """Where other hosts' addresses have no names in /etc/hosts, each rank would wait for it."""
+    squatter("node3", SILENT_DNS)
+    assert not site.bad(), "their names are in /etc/hosts"
+    on(site.lab, "node3", "sed", "-i.old", "/node[12]/d", "/etc/hosts")
+    on(site.lab, "node3", "cp", "/etc/resolv.conf", "/etc/resolv.conf.old")
+    on(site.lab, "node3", "sh", "-c", "echo nameserver 127.0.0.1 >/etc/resolv.conf")
+    try:
+        (found,) = site.bad()
+    finally:
+        on(site.lab, "node3", "mv", "/etc/hosts.old", "/etc/hosts")
+        on(site.lab, "node3", "mv", "/etc/resolv.conf.old", "/etc/resolv.conf")
+    assert (found.host, found.level) == ("node3", "warning")
+    assert found.found.startswith(
+        "its DNS server gives no answer within 1 s when asked for the name of another"
+    )
+    assert "on node3: put the hosts into /etc/hosts" in found.cure
+
+
 @pytest.fixture
 def squatter(lab: Lab) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
     """Runs a python program on a host until the test's end."""
@@ -271,7 +302,7 @@ def squatter(lab: Lab) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]
 
     def start(host: str, program: str) -> subprocess.Popen[bytes]:
         argv = lab.enter_argv(host, "/usr/bin/env", "python3", "-c", program)
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE))
+        started.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert started[-1].stdout is not None
         assert started[-1].stdout.readline() == b"up\n"
         return started[-1]
@@ -285,7 +316,7 @@ def squatter(lab: Lab) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]
 @pytest.mark.lab
 def test_a_port_that_is_taken_is_named_with_who_has_it(site: Site, squatter: Any) -> None:
     squatter(
-        "node1", "import socket,time;s=socket.create_server(('',29500));print('up',flush=True);time.sleep(99)"
+        "node1", "import socket,sys;s=socket.create_server(('',29500));print('up',flush=True);sys.stdin.read()"
     )
     (found,) = site.bad(port=29500)
     assert (found.host, found.level) == ("node1", "failure")
