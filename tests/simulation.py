@@ -678,6 +678,8 @@ class Simulation:
         group = self.group
         if group is None or self.now - group.progress_at > 2 * TICK_S or group.store.done:
             return
+        if not any(node.agent for node in group.nodes):
+            return  # it has ended since
         is_full = len(group.members) >= self.rules.max_nodes and self.now - group.progress_since > STEADY_S
         is_full = is_full and all(node.store is group.store for node in group.nodes)
         if (
