@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nodekit.deploy.host import files
 from nodekit.inventory.errors import KitError
 
 
@@ -41,8 +42,8 @@ class ProcessRecord:
             return None
 
     def write(self, path: Path) -> None:
-        """Record the process in a file."""
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        """Record the process in a file, which is there whole or not at all: `kit lab up` may be killed meanwhile."""
+        files.write_private(str(path), json.dumps(asdict(self)).encode() + b"\n")
 
     @property
     def is_alive(self) -> bool:

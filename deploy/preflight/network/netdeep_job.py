@@ -22,7 +22,8 @@ LOCAL = {"rank": 0}
 def say(stage: str, **more: object) -> None:
     """Print the stage."""
     line = {"stage": stage, "s": round(time.monotonic() - STARTED, 3), "local_rank": LOCAL["rank"], **more}
-    print(json.dumps(line), flush=True)
+    # In one piece, unbuffered too: the other ranks of this host write to the same pipe.
+    print(json.dumps(line) + "\n", end="", flush=True)
 
 
 def start_others(number: int) -> "threading.Thread | None":
