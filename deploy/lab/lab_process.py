@@ -35,11 +35,12 @@ class ProcessRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ProcessRecord | None":
-        """The process recorded in a file; None if nothing was."""
+        """The process recorded in a file; None if nothing was, and then it did not begin (see `start`)."""
         try:
-            return cls(**json.loads(path.read_text()))
+            text = path.read_text()
         except FileNotFoundError:
             return None
+        return cls(**json.loads(text)) if text else None  # an earlier kit, killed meanwhile, has left it empty
 
     def write(self, path: Path) -> None:
         """Record the process in a file, which is there whole or not at all: `kit lab up` may be killed meanwhile."""
