@@ -188,8 +188,10 @@ def own_name(limit_s: float, peer: str) -> Dict[str, Any]:
             found["addresses"] = []
 
     def look_up() -> None:
+        # torch connects by sockets of IPv6, and asks for an address of IPv4 in this form, which /etc/hosts must have.
+        asked = peer if ":" in peer else "::ffff:" + peer
         try:
-            socket.getnameinfo((peer, 0), socket.NI_NUMERICSERV)
+            socket.getnameinfo((asked, 0), socket.NI_NUMERICSERV)
         except OSError:
             pass
         found["names_peers"] = True

@@ -255,8 +255,8 @@ def peer_name_findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
             f"its DNS server gives no answer within {NAME_S:.0f} s when asked for the name of another host's address: "
             "torch asks when a rank connects to another node, and waits up to 10 s at each start",
             "an answer, or a refusal",
-            f"on {host}: put the hosts into /etc/hosts, or mend the nameserver in /etc/resolv.conf (`options timeout:1 "
-            "attempts:1` there makes the wait shorter)",
+            f"on {host}: mend the nameserver in /etc/resolv.conf (`options timeout:1 attempts:1` there makes the wait "
+            "shorter), or have a line `::ffff:ADDRESS NAME` in /etc/hosts for each host, for in this form torch asks",
         )
     ]
 

@@ -277,10 +277,10 @@ sys.stdin.read()
 def test_a_dns_server_that_never_answers_is_a_warning_with_its_cure(
     site: Site, squatter: Callable[[str, str], subprocess.Popen[bytes]]
 ) -> None:
-    """Where other hosts' addresses have no names in /etc/hosts, each rank would wait for it."""
+    """Where other hosts' addresses have no names in /etc/hosts, in torch's form, each rank would wait for it."""
     squatter("node3", SILENT_DNS)
     assert not site.bad(), "their names are in /etc/hosts"
-    on(site.lab, "node3", "sed", "-i.old", "/node[12]/d", "/etc/hosts")
+    on(site.lab, "node3", "sed", "-i.old", "/^::ffff:.* node[12]/d", "/etc/hosts")
     on(site.lab, "node3", "cp", "/etc/resolv.conf", "/etc/resolv.conf.old")
     on(site.lab, "node3", "sh", "-c", "echo nameserver 127.0.0.1 >/etc/resolv.conf")
     try:
@@ -292,7 +292,8 @@ def test_a_dns_server_that_never_answers_is_a_warning_with_its_cure(
     assert found.found.startswith(
         "its DNS server gives no answer within 1 s when asked for the name of another"
     )
-    assert "on node3: put the hosts into /etc/hosts" in found.cure
+    assert "on node3: mend the nameserver in /etc/resolv.conf" in found.cure
+    assert "or have a line `::ffff:ADDRESS NAME` in /etc/hosts for each host" in found.cure
 
 
 @pytest.fixture
