@@ -40,7 +40,8 @@ class ProcessRecord:
             text = path.read_text()
         except FileNotFoundError:
             return None
-        return cls(**json.loads(text)) if text else None  # an earlier kit, killed meanwhile, has left it empty
+        # An earlier kit that was killed while it wrote has left it empty.
+        return cls(**json.loads(text)) if text else None
 
     def write(self, path: Path) -> None:
         """Record the process in a file, which is there whole or not at all: `kit lab up` may be killed meanwhile."""

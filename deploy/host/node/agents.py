@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
+from typing import IO, Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
 
 from nodekit.deploy.host import current_status, errors, files, ports, processes
 from nodekit.deploy.host.node import fence, status
@@ -24,17 +24,10 @@ class _Started(NamedTuple):
     """An agent that this server started."""
 
     process: "subprocess.Popen[bytes]"
+    stdin: "IO[bytes]"
+    """Open while the agent waits for its go; to close it before ends the agent."""
     fds: FrozenSet[int]
     """The sockets in `ports.held` that it was given, those that were there then."""
-
-    def is_waiting(self) -> bool:
-        """Whether it was neither given a spec nor told to end."""
-        return self.process.stdin is not None and not self.process.stdin.closed
-
-    def call_off(self) -> None:
-        """End it, if it waits for a spec."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
 
 
 _started: Dict[str, _Started] = {}  # node_dir → the last one
@@ -81,11 +74,12 @@ def prestart(
                 cwd=node_dir,
                 env=full,
                 start_new_session=True,  # it must survive this connection
-                pass_fds=list(fds),
+                pass_fds=fds,
             )
+            assert agent.stdin is not None
             if node_dir in _started:
-                _started[node_dir].call_off()
-            _started[node_dir] = _Started(agent, fds)
+                _started[node_dir].stdin.close()
+            _started[node_dir] = _Started(agent, agent.stdin, fds)
     finally:
         os.close(log)
     return {"pid": agent.pid}
@@ -100,8 +94,8 @@ def environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
 
 def leave() -> None:
     """End the agents that were started and were never given a spec."""
-    for agent in list(_started.values()):
-        agent.call_off()
+    for started in list(_started.values()):
+        started.stdin.close()
 
 
 def _take_spec(node_dir: str, spec: Mapping[str, Any]) -> None:
@@ -132,9 +126,8 @@ def start(
 
 
 def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called_off: int) -> AgentRecord:
-    started = _started[node_dir]
-    agent = started.process
-    if not started.is_waiting() or (listen_fd is not None and listen_fd not in started.fds):
+    agent, stdin, fds = _started[node_dir]
+    if stdin.closed or (listen_fd is not None and listen_fd not in fds):
         raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
         own = status.load_spec(node_dir) or {"generation": -1}
@@ -155,10 +148,9 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
         "boot_id": hostfacts.boot_id(),
     }
     files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
-    assert agent.stdin is not None
     try:
-        agent.stdin.write(b"go\n")
-        agent.stdin.close()
+        stdin.write(b"go\n")
+        stdin.close()
     except BrokenPipeError:
         last_words = files.tail(os.path.join(node_dir, "agent.log"))
         raise RuntimeError("the agent ended before it could start: " + last_words) from None
@@ -196,7 +188,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         and started.process.poll() is None
         and (not record or record["pid"] != started.process.pid)
     ):
-        started.call_off()
+        started.stdin.close()  # it was never given a spec: that ends it
         started.process.wait(grace_s)
         return {"was": "not running", "killed": False}
     if record is None or status.pid_if_alive(record) is None:
