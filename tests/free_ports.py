@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_random = random.SystemRandom()
+_random = random.SystemRandom()  # workers, and tests that seed the other one, are not to choose the same
 
 
 def free_port() -> int:

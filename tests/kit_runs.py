@@ -30,6 +30,32 @@ def slow_training(epochs: int) -> list[str]:
     return [*argv, "--epochs", str(epochs), "--snapshot-every", "20"]
 
 
+def held_task(hold: str, *, held_s: float, step_s: float = 0) -> str:
+    """The digits as ``slow.py``, whose steps are slow while there is a file, so that a fault can be aimed at one.
+
+    Args:
+        hold: a Python expression, the file's path; in it may be how long a step takes then.
+        held_s: how long, if nothing is in it.
+        step_s: how long a step waits without the file.
+    """
+    # What is to be seen meanwhile takes longer on a busy machine; no story waits for more than the first 40 steps.
+    return f"""
+import os, time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    held = 0
+    def loss(self, model, batch):
+        try:
+            with open({hold}) as file:
+                step_s = float(file.read() or {held_s})
+            self.held += 1
+            time.sleep(step_s if self.held < 40 else 5 * step_s)
+        except FileNotFoundError:
+            time.sleep({step_s})
+        return super().loss(model, batch)
+"""
+
+
 class Kit:
     """Runs kit in one project folder."""
 

@@ -17,29 +17,13 @@ import pytest
 import warm_agents
 import yaml
 from agents import until
-from kit_runs import RUN_ID, slow_training
+from kit_runs import RUN_ID, held_task, slow_training
 from lab_hosts import make_whole
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.inventory.errors import KitError
 
-# The shared module's own task. It goes slowly while a file is there, so that a fault can be aimed at a step.
-TASK = """
-import os, time
-from nodekit.training.tasks.digits import Digits
-class Task(Digits):
-    held = 0
-    def loss(self, model, batch):
-        try:
-            with open(os.environ["HOLD"]) as file:
-                step_s = float(file.read() or 0.25)
-            self.held += 1
-            # What is to be seen meanwhile takes longer on a busy machine; nothing waits for more than these steps.
-            time.sleep(step_s if self.held < 40 else 5 * step_s)
-        except FileNotFoundError:
-            pass
-        return super().loss(model, batch)
-"""
+TASK = held_task('os.environ["HOLD"]', held_s=0.25)
 EPOCHS, STEPS = 6, 6 * 23
 TRAIN = slow_training(EPOCHS)
 # A script of the user's own, which needs no torch: it goes as far as its arguments say.

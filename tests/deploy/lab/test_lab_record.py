@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.lab import lab_cluster, lab_record
+from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.inventory.errors import KitError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -26,6 +27,18 @@ def test_what_up_had_begun_is_removed(tmp_path: Path) -> None:
     assert lab_cluster.down(folder) == []
     assert not folder.exists()
     assert lab_cluster.down(folder) is None
+
+
+def test_a_process_record_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """An `up` may be killed while it writes; an earlier kit then left the file empty."""
+    file, old = tmp_path / "init.json", tmp_path / "old"
+    file.touch()
+    assert ProcessRecord.read(file) is None
+    os.link(file, old)
+    own = ProcessRecord.of(os.getpid())
+    own.write(file)
+    assert ProcessRecord.read(file) == own
+    assert old.read_text() == "", "another file has taken its place"
 
 
 def forge(folder: Path) -> None:

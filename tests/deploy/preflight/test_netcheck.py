@@ -298,7 +298,7 @@ def test_a_dns_server_that_never_answers_is_a_warning_with_its_cure(
 
 @pytest.fixture
 def squatter(lab: Lab) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
-    """Runs a python program on a host until the test's end."""
+    """Runs a python program, which ends with its stdin, on a host until the test's end."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(host: str, program: str) -> subprocess.Popen[bytes]:
@@ -317,7 +317,8 @@ def squatter(lab: Lab) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]
 @pytest.mark.lab
 def test_a_port_that_is_taken_is_named_with_who_has_it(site: Site, squatter: Any) -> None:
     squatter(
-        "node1", "import socket,sys;s=socket.create_server(('',29500));print('up',flush=True);sys.stdin.read()"
+        "node1",
+        "import socket,sys;s=socket.create_server(('',29500));print('up',flush=True);sys.stdin.read()",
     )
     (found,) = site.bad(port=29500)
     assert (found.host, found.level) == ("node1", "failure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
-from nodekit.deploy.preflight.network import netdeep
+from nodekit.deploy.preflight.network import netdeep, netdeep_job
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -215,6 +216,21 @@ def test_a_host_has_come_as_far_as_the_last_of_its_ranks() -> None:
     assert not progress.is_done, "the sum was wrong on one of them"
     progress.read_line("gpu1:71:80 [1] init.cc:42 NCCL WARN Duplicate GPU detected")
     assert progress.nccl == ["gpu1:71:80 [1] init.cc:42 NCCL WARN Duplicate GPU detected"]
+
+
+def test_a_rank_writes_its_line_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank of its host writes to the same pipe: of an unbuffered stdout, each write goes there by itself."""
+    pieces: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    netdeep_job.say("arrived")
+    (line,) = filter(None, pieces)
+    assert line.endswith("}\n")
 
 
 # NCCL as far as it is used: a rank has a GPU of its own, and only tensors there, in one piece, are reduced.

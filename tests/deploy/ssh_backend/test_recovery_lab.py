@@ -23,7 +23,7 @@ import listeners
 import pytest
 import strangers
 from agents import freeze, until
-from kit_runs import Kit, run_id, slow_training
+from kit_runs import Kit, held_task, run_id, slow_training
 from lab_hosts import make_whole
 
 from nodekit.deploy.host import current_status
@@ -31,23 +31,7 @@ from nodekit.deploy.lab.lab_cluster import Lab
 
 pytestmark = pytest.mark.lab
 
-# The shared module's own task, slowed down so that a fault can be aimed at the middle of a run.
-TASK = """
-import time
-from nodekit.training.tasks.digits import Digits
-class Task(Digits):
-    held = 0
-    def loss(self, model, batch):
-        try:
-            with open("/root/hold") as file:
-                step_s = float(file.read() or 0.2)
-            self.held += 1
-            # What is to be seen meanwhile takes longer on a busy machine; nothing waits for more than these steps.
-            time.sleep(step_s if self.held < 40 else 5 * step_s)
-        except FileNotFoundError:
-            time.sleep(0.02)
-        return super().loss(model, batch)
-"""
+TASK = held_task('"/root/hold"', held_s=0.2, step_s=0.02)
 EPOCHS, STEPS = 6, 6 * 23
 COMMAND = slow_training(EPOCHS)
 NO_SNAPSHOTS = (*COMMAND[:-1], "1000")  # but those that ranks save alone, since another is lost
