@@ -12,6 +12,7 @@ from nodekit.deploy.host import files
 
 NOT_INSTALLED = "not installed"
 _PAGE_BYTES = 4096
+_boot_ids: List[str] = []  # read once: it is asked for several times a second
 
 
 class Process(NamedTuple):
@@ -36,6 +37,17 @@ def find(pid: int) -> Optional[Process]:
         return None
     rss_bytes = int(pages) * _PAGE_BYTES
     return Process(pid, int(parent), int(group), int(start_time), rss_bytes, state in (b"Z", b"X"))
+
+
+def boot_id() -> str:
+    """This boot of the host: a pid means nothing after another one."""
+    if not _boot_ids:
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                _boot_ids.append(file.read().strip())
+        except FileNotFoundError:  # no Linux
+            _boot_ids.append("")
+    return _boot_ids[0]
 
 
 def start_time(pid: int) -> Optional[int]:

@@ -159,7 +159,7 @@ def find(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left
     told: set[tuple[str, str]] = set()
 
     def ask(link: Link) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        boot_id = link.call("hostfacts.boot_id", timeout_s=LOOK_TIMEOUT_S)
+        boot_id = link.call("processes.boot_id", timeout_s=LOOK_TIMEOUT_S)
         return boot_id, link.call("leftovers.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[link.host])
 
     found: dict[str, list[Left] | Exception] = {}

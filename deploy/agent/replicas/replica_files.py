@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from nodekit.deploy.agent.agent_wire import CHUNK_BYTES
-from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host import processes
 from nodekit.training.snapshots import commit
 
 Attempt = tuple[int, int]
@@ -281,7 +281,7 @@ class UserFiles:
             data = commit.retried(state.read_bytes)
         except commit.NOT_FOUND:
             return  # none yet
-        boot_id = commit.retried(hostfacts.boot_id)
+        boot_id = commit.retried(processes.boot_id)
         try:
             fields = json.loads(data)
             is_same_boot = fields["boot_id"] == boot_id
@@ -299,7 +299,7 @@ class UserFiles:
         """Write the state file; `is_changing` before the folder is, so that nothing missing later looks deleted."""
         known = {name: each._replace(mark=None) if is_changing else each for name, each in self.known.items()}
         fields = {"attempt": self.attempt, "entered": self.entered, "files": known}
-        write_synced(self._state, {"boot_id": hostfacts.boot_id(), **fields})
+        write_synced(self._state, {"boot_id": processes.boot_id(), **fields})
 
     def update(
         self,

@@ -12,7 +12,6 @@ from typing import IO, Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
 
 from nodekit.deploy.host import current_status, errors, files, ports, processes
 from nodekit.deploy.host.node import fence, status
-from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stopped
 
 NO_WORKERS_GRACE_S = 3.0
@@ -145,7 +144,7 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
     record: AgentRecord = {
         "pid": agent.pid,
         "start_time": processes.start_time(agent.pid),
-        "boot_id": hostfacts.boot_id(),
+        "boot_id": processes.boot_id(),
     }
     files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
     try:

@@ -9,7 +9,6 @@ import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from nodekit.deploy.host import current_status, files, processes
-from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 
 HELD_S = 30.0
@@ -32,7 +31,7 @@ def agent_alive(node_dir: str) -> Optional[int]:
 
 def pid_if_alive(record: Optional[AgentRecord]) -> Optional[int]:
     """Return the pid of the process that is recorded, if exactly that one is running, else None."""
-    if record and record["boot_id"] == hostfacts.boot_id():
+    if record and record["boot_id"] == processes.boot_id():
         if processes.is_running(record["pid"], record["start_time"]):
             return record["pid"]
     return None
@@ -91,7 +90,7 @@ def running_workers(node_dir: str) -> List[Worker]:
     it names another. After another boot, or on another host, the same pid and start time may be somebody else's.
     """
     record = agent_record(node_dir)
-    if record is None or record["boot_id"] != hostfacts.boot_id():
+    if record is None or record["boot_id"] != processes.boot_id():
         return []
     workers = said(node_dir).get("workers", [])
     return [each for each in workers if processes.is_running(each["pid"], each["start_time"])]

@@ -12,7 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional
 
-from nodekit.deploy.host.probes import gpus, hostfacts
+from nodekit.deploy.host import processes
+from nodekit.deploy.host.probes import gpus
 from nodekit.deploy.host.probes import nics as interfaces
 
 _PROBE_TIMEOUT_S = 6
@@ -59,7 +60,7 @@ def survey() -> Dict[str, Any]:
         found = beside.submit(gpus.look_up)
         answer = {
             "hostname": socket.gethostname(),
-            "boot_id": hostfacts.boot_id(),
+            "boot_id": processes.boot_id(),
             "cpus": len(os.sched_getaffinity(0)),
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "nics": interfaces.nics(),

@@ -12,14 +12,11 @@ import shutil
 import socket
 import sys
 import time
-from importlib import metadata
 from importlib.machinery import PathFinder
 from typing import Any, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import programs
+from nodekit.deploy.host import processes, programs
 from nodekit.deploy.host.probes import gpus, nics
-
-_boot_ids: List[str] = []  # read once: it is asked for several times a second
 
 
 def facts(
@@ -57,7 +54,7 @@ def facts(
         "workdir_problem": None,
         "workdir_errno": "",
         "rsync": shutil.which("rsync") is not None,
-        "boot_id": boot_id(),
+        "boot_id": processes.boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
         "gpus": gpus.look_up(smi_timeout_s, torch_build()),
         "has_kit": False,
@@ -79,17 +76,6 @@ def _user() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return str(os.getuid())
-
-
-def boot_id() -> str:
-    """This boot of the host: a pid means nothing after another one."""
-    if not _boot_ids:
-        try:
-            with open("/proc/sys/kernel/random/boot_id") as file:
-                _boot_ids.append(file.read().strip())
-        except FileNotFoundError:  # no Linux
-            _boot_ids.append("")
-    return _boot_ids[0]
 
 
 def folder_id(folder: str) -> str:
@@ -128,6 +114,8 @@ def module_version(name: str) -> Optional[str]:
                 return match.group(1)
         except OSError:
             pass
+    from importlib import metadata  # takes a fifth of a connection's start, and is hardly ever needed
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
 from nodekit.deploy.host import current_status, errors, files, processes
-from nodekit.deploy.host.probes import hostfacts, netstate
+from nodekit.deploy.host.probes import netstate
 from nodekit.deploy.host.processes import Process
 from nodekit.deploy.host.schema import Worker
 
@@ -28,7 +28,7 @@ def runs(workdir: str) -> List[Dict[str, Any]]:
     for path in sorted(glob.glob(pattern)):
         node_dir = os.path.dirname(path)
         record = _record_of(path)
-        if record.get("boot_id") != hostfacts.boot_id():
+        if record.get("boot_id") != processes.boot_id():
             continue  # another host's, where the folder is shared; or of before the last boot, which ended it
         if there is None:
             there = _running()

@@ -751,7 +751,7 @@ def test_after_a_reboot_a_torn_file_is_taken_for_damaged_not_for_new(
     before = path.stat()
     path.write_text("")  # what a power failure leaves of a file whose content was not on the disk yet
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    monkeypatch.setattr("nodekit.deploy.host.probes.hostfacts.boot_id", lambda: "another boot")
+    monkeypatch.setattr("nodekit.deploy.host.processes.boot_id", lambda: "another boot")
     nodes[0].start()
     nodes.gather()
     assert [node.files() for node in nodes.nodes] == [{"last.pt": "whole"}] * 2

@@ -38,7 +38,6 @@ from nodekit.deploy.drill.drill_report import (
 from nodekit.deploy.drill.faults import FAULTS
 from nodekit.deploy.host import current_status, processes
 from nodekit.deploy.host.node import agents
-from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -279,7 +278,7 @@ def node_dir_with(tmp_path: Path, worker: subprocess.Popen[bytes], *, is_it: boo
     assert started is not None
     recorded = {"rank": 3, "pid": worker.pid, "start_time": started if is_it else started - 1}
     (tmp_path / "events.jsonl").write_text('{"time": 1.5}\n')
-    agent = {"pid": 1, "start_time": -1, "boot_id": hostfacts.boot_id()}  # of this boot, and not alive
+    agent = {"pid": 1, "start_time": -1, "boot_id": processes.boot_id()}  # of this boot, and not alive
     (tmp_path / "agent.json").write_text(json.dumps(agent))
     current_status.of(str(tmp_path)).write({"node": tmp_path.name, "time": 2.5, "workers": [recorded]})
     return str(tmp_path)

@@ -24,7 +24,6 @@ from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.node.fence import fence as set_fence
-from nodekit.deploy.host.probes import hostfacts
 from nodekit.inventory.errors import HostError
 
 
@@ -250,7 +249,7 @@ def followed(
     own = {
         "pid": os.getpid(),
         "start_time": processes.start_time(os.getpid()),
-        "boot_id": hostfacts.boot_id(),
+        "boot_id": processes.boot_id(),
     }
     (node_dir / "logs").mkdir(parents=True)
     (node_dir / "agent.json").write_text(json.dumps(own))

@@ -12,7 +12,6 @@ import pytest
 
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.node import agents, fence, status
-from nodekit.deploy.host.probes import hostfacts
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def node_of(folder: Path, worker: subprocess.Popen[bytes], *, boot_id: str) -> s
 
 
 def test_a_worker_that_outlived_its_agent_is_killed(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    node_dir = node_of(tmp_path, worker, boot_id=hostfacts.boot_id())
+    node_dir = node_of(tmp_path, worker, boot_id=processes.boot_id())
     assert agents.stop(node_dir, grace_s=1.0) == {"was": "not running", "killed": False}
     assert worker.wait(10) == -signal.SIGKILL
 

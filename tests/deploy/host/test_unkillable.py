@@ -12,7 +12,6 @@ from agents import freeze
 from nodekit.deploy.host import processes
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.node import agents
-from nodekit.deploy.host.probes import hostfacts
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_the_stop_of_an_agent_that_cannot_be_killed_ends(
     frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "UNKILLABLE_S", 0.1)
-    record = {"pid": frozen, "start_time": processes.start_time(frozen), "boot_id": hostfacts.boot_id()}
+    record = {"pid": frozen, "start_time": processes.start_time(frozen), "boot_id": processes.boot_id()}
     (tmp_path / "agent.json").write_text(json.dumps(record))
     (tmp_path / "events.jsonl").write_text(json.dumps({"run": "r", "time": time.time(), "node": "n"}) + "\n")
     with pytest.raises(RuntimeError, match=rf"SIGKILL does not end pid {frozen} \(state D") as told:
