@@ -115,7 +115,8 @@ class Agents:
             "local_addr": "127.0.0.1",
             "max_restarts": 0,
             "argv": ("python", "-u", "job.py", *args),
-            "env": {"GLOO_SOCKET_IFNAME": "lo"},
+            # Threads as `plan.share_threads` has it for nodes on one machine; libraries that find none take all cores.
+            "env": {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             "code_dir": str(self.folder / "code"),
             "node_dir": str(self.node_dir(name)),
             "grace_s": 5.0,

@@ -11,7 +11,8 @@ import pytest
 import warm_agents
 import warm_python
 
-# Workers share the cores: torch, which tests import later, would start a thread for each core in every worker.
+# Tests share the cores. With a thread for each core in every rank, threads wait for each other in a loop: each step
+# then takes three times the processor time.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # In the background of a shell script, these tests and all that they start would ignore Ctrl-C, which they are to hear.
@@ -77,7 +78,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_STATE_HOME", str(home / ".local/state"))
     for name in list(os.environ):
         if name.startswith(("NODEKIT_RUN", "TORCH", "NCCL_", "GLOO_", "SSH_", "SLURM_")) or name in (
-            "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+            "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
         ):  # fmt: skip
             monkeypatch.delenv(name)
     return home

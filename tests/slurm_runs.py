@@ -72,7 +72,10 @@ class Site:
         max_restarts: int | None = None,
         **changes: Any,
     ) -> Path:
-        job: dict[str, Any] = {"command": command, "env": {"HOLD": str(self.hold(name))}}
+        job: dict[str, Any] = {
+            "command": command,
+            "env": {"HOLD": str(self.hold(name)), "OMP_NUM_THREADS": "1"},
+        }
         if max_restarts is not None:
             job["max_restarts"] = max_restarts
         known = yaml.safe_load(self.lab.inventory.read_text())

@@ -1,4 +1,5 @@
-"""Agents without their imports: most of what a test on hosts costs is torch, imported by the agent of every node.
+"""Agents without their imports: most of what a test on hosts costs is torch, imported by the agent of every node, and
+what engines need, imported by every rank.
 
 `program` is a path for an inventory's ``python:``, on this machine and on lab hosts alike. What runs by it is the real
 python, but for ``-m nodekit.deploy.agent``: that becomes a fork (`warm_python`) of one process which has imported
@@ -217,7 +218,7 @@ def _main(control: socket.socket) -> NoReturn:
     maker = _Maker(control)
     from nodekit.deploy.agent.main import PRELOAD  # with torch, which the tests' own process can do without
 
-    maker.load(PRELOAD)
+    maker.load((*PRELOAD, *warm_python.LIBRARIES))
     maker.run()
 
 

@@ -23,17 +23,18 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, forkserver, worker
 
-PRELOAD = (
+LIBRARIES = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
-    *("sklearn.datasets", "sklearn.metrics", "transformers", "accelerate", "lightning_fabric", "deepspeed"),
-    *("nodekit.training.loop", "nodekit.training.tasks.text"),
+    *("sklearn.datasets", "sklearn.metrics", "transformers", "transformers.trainer", "accelerate"),
+    *("lightning_fabric", "deepspeed"),
 )
+PRELOAD = (*LIBRARIES, "nodekit.training.loop", "nodekit.training.tasks.text")
 FORWARDED = tuple(
     int(each)
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,7 +72,7 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     process = subprocess.Popen(
         [sys.executable, "-u", __file__, str(address)],
         # PYTHON_EXEC is what torchrun starts its ranks with.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
+        env={**_given(os.environ), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -79,6 +80,11 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     assert process.stdout is not None
     assert process.stdout.readline() == b"listens\n", "it did not start"
     return process, folder
+
+
+def _given(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what torch sets, once it has compiled something, in the tests' own process."""
+    return {name: value for name, value in env.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def program() -> str:
@@ -171,8 +177,12 @@ class _Maker(forkserver._Server):
             target = forkserver._Target.parse(argv)
             self._ignore(asked["ignored"])
             # Every test has a HOME of its own, and nothing that is imported has read it.
-            as_ours = {**env, "HOME": self._env["HOME"]}
-            if forkserver._refusal(target, as_ours, asked["cwd"], self._env):
+            as_ours = {**_given(env), "HOME": self._env["HOME"]}
+            if why := forkserver._refusal(target, as_ours, asked["cwd"], self._env):
+                if "environment differs" in why and not why.endswith("in PYTHONPATH"):
+                    # Else nobody would notice that all import torch again, but for how long the tests take.
+                    os.write(2, os.fsencode(f"not a fork: {why}\n"))
+                    os._exit(1)
                 target = None
             self._become({**asked, "argv": argv}, target)
         finally:

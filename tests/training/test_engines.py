@@ -63,8 +63,8 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
     assert json.loads((tmp_path / "result.json").read_text())["accuracy"] > 0.5
 
 
-# The other tests' ranks are forks that have the libraries already; accelerate's and deepspeed's are shown on hosts.
-@pytest.mark.parametrize("engine", ["fabric", "trainer"])
+# The other tests' ranks are forks that have the libraries already; to the Trainer, accelerate's comes along.
+@pytest.mark.parametrize("engine", ["fabric", "trainer", "accelerate", "deepspeed"])
 def test_an_engine_brings_its_library_itself(engine: str, tmp_path: Path) -> None:
     argv = ["--engine", engine, "--epochs", "1", "--batch-size", "512", "--output", str(tmp_path)]
     done = subprocess.run(

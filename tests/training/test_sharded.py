@@ -176,7 +176,8 @@ def test_a_rank_that_cannot_write_keeps_all_from_it_and_training_goes_on(task: s
     assert len(list((tmp_path / "snapshots").iterdir())) == 4
     out = tmp_path / "out.pt"
     gather = [warm_python.program(), "-m", "nodekit.training.gather", str(tmp_path / "snapshots"), str(out)]
-    done = subprocess.run(gather, capture_output=True, text=True, timeout=60, check=True)
+    env = {**os.environ, **warm_python.environment()}
+    done = subprocess.run(gather, env=env, capture_output=True, text=True, timeout=60, check=True)
     weights = torch.load(out, weights_only=True)
     assert f"{len(weights)} tensors in {out.stat().st_size:,} bytes, of step 12 " in done.stdout
     assert weights_sha256(weights) == result(tmp_path)["weights_sha256"]

@@ -276,7 +276,7 @@ while not os.path.exists("enough"):
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="the ranks need a core each")
 def test_a_rank_whose_core_others_use_is_named_of_a_script_that_tells_nothing(agents: Agents) -> None:
-    agents.start(JOB_PY, num_nodes=2, window_s=2.0)
+    agents.start(JOB_PY, num_nodes=2, window_s=1.0)
     code = agents.folder / "code"
     until((code / "pid").exists, what="the ranks")
     pid = int(until((code / "pid").read_text, what="its number"))
