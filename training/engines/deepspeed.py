@@ -6,6 +6,7 @@ put back into them, so that a snapshot is the same as any other engine's. Some n
 
 import copy
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -55,6 +56,8 @@ class Engine(single.Engine):
         }
         if stage == 3:
             _partition(deepspeed, module, config, self.world.device)
+        # DeepSpeed insists on it; without a launcher nobody has set it.
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         self._engine = deepspeed.initialize(
             model=module, optimizer=optimizer, dist_init_required=False, config=config
         )[0]
