@@ -1,6 +1,7 @@
 """What every test gets: a home of its own, a clean environment, and a check that nothing is left running."""
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import warm_agents
 import warm_python
+
+from nodekit.deploy.agent.ranks import forkserver
 
 # Tests share the cores. With a thread for each core in every rank, threads wait for each other in a loop: each step
 # then takes three times the processor time.
@@ -68,6 +71,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; the Makefile has xdist keep this order."""
     order = {f"test_{name}.py": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+_GIVEN = frozenset(os.environ)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before any fixture: forget what tests, or the libraries that they import, have left in this process.
+
+    With another environment than the first test's, nothing could be a fork of `warm_python` any more.
+    """
+    for name in os.environ.keys() - _GIVEN:
+        if forkserver._READ_AT_START.match(name):
+            del os.environ[name]
+    logging.getLogger("nodekit").handlers.clear()  # of streams that were a test's own, and are closed
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,7 +72,7 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     process = subprocess.Popen(
         [sys.executable, "-u", __file__, str(address)],
         # PYTHON_EXEC is what torchrun starts its ranks with.
-        env={**_given(os.environ), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -80,11 +80,6 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
     assert process.stdout is not None
     assert process.stdout.readline() == b"listens\n", "it did not start"
     return process, folder
-
-
-def _given(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what torch sets, once it has compiled something, in the tests' own process."""
-    return {name: value for name, value in env.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def program() -> str:
@@ -177,7 +172,7 @@ class _Maker(forkserver._Server):
             target = forkserver._Target.parse(argv)
             self._ignore(asked["ignored"])
             # Every test has a HOME of its own, and nothing that is imported has read it.
-            as_ours = {**_given(env), "HOME": self._env["HOME"]}
+            as_ours = {**env, "HOME": self._env["HOME"]}
             if why := forkserver._refusal(target, as_ours, asked["cwd"], self._env):
                 if "environment differs" in why and not why.endswith("in PYTHONPATH"):
                     # Else nobody would notice that all import torch again, but for how long the tests take.
