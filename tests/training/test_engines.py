@@ -64,9 +64,9 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
 
 
 # The other tests' ranks are forks that have the libraries already; to the Trainer, accelerate's comes along.
-@pytest.mark.parametrize("engine", ["fabric", "trainer", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("engine", ["fabric", "trainer", "accelerate", "deepspeed", "deepspeed --zero 3"])
 def test_an_engine_brings_its_library_itself_and_needs_no_launcher(engine: str, tmp_path: Path) -> None:
-    argv = ["--engine", engine, "--epochs", "1", "--batch-size", "512", "--output", str(tmp_path)]
+    argv = ["--engine", *engine.split(), "--epochs", "1", "--batch-size", "512", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "nodekit.training", *argv], capture_output=True, text=True, timeout=150
     )

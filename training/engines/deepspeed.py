@@ -54,10 +54,10 @@ class Engine(single.Engine):
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": config.get("steps_per_print", 10**9),
         }
-        if stage == 3:
-            _partition(deepspeed, module, config, self.world.device)
         # DeepSpeed insists on it; without a launcher nobody has set it.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        if stage == 3:
+            _partition(deepspeed, module, config, self.world.device)
         self._engine = deepspeed.initialize(
             model=module, optimizer=optimizer, dist_init_required=False, config=config
         )[0]
