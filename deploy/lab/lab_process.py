@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nodekit.deploy.host import files
+from nodekit.deploy.host import files, processes
 from nodekit.inventory.errors import KitError
 
 
@@ -31,7 +31,7 @@ class ProcessRecord:
         start_ticks = _start_ticks(pid)
         if start_ticks is None:
             raise ProcessLookupError(pid)
-        return cls(pid, start_ticks, _boot_id())
+        return cls(pid, start_ticks, processes.boot_id())
 
     @classmethod
     def read(cls, path: Path) -> "ProcessRecord | None":
@@ -50,7 +50,7 @@ class ProcessRecord:
     @property
     def is_alive(self) -> bool:
         """Whether this very process still runs; a zombie does not."""
-        return self.boot_id == _boot_id() and _start_ticks(self.pid) == self.start_ticks
+        return self.boot_id == processes.boot_id() and _start_ticks(self.pid) == self.start_ticks
 
 
 def kill(*records: ProcessRecord, timeout_s: float = 10) -> None:
@@ -109,7 +109,3 @@ def _start_ticks(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
