@@ -29,7 +29,7 @@ updates = 0
 def slow(*_):
     global updates
     updates += 1
-    time.sleep(0.3 if os.path.exists("slow") else 0.02)
+    time.sleep(0.3 if updates > 20 and os.path.exists("slow") else 0.02)
     if os.path.exists(f"kill{os.environ['RANK']}") and updates > 25:
         os.unlink(f"kill{os.environ['RANK']}")
         os.kill(os.getpid(), signal.SIGKILL)  # within an update
@@ -53,6 +53,8 @@ class OwnLoop(Run):
         (agents.folder / "code/train.py").write_text(SCRIPT)
         for name in files:
             (agents.folder / "code" / name).touch()
+        self.slow = agents.folder / "code/slow"
+        self.slow.touch()
         self.agents = agents
         self.changes = {"max_restarts": 5, "num_nodes": num_nodes, **changes}
         agents.start(JOB, **self.changes)
@@ -60,6 +62,7 @@ class OwnLoop(Run):
 
     def ended(self) -> dict[str, Any]:
         """The state after the last step."""
+        self.slow.unlink()
         for name in self.names:
             assert self.agents.wait(name, "succeeded", timeout_s=PATIENCE_S)["state"] == "succeeded", (
                 self.logs()

@@ -21,8 +21,11 @@ class Task(Digits):
     def __init__(self, *args):
         super().__init__(*args)
         open(f"read-by-{os.getpid()}", "w").close()
+        self.batches = 0
     def loss(self, model, batch):
-        time.sleep(2 if os.path.exists("long") else 0.3 if os.path.exists("slow") else 0.02)
+        self.batches += 1
+        slow = self.batches > 20 and os.path.exists("slow")
+        time.sleep(2 if os.path.exists("long") else 0.3 if slow else 0.02)
         return super().loss(model, batch)
 """
 STEPS = 3 * 23
@@ -31,7 +34,11 @@ PATIENCE_S = 150.0
 
 
 class Run:
-    """Some nodes on this machine that train the module's own task without any snapshot before the last step."""
+    """Some nodes on this machine that train the module's own task without any snapshot before the last step.
+
+    From step 20 on they are slow until their end is waited for: on a busy machine they would be there before the
+    test has done what it does to them.
+    """
 
     def __init__(self, agents: Agents, *more: str, num_nodes: int = 3, **changes: Any) -> None:
         self.agents = agents
@@ -40,6 +47,8 @@ class Run:
             "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
         )  # fmt: skip
         self.changes = {"argv": command, "max_restarts": 5, "num_nodes": num_nodes, **changes}
+        self.slow = agents.folder / "code/slow"
+        self.slow.touch()
         agents.start(JOB, **self.changes)
         self.names = [f"n{number}" for number in range(num_nodes)]
 
@@ -56,15 +65,12 @@ class Run:
 
     def lose_and_regain_n2(self) -> None:
         """Kill its agent, and start it again once the others train on."""
-        slow = self.agents.folder / "code/slow"
-        slow.touch()  # or the others have trained to the end before it comes
         os.kill(agent_of(self.pids()["n2"][0]), signal.SIGKILL)
         self.wait_world(2)
         # Before its first step a rank may not have said yet that it can pause; then it is stopped instead.
         until(lambda: len(self.events("n0", "first-step")) == 2, what="a step of two", timeout_s=PATIENCE_S)
         self.join("n2", 2)
         self.wait_world(3)
-        slow.unlink()
 
     def wait_world(self, size: int) -> None:
         def there() -> bool:
@@ -100,6 +106,7 @@ class Run:
 
     def end(self) -> dict[int, float]:
         """Wait for the end: the loss of each step."""
+        self.slow.unlink()
         for name in self.names:
             assert self.agents.wait(name, "succeeded", timeout_s=PATIENCE_S)["state"] == "succeeded", (
                 self.logs()
@@ -177,10 +184,7 @@ def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
     run = Run(agents)
     run.wait_step(20)
     before = run.pids()
-    slow = agents.folder / "code/slow"
-    slow.touch()  # or on a busy machine they have trained to the end before they are fenced
     run.begin_generation("n1")
-    slow.unlink()
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
     assert run.result("n0")["resumed_at_step"] >= 20
