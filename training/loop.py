@@ -333,8 +333,6 @@ class Loop:
             stop, is_due = self._read_sums(but=1 if self._sums.is_late and not acts_now else 0)
             if stop or is_due:
                 stop = self._read_sums()[0] or stop
-        if not self._sums:  # what is saved must be reported, too
-            self._step_is_whole()
         self.waits.step()
         is_due = is_due or self._owes_snapshot
         is_common = True  # whether all ranks have the same weights
@@ -371,6 +369,8 @@ class Loop:
                     num_samples=each.num_samples,
                     ended=each.ended,
                 )
+            if not self._sums:  # what is kept or saved must be reported, too
+                self._step_is_whole()
             if self.local_sgd:
                 self.local_sgd.synced(self.step, step_s / self.world.world_size)
             self.is_paused = bool(pause) and not stop

@@ -196,28 +196,26 @@ def _attempt(
             return kept
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
-    except Fenced as error:
-        stop.end_within_grace(EXIT_FENCED)
-        print(f"nodekit: {error}", file=sys.stderr)
-        world.close()
-        return EXIT_FENCED
     except Exception as error:
         loop = loops.pop() if loops else None
-        is_lost = is_lost_rank(error)
+        is_lost, is_fenced = is_lost_rank(error), isinstance(error, Fenced)
         kept = world.kept if world.kept and world.kept.is_held else None
-        if is_lost:
+        if is_lost or is_fenced:
             world.leave_others()
             if loop is not None:
                 kept = loop.keep()
             if kept is not None and not stop.requested and world.may_stay:
-                print(
-                    f"nodekit: another rank is lost: waiting with step {kept.age[1]} ({error})",
-                    file=sys.stderr,
-                )
+                why = "its generation is over" if is_fenced else "another rank is lost"
+                print(f"nodekit: {why}: waiting with step {kept.age[1]} ({error})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)
                 if loop is not None:
                     _leave(loop)
                 return kept
+        if is_fenced:
+            stop.end_within_grace(EXIT_FENCED)
+            print(f"nodekit: {error}", file=sys.stderr)
+            world.close()
+            return EXIT_FENCED
         _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
         code = stop.exit_code if stop.requested else 1
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing

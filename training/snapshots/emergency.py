@@ -11,6 +11,7 @@ import torch
 
 from nodekit.training.connections import is_lost_rank
 from nodekit.training.kept import AttemptOver, Kept
+from nodekit.training.snapshots.fence import Fenced
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import KEEPING, PAUSING, World
 
@@ -144,7 +145,11 @@ class EmergencySave:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AttemptOver) or not is_lost_rank(error) or self._world.backend != "gloo":
+        # The next generation goes on with the step.
+        is_fenced = isinstance(error, Fenced) and self._world.may_stay
+        if isinstance(error, AttemptOver) or not (is_lost_rank(error) or is_fenced):
+            return
+        if self._world.backend != "gloo":
             return
         self._world.leave_others()
         if (step := self._last.found()) is None:
@@ -157,7 +162,7 @@ class EmergencySave:
         except Exception as unmade:  # the one that has led here is the one to be raised
             log.warning("step %d was not kept: %s", step, unmade)
             return
-        over = AttemptOver(kept, "another rank is lost")
+        over = AttemptOver(kept, "its generation is over" if is_fenced else "another rank is lost")
         log.warning("%s (%s)", over, error)
         raise over from error
 

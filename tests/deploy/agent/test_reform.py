@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from agents import Agents, until
 
+from nodekit.training.snapshots.fence import Fence
+
 pytestmark = pytest.mark.slow
 
 JOB = """
@@ -177,13 +179,20 @@ def test_a_rank_in_the_middle_of_a_long_step_stays(
     assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
 
 
+@pytest.mark.parametrize("first", ["agents", "ranks"])
 def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
-    agents: Agents, unbroken: tuple[dict[int, float], str]
+    agents: Agents, unbroken: tuple[dict[int, float], str], first: str
 ) -> None:
-    """What they keep could not be committed: the next generation has it from their memory, or not at all."""
+    """What they keep could not be committed: the next generation has it from their memory, or not at all.
+
+    Ranks look at the fence of their snapshots once a second, and may see it before their agent tells them.
+    """
     run = Run(agents)
     run.wait_step(20)
     before = run.pids()
+    if first == "ranks":
+        Fence(agents.folder / "n0/snapshots").raise_to(1)
+        until(lambda: run.logs().count("its generation is over") == 3, what="all wait", timeout_s=PATIENCE_S)
     run.begin_generation("n1")
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
