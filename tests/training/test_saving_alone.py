@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from nodekit.deploy.agent.hang import hang
 from nodekit.training import connections, world
+from nodekit.training.kept import AttemptOver
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
 from nodekit.training.snapshots.fence import Fenced
@@ -118,6 +120,24 @@ def test_a_state_that_cannot_be_made_hides_no_error(tmp_path: Path, caplog: pyte
     with World.from_env({}) as alone, pytest.raises(RuntimeError, match="closed by peer"):
         train(alone)
     assert "step 3 was not saved by this rank alone: 'no such tensor'" in caplog.text
+
+
+@pytest.mark.parametrize("may_stay", [True, False])
+def test_a_step_of_a_generation_that_is_over_is_for_the_next_one(tmp_path: Path, may_stay: bool) -> None:
+    """A process that does not stay cannot give it to anyone: it may not save it."""
+
+    def train(alone: World) -> None:
+        with EmergencySave(Snapshots(tmp_path), alone, lambda: {"x": 1}) as emergency:
+            with emergency.update(3):
+                pass
+            raise Fenced(0, 1, str(tmp_path))
+
+    with World.from_env({}) as alone, pytest.raises(AttemptOver if may_stay else Fenced) as raised:
+        train(replace(alone, may_stay=may_stay))
+    if isinstance(raised.value, AttemptOver):
+        assert (raised.value.kept.state, raised.value.kept.age) == ({"x": 1}, (0, 3))
+        assert "its generation is over: waiting with step 3" in str(raised.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:
