@@ -450,7 +450,8 @@ def test_of_two_starts_under_way_at_once_only_one_has_an_agent(agents: Agents) -
 
     port = agents.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
     agents.start_again("n0", master_port=port)
-    until(lambda: first not in processes_of(agents.marker), timeout_s=15)
+    # It reads that its stdin has ended after its imports.
+    until(lambda: first not in processes_of(agents.marker))
     agents.wait("n0", "running")
 
 
