@@ -9,7 +9,7 @@ import pytest
 import torch
 from agents import Agents
 from places import ROOT
-from test_reform import PATIENCE_S, Run
+from test_reform import Run
 
 from nodekit.training.snapshots.snapshot import Snapshots
 
@@ -53,20 +53,11 @@ class OwnLoop(Run):
         (agents.folder / "code/train.py").write_text(SCRIPT)
         for name in files:
             (agents.folder / "code" / name).touch()
-        self.slow = agents.folder / "code/slow"
-        self.slow.touch()
-        self.agents = agents
-        self.changes = {"max_restarts": 5, "num_nodes": num_nodes, **changes}
-        agents.start(JOB, **self.changes)
-        self.names = [f"n{number}" for number in range(num_nodes)]
+        self.begin(agents, JOB, num_nodes=num_nodes, **changes)
 
     def ended(self) -> dict[str, Any]:
         """The state after the last step."""
-        self.slow.unlink()
-        for name in self.names:
-            assert self.agents.wait(name, "succeeded", timeout_s=PATIENCE_S)["state"] == "succeeded", (
-                self.logs()
-            )
+        self.wait_succeeded()
         found = Snapshots(self.agents.folder / "n0/snapshots").load()
         assert found is not None
         assert found.manifest.step == STEPS

@@ -43,15 +43,19 @@ class Run:
     """
 
     def __init__(self, agents: Agents, *more: str, num_nodes: int = 3, **changes: Any) -> None:
-        self.agents = agents
         command = (
             "python", "-u", "-m", "nodekit.training", "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
             "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
         )  # fmt: skip
-        self.changes = {"argv": command, "max_restarts": 5, "num_nodes": num_nodes, **changes}
+        self.begin(agents, JOB, argv=command, num_nodes=num_nodes, **changes)
+
+    def begin(self, agents: Agents, job: str, *, num_nodes: int, **changes: Any) -> None:
+        """Start the nodes."""
+        self.agents = agents
+        self.changes = {"max_restarts": 5, "num_nodes": num_nodes, **changes}
         self.slow = agents.folder / "code/slow"
         self.slow.touch()
-        agents.start(JOB, **self.changes)
+        agents.start(job, **self.changes)
         self.names = [f"n{number}" for number in range(num_nodes)]
 
     def pids(self) -> dict[str, list[int]]:
@@ -106,13 +110,17 @@ class Run:
         lines = (self.agents.node_dir(name) / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
-    def end(self) -> dict[int, float]:
-        """Wait for the end: the loss of each step."""
+    def wait_succeeded(self) -> None:
+        """Wait for the end of all nodes."""
         self.slow.unlink()
         for name in self.names:
             assert self.agents.wait(name, "succeeded", timeout_s=PATIENCE_S)["state"] == "succeeded", (
                 self.logs()
             )
+
+    def end(self) -> dict[int, float]:
+        """Wait for the end: the loss of each step."""
+        self.wait_succeeded()
         return self.losses("n0")
 
     def output(self, name: str) -> Path:
