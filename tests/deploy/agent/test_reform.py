@@ -1,16 +1,16 @@
 """Ranks that lose another one go on in the same process, with the state that they have."""
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import Agents, until
-
-from nodekit.training.snapshots.fence import Fence
 
 pytestmark = pytest.mark.slow
 
@@ -84,12 +84,16 @@ class Run:
 
         until(there, what=f"a world of {size}", timeout_s=PATIENCE_S)
 
-    def begin_generation(self, host: str) -> None:
-        """As the supervisor does where the rendezvous host is lost: fence the old one, and call all into another."""
+    def fence(self) -> None:
+        """Have the nodes refuse their generation."""
         for name in self.names:
             self.agents.links[name].call(
                 "fence", timeout_s=5, node_dir=str(self.agents.node_dir(name)), generation=1
             )
+
+    def begin_generation(self, host: str) -> None:
+        """As the supervisor does where the rendezvous host is lost: fence the old one, and call all into another."""
+        self.fence()
         for name in self.names:
             self.agents.wait(name, "fenced")
         port = self.agents.status(host)["held_port"]
@@ -199,8 +203,11 @@ def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
     run.wait_step(20)
     before = run.pids()
     if first == "ranks":
-        Fence(agents.folder / "n0/snapshots").raise_to(1)
-        until(lambda: run.logs().count("its generation is over") == 3, what="all wait", timeout_s=PATIENCE_S)
+        with stopped([agent_of(pid) for (pid,) in before.values()]):
+            run.fence()
+            until(
+                lambda: run.logs().count("its generation is over") == 3, what="all wait", timeout_s=PATIENCE_S
+            )
     run.begin_generation("n1")
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
@@ -208,6 +215,18 @@ def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
     for name in run.names:
         started = run.events(name, "workers-started")[-1]
         assert [each["pid"] for each in started["workers"]] == before[name]
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def agent_of(rank: int) -> int:
