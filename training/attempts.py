@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 
 from nodekit.training import reform
-from nodekit.training.connections import is_lost_rank
 from nodekit.training.kept import AttemptOver, Kept
+from nodekit.training.snapshots.emergency import why_over
 from nodekit.training.stop import Stop
 from nodekit.training.world import World
 
@@ -49,14 +49,12 @@ def run_attempts(
         except AttemptOver as over:
             return over.kept
         except BaseException as error:
-            if is_lost_rank(error):
+            if why := why_over(error):
                 world.leave_others()
                 if world.may_stay and world.kept is not None and world.kept.is_held and not stop.requested:
-                    log.warning("another rank is lost before the first step (%s)", error)
+                    log.warning("%s before the first step (%s)", why, error)
                     return world.kept
-                log.warning(
-                    "another rank is lost, and this one ends: %s", reform.why_not(world) or "it has no step"
-                )
+                log.warning("%s, and this rank ends: %s", why, reform.why_not(world) or "it has no step")
             stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
             world.close()
             raise

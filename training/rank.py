@@ -179,8 +179,8 @@ def _attempt(
 ) -> "int | Kept":
     """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
     from nodekit.training import reform
-    from nodekit.training.connections import is_lost_rank
     from nodekit.training.reporting import node_lines
+    from nodekit.training.snapshots.emergency import why_over
     from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
 
     loops: list[Loop] = []
@@ -198,20 +198,19 @@ def _attempt(
         return stop.exit_code if result is None else 0
     except Exception as error:
         loop = loops.pop() if loops else None
-        is_lost, is_fenced = is_lost_rank(error), isinstance(error, Fenced)
+        why = why_over(error)
         kept = world.kept if world.kept and world.kept.is_held else None
-        if is_lost or is_fenced:
+        if why:
             world.leave_others()
             if loop is not None:
                 kept = loop.keep()
             if kept is not None and not stop.requested and world.may_stay:
-                why = "its generation is over" if is_fenced else "another rank is lost"
                 print(f"nodekit: {why}: waiting with step {kept.age[1]} ({error})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)
                 if loop is not None:
                     _leave(loop)
                 return kept
-        if is_fenced:
+        if isinstance(error, Fenced):
             stop.end_within_grace(EXIT_FENCED)
             print(f"nodekit: {error}", file=sys.stderr)
             world.close()
@@ -221,7 +220,7 @@ def _attempt(
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
         if not stop.requested and (parent is None or parent.is_first()):
             _report(error)
-        is_saved = is_lost and kept is not None and kept.save()
+        is_saved = why and kept is not None and kept.save()
         if loop is not None:
             loop.saver.settle()  # a snapshot on its way to the disk is work saved
         if stop.requested and not is_saved:

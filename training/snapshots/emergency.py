@@ -18,6 +18,13 @@ from nodekit.training.world import KEEPING, PAUSING, World
 log = logging.getLogger("nodekit.training")
 
 
+def why_over(error: BaseException | None) -> str:
+    """Why an error ends no more than the attempt: the next one goes on with the step; "" for every other error."""
+    if isinstance(error, Fenced):
+        return "its generation is over"
+    return "another rank is lost" if is_lost_rank(error) else ""
+
+
 class LastWholeStep:
     """Which step the weights are of, between one update of them and the next; a forward pass changes buffers alone."""
 
@@ -145,12 +152,10 @@ class EmergencySave:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The next generation goes on with the step.
-        is_fenced = isinstance(error, Fenced) and self._world.may_stay
-        if isinstance(error, AttemptOver) or not (is_lost_rank(error) or is_fenced):
+        if isinstance(error, AttemptOver) or not (why := why_over(error)) or self._world.backend != "gloo":
             return
-        if self._world.backend != "gloo":
-            return
+        if isinstance(error, Fenced) and not self._world.may_stay:
+            return  # this generation can save nothing any more
         self._world.leave_others()
         if (step := self._last.found()) is None:
             return
@@ -162,7 +167,7 @@ class EmergencySave:
         except Exception as unmade:  # the one that has led here is the one to be raised
             log.warning("step %d was not kept: %s", step, unmade)
             return
-        over = AttemptOver(kept, "its generation is over" if is_fenced else "another rank is lost")
+        over = AttemptOver(kept, why)
         log.warning("%s (%s)", over, error)
         raise over from error
 
