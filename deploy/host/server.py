@@ -90,12 +90,14 @@ def attend(
     try:
         while True:
             try:
-                out, err = process.communicate(given, timeout=_BEAT_S)
+                left_s = begin + limit_s - time.monotonic()
+                wait_s = _BEAT_S if is_late else min(_BEAT_S, max(0.0, left_s))
+                out, err = process.communicate(given, timeout=wait_s)
                 return {"status": None if is_late else process.returncode, "out": out, "err": err}
             except subprocess.TimeoutExpired:
                 given = None
                 part(time.monotonic() - begin)
-                if not is_late and time.monotonic() - begin > limit_s:
+                if not is_late and time.monotonic() - begin >= limit_s:
                     is_late = True
                     processes.send(-process.pid, signal.SIGKILL)
                 elif is_late and time.monotonic() - begin > limit_s + agents.UNKILLABLE_S:

@@ -136,6 +136,7 @@ class _Server:
         ours = self._socket.fileno()
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
+        gc.disable()
         for name in preload:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
@@ -144,6 +145,7 @@ class _Server:
         sys.stderr.flush()
         gc.collect()
         gc.freeze()
+        gc.enable()
         requests = self._socket.makefile("rb")
         for line in requests:
             request = json.loads(line)
