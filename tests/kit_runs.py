@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import warm_agents
+import warm_kit
 import yaml
 from agents import until
 
@@ -82,13 +83,14 @@ class Kit:
         return self.folder / file
 
     def argv(self, *args: str) -> list[str]:
+        """Of a kit that is no fork: with a terminal, or a pid of its own."""
         return [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
 
     def run(
         self, *args: str, timeout_s: float = 120, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.argv(*args),
+            warm_kit.argv(*args),
             cwd=self.folder,
             env={**os.environ, **(env or {})},
             text=True,
@@ -102,7 +104,7 @@ class Kit:
         """Kit in the background; its output goes to ``kit.log`` in the project's parent folder."""
         with self.log_path.open("a") as log:
             process = subprocess.Popen(
-                self.argv(*args),
+                warm_kit.argv(*args),
                 cwd=self.folder,
                 env={**os.environ, **(env or {})},
                 text=True,

@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm_agents
+import warm_kit
 import yaml
 from agents import until
 from kit_runs import RUN_ID, held_task, slow_training
@@ -95,17 +95,15 @@ class Site:
         return self.lab.slurm.shared / f"hold-{name}"
 
     def kit(self, *args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
         return subprocess.run(
-            argv, cwd=self.folder, text=True, capture_output=True, stdin=subprocess.DEVNULL,
+            warm_kit.argv(*args), cwd=self.folder, text=True, capture_output=True, stdin=subprocess.DEVNULL,
             timeout=timeout_s, check=False,
         )  # fmt: skip
 
     def start(self, log: Path, *args: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", *args]
         with log.open("a") as out:
             process = subprocess.Popen(
-                argv, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                warm_kit.argv(*args), cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
         self.started.append(process)

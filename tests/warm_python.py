@@ -11,7 +11,6 @@ Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for t
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -32,7 +31,7 @@ from nodekit.deploy.agent.ranks import children, forkserver, worker
 LIBRARIES = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
     *("sklearn.datasets", "sklearn.metrics", "transformers", "transformers.trainer", "accelerate"),
-    *("lightning_fabric", "deepspeed"),
+    *("lightning_fabric", "deepspeed", "torch.distributed.elastic.rendezvous.dynamic_rendezvous"),
 )
 PRELOAD = (*LIBRARIES, "nodekit.training.loop", "nodekit.training.tasks.text")
 FORWARDED = tuple(
@@ -63,16 +62,23 @@ connection.sendall(asked[1:])
 """
 
 
-@functools.cache
-def _started() -> tuple[subprocess.Popen[bytes], Path]:
+_running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+
+
+def started(maker: str) -> Path:
+    """The program's path; the process behind it, a file of ours that calls `serve`, is started by the first call."""
+    if maker not in _running:
+        _running[maker] = _start(maker)
+    return _running[maker][1] / "python"
+
+
+def _start(maker: str) -> tuple[subprocess.Popen[bytes], Path]:
     folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
     client, address = folder / "python", folder / "socket"
     client.write_text(CLIENT.format(python=sys.executable, address=str(address)) + IN_ITS_PLACE)
     client.chmod(0o700)
     process = subprocess.Popen(
-        [sys.executable, "-u", __file__, str(address)],
-        # PYTHON_EXEC is what torchrun starts its ranks with.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(client)},
+        [sys.executable, "-u", maker, str(address)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -84,7 +90,7 @@ def _started() -> tuple[subprocess.Popen[bytes], Path]:
 
 def program() -> str:
     """The program's path; the process behind it is started by the first call."""
-    return str(_started()[1] / "python")
+    return str(started(__file__))
 
 
 def environment() -> dict[str, str]:
@@ -93,22 +99,26 @@ def environment() -> dict[str, str]:
 
 
 def stop() -> None:
-    """End that process, and with it all it has forked, if there is one."""
-    if not _started.cache_info().currsize:
-        return
-    process, folder = _started()
-    with process:
-        process.kill()
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    _started.cache_clear()
+    """End the processes behind such programs, and with them all they have forked."""
+    while _running:
+        _, (process, folder) = _running.popitem()
+        with process:
+            process.kill()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
 
 
 class _Maker(forkserver._Server):
     """Forks children for clients, and tells each how its child has ended."""
 
     MAX_FILES = 3
+    DIFFERS = frozenset({"PYTHONPATH"})
+    """Variables that python reads when it starts, and with which the real one is started, where they are not ours.
+
+    For any other one there is an error: else nobody would notice that all import torch again, but for how long the
+    tests take.
+    """
 
     def __init__(self, listening: socket.socket) -> None:
         super().__init__(listening, set())
@@ -123,10 +133,9 @@ class _Maker(forkserver._Server):
         for name in preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-        # Upstream's, for an event that goes nowhere, reads the sources of the whole stack: half of what torchrun costs.
-        dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+        if rendezvous := sys.modules.get(LIBRARIES[-1]):
+            # Upstream's, for an event that goes nowhere, reads the sources of the stack: half of what torchrun costs.
+            rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
         gc.collect()
         gc.freeze()
@@ -174,8 +183,8 @@ class _Maker(forkserver._Server):
             # Every test has a HOME of its own, and nothing that is imported has read it.
             as_ours = {**env, "HOME": self._env["HOME"]}
             if why := forkserver._refusal(target, as_ours, asked["cwd"], self._env):
-                if "environment differs" in why and not why.endswith("in PYTHONPATH"):
-                    # Else nobody would notice that all import torch again, but for how long the tests take.
+                names = why.partition("environment differs in ")[2]
+                if names and not self.DIFFERS.issuperset(names.split(", ")):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))
                     os._exit(1)
                 target = None
@@ -213,16 +222,20 @@ class _Maker(forkserver._Server):
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def _main(address: str) -> NoReturn:
+def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> NoReturn:
+    """Listen, import, and fork for whoever asks."""
     worker.die_with(os.getppid())
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(100)
-        maker = _Maker(listening)
+        maker = kind(listening)
         print("listens")
-        maker.load(PRELOAD)
+        maker.load(preload)
         maker.run()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    os.environ["PYTHON_EXEC"] = str(
+        Path(sys.argv[1]).with_name("python")
+    )  # what torchrun starts its ranks with
+    serve(sys.argv[1], PRELOAD)

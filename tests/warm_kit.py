@@ -1,0 +1,60 @@
+"""A kit that is there at once: a fork (`warm_python`) of a process that has imported kit and what it needs.
+
+Half a second of imports is most of what a short command costs, and the tests call hundreds.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Iterable
+
+import warm_python
+
+import nodekit.deploy
+import nodekit.inventory
+import nodekit.slurm
+from nodekit.deploy.agent.ranks import forkserver
+
+CLI = "nodekit.deploy.commands.cli"
+NOT_KITS_OWN = (
+    "nodekit.deploy.agent",
+    "nodekit.deploy.drill.drill_task",
+    "nodekit.deploy.selftest.selftest_task",
+)
+"""With torch; and programs that are sent to hosts."""
+
+
+def argv(*args: str) -> list[str]:
+    """The command line of ``kit ARGS…``; its pid is not kit's own."""
+    return [str(warm_python.started(__file__)), "-m", CLI, *args]
+
+
+class _Maker(warm_python._Maker):
+    DIFFERS = frozenset({"PYTHONPATH", "PYTHONIOENCODING", "LANG", "LC_ALL", "TZ"})
+
+    def load(self, preload: Iterable[str]) -> None:
+        forget = forkserver._forget_the_agent
+
+        def forget_all_but_kit() -> None:
+            kept = {name: module for name, module in sys.modules.items() if name.startswith("nodekit")}
+            forget()
+            sys.modules.update(kept)
+
+        forkserver._forget_the_agent = forget_all_but_kit
+        super().load(preload)
+
+
+def modules() -> list[str]:
+    """All of kit's own, but for the one that is to be run."""
+    found = [
+        each.name
+        for package in (nodekit.deploy, nodekit.inventory, nodekit.slurm)
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    left_out = (*NOT_KITS_OWN, "nodekit.deploy.preflight.network.netdeep_job", CLI)
+    return [name for name in found if not name.startswith(left_out) and not name.endswith("__main__")]
+
+
+if __name__ == "__main__":
+    warm_python.serve(sys.argv[1], modules(), _Maker)
