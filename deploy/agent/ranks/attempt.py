@@ -300,7 +300,8 @@ class Attempts:
         """The local ranks that wait for the next attempt."""
         if self._told:
             self._staying.update(self._in_stage(hang.WAITING))
-        self._staying -= self.workers.poll().keys()
+        # Of a rank that is gone, what it told last is still there.
+        self._staying &= self.workers.pids.keys() - self.workers.poll().keys()
         return self._staying
 
     def _in_stage(self, *stages: str) -> set[int]:

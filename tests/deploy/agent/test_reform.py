@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from agents import Agents, until
 
+from nodekit.deploy.agent.hang import hang
+
 pytestmark = pytest.mark.slow
 
 JOB = """
@@ -215,6 +217,37 @@ def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
     for name in run.names:
         started = run.events(name, "workers-started")[-1]
         assert [each["pid"] for each in started["workers"]] == before[name]
+
+
+DYING = """
+import os, threading
+from pathlib import Path
+from nodekit.training.agent_messages import AgentMessages
+lost = threading.Event()
+AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])).when("lost", lost.set)
+print("listens", flush=True)
+if os.environ["NODEKIT_GENERATION"] == "0":
+    lost.wait()
+    os._exit(1)
+"""
+
+
+class Dying(Run):
+    """A node whose rank ends when it hears of a loss."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.begin(agents, DYING, num_nodes=1)
+
+
+def test_a_rank_that_has_said_that_it_waits_and_is_gone_is_started_again(agents: Agents) -> None:
+    """As one that said so just when it was ended: its progress file is what a later look finds."""
+    run = Dying(agents)
+    until(lambda: "listens" in run.logs(), what="the rank")
+    run.fence()
+    agents.wait("n0", "fenced")
+    (agents.node_dir("n0") / "progress/rank0").write_text(f"3 {hang.WAITING}\n")
+    run.begin_generation("n0")
+    run.wait_succeeded()
 
 
 @contextlib.contextmanager
