@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import warm_python
 
@@ -31,7 +31,12 @@ def argv(*args: str) -> list[str]:
 
 
 class _Maker(warm_python._Maker):
-    DIFFERS = frozenset({"PYTHONPATH", "PYTHONIOENCODING", "LANG", "LC_ALL", "TZ"})
+    MAY_DIFFER = frozenset({"PYTHONPATH", "PYTHONIOENCODING", "LANG", "LC_ALL", "TZ"})
+
+    def _as_ours(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What torch and its friends read is nothing to kit."""
+        own = {name: value for name, value in env.items() if name.startswith(("PYTHON", "LC_", "LANG", "TZ"))}
+        return {**self._env, **own}
 
     def load(self, preload: Iterable[str]) -> None:
         forget = forkserver._forget_the_agent

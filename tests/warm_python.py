@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,11 +113,11 @@ class _Maker(forkserver._Server):
     """Forks children for clients, and tells each how its child has ended."""
 
     MAX_FILES = 3
-    DIFFERS = frozenset({"PYTHONPATH"})
-    """Variables that python reads when it starts, and with which the real one is started, where they are not ours.
+    MAY_DIFFER = frozenset({"PYTHONPATH"})
+    """Variables that are read when libraries are imported, and for whose sake the real python is started.
 
-    For any other one there is an error: else nobody would notice that all import torch again, but for how long the
-    tests take.
+    Where any other one is not ours there is an error: else nobody would notice that all import torch again, but for how
+    long the tests take.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -180,17 +180,19 @@ class _Maker(forkserver._Server):
             argv, env = ["python", *asked["argv"]], asked["env"]
             target = forkserver._Target.parse(argv)
             self._ignore(asked["ignored"])
-            # Every test has a HOME of its own, and nothing that is imported has read it.
-            as_ours = {**env, "HOME": self._env["HOME"]}
-            if why := forkserver._refusal(target, as_ours, asked["cwd"], self._env):
+            if why := forkserver._refusal(target, self._as_ours(env), asked["cwd"], self._env):
                 names = why.partition("environment differs in ")[2]
-                if names and not self.DIFFERS.issuperset(names.split(", ")):
+                if names and not self.MAY_DIFFER.issuperset(names.split(", ")):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))
                     os._exit(1)
                 target = None
             self._become({**asked, "argv": argv}, target)
         finally:
             os._exit(1)
+
+    def _as_ours(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Every test has a HOME of its own, and nothing that is imported has read it."""
+        return {**env, "HOME": self._env["HOME"]}
 
     @staticmethod
     def _ignore(numbers: Iterable[int]) -> None:
