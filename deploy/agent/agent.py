@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.hang_diagnosis import DONE, HangDiagnosis
+from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts
@@ -34,7 +34,8 @@ from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Bud
 from nodekit.deploy.agent.ranks.failures import is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.messages import Kind
-from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Formed, Rendezvous, StoreLost, answers
+from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
+from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.spec import AgentSpec
@@ -51,7 +52,6 @@ ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
-GATHER_S = 10.0  # how long a node may say nothing of the snapshot files it has
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
 # While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
@@ -167,7 +167,7 @@ class Agent:
             return None
         self._formed = formed
         self._share_snapshots(formed)
-        self._start(formed)
+        self._start(rendezvous, formed)
         why = self._watch(rendezvous, formed)
         self._is_done = why == "done"
         if why == "done":
@@ -309,7 +309,7 @@ class Agent:
         folder, text = self._folder / "snapshots", ""
         try:
             attempt = (self._spec.generation, formed.round)
-            gathered = self._replicas.gather(peers, attempt, deadline_s=GATHER_S)
+            gathered = self._replicas.gather(peers, attempt)
             if gathered.missing:
                 text = f"{', '.join(gathered.missing)} could not be written to {folder}"
         except OSError as error:
@@ -323,7 +323,7 @@ class Agent:
 
     # --- workers ---
 
-    def _start(self, formed: Formed) -> None:
+    def _start(self, rendezvous: Rendezvous, formed: Formed) -> None:
         spec = self._spec
         try:
             self._attempts.prepare(spec, formed)
@@ -335,7 +335,7 @@ class Agent:
         except OSError as error:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
             raise unfit(text, error) from error
-        self._attempts.start(spec, formed)
+        self._attempts.start(spec, formed, lambda: rendezvous.has_lost(formed))
 
     def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
         """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""

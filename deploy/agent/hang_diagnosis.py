@@ -15,11 +15,9 @@ from typing import Literal
 
 from nodekit.deploy.agent.hang import culprit, flight, hang
 from nodekit.deploy.agent.hang.stacks import Stack, can_answer, stacks
-from nodekit.deploy.agent.rendezvous.rendezvous import Formed
+from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
-DONE = "done"
-"""What a node tells the others of its round when all its ranks have ended well."""
 LOOK_S = 1.0  # how often is looked
 STACKS_S = 10.0  # to read the stacks of all ranks
 RECORDS_S = 5.0  # for the ranks to leave what their flight recorders have

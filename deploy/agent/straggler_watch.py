@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from nodekit.deploy.agent.rendezvous.rendezvous import Formed
+from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.stragglers import naming
 from nodekit.deploy.agent.stragglers.measure import Measure
 from nodekit.deploy.agent.telemetry.event_log import EventLog

@@ -26,7 +26,7 @@ from nodekit.deploy.agent.ranks.failures import (
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.messages import Kind, Messages
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
-from nodekit.deploy.agent.rendezvous.rendezvous import Formed
+from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.host import processes, programs
@@ -37,6 +37,7 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
+LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost for which they would wait
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 _POLL_S = 0.02
 
@@ -50,13 +51,14 @@ class Attempts:
         self._name = spec.name
         self._folder = Path(spec.node_dir)
         self._messages = Messages(self._folder / "messages")
-        self._told: set[int] = set()  # local ranks that have heard why this attempt ends
+        self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
         self._attempt = ""
         self._are_new = False  # whether those that stay are of a node that joins, and in no attempt yet
+        self._is_lost: Callable[[], bool] = lambda: False
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._world_size = 0
         self.recorder: Mapping[str, str] = {}
@@ -127,8 +129,9 @@ class Attempts:
         self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
         _name_threads()
 
-    def start(self, spec: AgentSpec, formed: Formed) -> None:
-        """Start the ranks; those that have stayed go on."""
+    def start(self, spec: AgentSpec, formed: Formed, is_lost: Callable[[], bool]) -> None:
+        """Start the ranks; those that have stayed go on. `is_lost`: whether a node that has formed the round is."""
+        self._is_lost = is_lost
         self.recorder = flight.environment(self._record.flight_dir, os.environ, torch.__version__)
         self._kills = kernel.oom_kills()
         starts = [
@@ -141,7 +144,7 @@ class Attempts:
             )
             for local_rank, rank in self.ranks.items()
         ]
-        stayed, self._staying, self._told = self._staying, set(), set()
+        stayed, self._staying, self._told = self._staying, set(), {}
         for start in starts:
             if start.local_rank not in stayed:
                 continue
@@ -281,8 +284,9 @@ class Attempts:
         """
         until = time.monotonic() + self._grace_s
         for local_rank in self.workers.pids:
-            if local_rank not in self._told and self._messages.send(local_rank, {"kind": kind}):
-                self._told.add(local_rank)
+            knows = self._told.get(local_rank) in (kind, "lost")
+            if not knows and self._messages.send(local_rank, {"kind": kind}):
+                self._told[local_rank] = kind
         keeping: set[int] = set()  # what it does meanwhile may be told in place of that
 
         def is_kept() -> bool:
@@ -312,12 +316,22 @@ class Attempts:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
         Where a rank is lost or a node comes in (`tell`), some keep what they have, and have until the spec's grace is
-        over for that; those that wait with it for the next attempt stay.
+        over for that; those that wait with it for the next attempt stay. While they pause for a node, another one may
+        be lost, for which they would wait.
         """
         known = len(self.workers.stuck)
         if tell is not None:
-            keeping = self._tell(tell)
-            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=self._told, staying=self._stay)
+            keeping, look_at = self._tell(tell), time.monotonic() + LOSS_S
+
+            def is_wanted() -> bool:
+                nonlocal keeping, look_at
+                if tell == "pause" and time.monotonic() > look_at:
+                    look_at = time.monotonic() + LOSS_S
+                    if self._is_lost():
+                        keeping = self._tell("lost")
+                return keeping()
+
+            self.workers.stop(grace_s, is_wanted=is_wanted, unsignalled=self._told, staying=self._stay)
         else:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)

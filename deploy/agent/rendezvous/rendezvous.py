@@ -32,7 +32,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from nodekit.deploy.agent import descriptors
+from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, News, cut_connections
 from nodekit.deploy.agent.rendezvous.signed_store import SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
@@ -86,53 +87,6 @@ class RankedNode(upstream._NodeDesc):
     def identity(self) -> str:
         """What the keepalive server calls it."""
         return f"{self.node_rank}.{self.pid}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formed:
-    """A round that all its members know."""
-
-    round: int
-    group_rank: int
-    members: tuple[dict[str, Any], ...]
-    """What each of them told of itself, in the order of ranks."""
-    store: SignedStore
-    """For what the agents of this round have to say to each other."""
-    master_addr: str
-    master_port: int
-    _told: dict[str, set[int]] = field(default_factory=dict)
-    """What → the ranks that are known to have told so: they need not be asked for again."""
-
-    @property
-    def names(self) -> list[str]:
-        """The members' names, in the order of ranks."""
-        return [str(each["name"]) for each in self.members]
-
-    @property
-    def world_size(self) -> int:
-        """How many workers they have together."""
-        return sum(int(each["nproc"]) for each in self.members)
-
-    def tell(self, what: str) -> None:
-        """Let the other members know that this node has come to `what`."""
-        self.store.set(f"{what}/{self.group_rank}", "")
-
-    def have_all(self, what: str) -> bool:
-        """Whether all members have told so."""
-        return next(self._without(what), None) is None
-
-    def without(self, what: str) -> list[str]:
-        """The names of the members that have not told so."""
-        return [self.names[rank] for rank in self._without(what)]
-
-    def _without(self, what: str) -> Iterator[int]:
-        told = self._told.setdefault(what, set())
-        for rank in range(len(self.members)):
-            if rank not in told:
-                if self.store.get(f"{what}/{rank}") is None:
-                    yield rank
-                else:
-                    told.add(rank)
 
 
 def method_name(depth: int = 2) -> str:
@@ -328,6 +282,15 @@ class Rendezvous:
         with self.lost_store_is_told():
             waiting: int = self._handler.num_nodes_waiting()
         return waiting + self.num_lost
+
+    def has_lost(self, formed: Formed) -> bool:
+        """Whether a round is broken, or a member of it gone that was not done, or the rendezvous host."""
+        try:
+            self.num_nodes_waiting()  # looks who is here
+            with self.lost_store_is_told():
+                return self.is_broken(formed.round) or not self.here.issuperset(formed.without(DONE))
+        except StoreLost:
+            return True
 
     def wait_for(self, formed: Formed, what: str, pause: Callable[[], None], until: float = math.inf) -> None:
         """Wait until all members that are here have told `what`, or until that `time.monotonic()`."""

@@ -271,6 +271,35 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_step(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """Who has paused waits for it in a collective, until it is told."""
+    run = Run(agents, min_nodes=2)
+    run.wait_step(10)
+    before = run.pids()
+    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
+    run.wait_world(2)
+    until(lambda: len(run.events("n0", "first-step")) == 2, what="a step of two", timeout_s=PATIENCE_S)
+    long = agents.folder / "code/long"
+    long.touch()
+    run.join("n2", 2)
+
+    def pauses() -> bool:
+        return any(not each["lost"] for each in run.events("n0", "membership"))
+
+    until(pauses, what="the pause", timeout_s=PATIENCE_S)
+    (rank,) = before["n1"]
+    with stopped([parent(rank), rank]):  # its connections stay open, as those of a host whose cable is cut
+        os.kill(agent_of(rank), signal.SIGKILL)
+        long.unlink()
+        until(lambda: len(run.events("n0", "workers-started")) == 3, what="n0 with n2", timeout_s=PATIENCE_S)
+    run.names = ["n0", "n2"]
+    assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
+    last = run.events("n0", "workers-started")[-1]
+    assert ([each["pid"] for each in last["workers"]], last["world_size"]) == (before["n0"], 2)
+
+
 @pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer"])
 def test_a_node_is_lost_and_another_comes_in(
     agents: Agents, unbroken: tuple[dict[int, float], str], engine: str

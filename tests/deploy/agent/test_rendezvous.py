@@ -24,8 +24,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.rendezvous import rendezvous
+from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
-from nodekit.deploy.agent.rendezvous.rendezvous import Formed, Rendezvous, StoreLost
+from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous, StoreLost
 from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 
