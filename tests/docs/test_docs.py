@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import warm_python
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 from places import ROOT
@@ -187,17 +188,16 @@ def test_every_program_that_is_shown_is_python(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two ranks and other work would wait for each other's threads
+def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    python, environ = warm_python.program(), {**os.environ, **warm_python.environment()}
     (tmp_path / "train.py").write_text(titled("docs/snapshots.md", "train.py"))
 
     def trained(folder: str, *argv: str) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         done = subprocess.run(
-            [sys.executable, *argv, "../train.py"],
+            [python, *argv, "../train.py"],
             cwd=tmp_path / folder,
+            env=environ,
             text=True,
             capture_output=True,
             timeout=120,
@@ -217,9 +217,9 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
         return int(found[0]) if found else 0
 
     with subprocess.Popen(
-        [sys.executable, "../train.py"],
+        [python, "../train.py"],
         cwd=tmp_path / "broken",
-        env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
+        env={**environ, "NODEKIT_PROGRESS_FILE": str(progress)},
     ) as process:
         until(
             lambda: told() > 20,
@@ -239,19 +239,17 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(
         "1",
     ]
     with subprocess.Popen(
-        [sys.executable, *two_ranks, "../train.py"],
+        [python, *two_ranks, "../train.py"],
         cwd=tmp_path / "broken",
-        env={**os.environ, "NODEKIT_PROGRESS_FILE": str(progress)},
+        env={**environ, "NODEKIT_PROGRESS_FILE": str(progress)},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout
         assert process.stdout.readline().startswith(f"goes on at step {stopped_at} from ")
         until(lambda: told() > stopped_at + 25, timeout_s=60)
-        os.kill(
-            int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1]),
-            signal.SIGKILL,
-        )
+        there = processes_of(f"NODEKIT_PROGRESS_FILE={progress}")
+        os.kill(max(pid for pid, argv in there.items() if argv.endswith("-u ../train.py ")), signal.SIGKILL)
         killed_at = told()
         said, _ = process.communicate(timeout=120)
     again = re.match(r"goes on at step (\d+) from ", said)
