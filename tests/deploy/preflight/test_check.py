@@ -881,7 +881,9 @@ def test_a_leftover_worker_is_found_and_ended_and_a_running_run_is_left_alone(ki
     assert is_there(kit, child)
 
     # Who would start it again, and then, as a host that runs out of memory may, all but what the worker has started.
-    os.kill(int((folder / "supervisor.lock").read_text()), signal.SIGKILL)
+    lock = folder / "supervisor.lock"
+    until(lambda: lock.exists() and lock.read_text(), what="the supervisor")
+    os.kill(int(lock.read_text()), signal.SIGKILL)
     kit.on_host("node2", "kill", "-9", str(agent), parent(kit, worker), worker)
     until(lambda: not is_there(kit, worker))
     assert is_there(kit, child)
