@@ -76,6 +76,8 @@ class Site:
             "command": command,
             "env": {"HOLD": str(self.hold(name)), "OMP_NUM_THREADS": "1"},
         }
+        if "nodekit.training" not in command:
+            job["start"] = "spawn"  # nothing that is to be forked needs torch
         if max_restarts is not None:
             job["max_restarts"] = max_restarts
         known = yaml.safe_load(self.lab.inventory.read_text())

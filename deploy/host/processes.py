@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
@@ -130,6 +129,8 @@ def output(argv: List[str], timeout_s: float, *, also_good: Sequence[int] = ()) 
         timeout_s: how long it may take.
         also_good: exit statuses beside 0 with which its output counts.
     """
+    import shutil  # a tenth of what the server's start takes, and most calls need it not
+
     if shutil.which(argv[0]) is None:
         return "", NOT_INSTALLED
     try:

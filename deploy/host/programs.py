@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import sys
 
 _READ_BYTES = 1 << 20
@@ -46,6 +45,8 @@ def kind_here(name: str) -> str:
     """`kind` of an absolute path, or of a program that a rank would find on its PATH."""
     if "/" in name:
         return kind(name)
+    import shutil  # see `processes.output`
+
     return "program" if shutil.which(name, path=rank_path()) else ""
 
 
