@@ -3,6 +3,7 @@
 A pid alone may belong to someone else by the time it is used; with its start time and the boot it cannot.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -65,7 +66,8 @@ def kill(*records: ProcessRecord, timeout_s: float = 10) -> None:
                 continue
             pidfds[pidfd] = record
             if record.is_alive:  # asked after the pidfd was taken, so it is about the process that we hold
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pidfd, record in pidfds.items():
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)

@@ -371,3 +371,18 @@ def test_kill_waits_for_the_end() -> None:
         assert sleeper.wait() == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         ProcessRecord.of(sleeper.pid)
+
+
+def test_a_process_that_ends_just_before_it_is_killed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "1000.5"]) as sleeper:
+        record = ProcessRecord.of(sleeper.pid)
+        send = signal.pidfd_send_signal
+
+        def late(pidfd: int, number: int) -> None:
+            sleeper.kill()
+            sleeper.wait()
+            send(pidfd, number)
+
+        monkeypatch.setattr(signal, "pidfd_send_signal", late)
+        lab_process.kill(record)
+        assert not record.is_alive
