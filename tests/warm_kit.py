@@ -20,6 +20,7 @@ CLI = "nodekit.deploy.commands.cli"
 NOT_KITS_OWN = (
     "nodekit.deploy.agent",
     "nodekit.deploy.drill.drill_task",
+    "nodekit.deploy.preflight.network.netdeep_job",
     "nodekit.deploy.selftest.selftest_task",
 )
 """With torch; and programs that are sent to hosts."""
@@ -57,7 +58,7 @@ def modules() -> list[str]:
         for package in (nodekit.deploy, nodekit.inventory, nodekit.slurm)
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
-    left_out = (*NOT_KITS_OWN, "nodekit.deploy.preflight.network.netdeep_job", CLI)
+    left_out = (*NOT_KITS_OWN, CLI)
     return [name for name in found if not name.startswith(left_out) and not name.endswith("__main__")]
 
 

@@ -237,7 +237,6 @@ def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> 
 
 
 if __name__ == "__main__":
-    os.environ["PYTHON_EXEC"] = str(
-        Path(sys.argv[1]).with_name("python")
-    )  # what torchrun starts its ranks with
+    # What torchrun starts its ranks with.
+    os.environ["PYTHON_EXEC"] = str(Path(sys.argv[1]).with_name("python"))
     serve(sys.argv[1], PRELOAD)

@@ -71,12 +71,16 @@ class Run:
             name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
         )
 
-    def lose_and_regain_n2(self) -> None:
-        """Kill its agent, and start it again once the others train on."""
+    def lose_n2(self) -> None:
+        """Kill its agent, and wait until the others train on."""
         os.kill(agent_of(self.pids()["n2"][0]), signal.SIGKILL)
         self.wait_world(2)
         # Before its first step a rank may not have said yet that it can pause; then it is stopped instead.
         until(lambda: len(self.events("n0", "first-step")) == 2, what="a step of two", timeout_s=PATIENCE_S)
+
+    def lose_and_regain_n2(self) -> None:
+        """Kill its agent, and start it again once the others train on."""
+        self.lose_n2()
         self.join("n2", 2)
         self.wait_world(3)
 
@@ -278,9 +282,7 @@ def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_
     run = Run(agents, min_nodes=2)
     run.wait_step(10)
     before = run.pids()
-    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
-    run.wait_world(2)
-    until(lambda: len(run.events("n0", "first-step")) == 2, what="a step of two", timeout_s=PATIENCE_S)
+    run.lose_n2()
     long = agents.folder / "code/long"
     long.touch()
     run.join("n2", 2)
