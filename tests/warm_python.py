@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -79,6 +80,8 @@ def _start(maker: str) -> tuple[subprocess.Popen[bytes], Path]:
     client.chmod(0o700)
     process = subprocess.Popen(
         [sys.executable, "-u", maker, str(address)],
+        # Not the HOME of the test that happens to be the first: tests look for what theirs has left running.
+        env={**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -104,9 +107,7 @@ def stop() -> None:
         _, (process, folder) = _running.popitem()
         with process:
             process.kill()
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 class _Maker(forkserver._Server):
