@@ -48,6 +48,7 @@ bench:
 	@bench/slow_network
 	@bench/plan
 	@bench/overhead
+	@bench/throughput
 
 docs:
 	@.ci/setup dev

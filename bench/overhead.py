@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import ctypes
 import io
 import itertools
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rounds import BenchError, machine, note, table
+from rounds import BenchError, interval, machine, middle, note, table
+from steady_job import Job, cpu_s, stopped, threads_of
 
 from nodekit.deploy.agent.telemetry import notes
 from nodekit.deploy.agent.telemetry.notes import Notes
@@ -30,7 +28,6 @@ from nodekit.deploy.host import current_status
 
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
-START_S = 60.0
 WHOLE, UNWATCHED, UNSEEN, ALONE = "whole", "unwatched", "unseen", "alone"
 AROUND_S = (-0.01, 0.05)  # when what a look takes is felt
 EDGE_S = 0.05  # of a window, on either side: what stops and goes on takes a moment
@@ -40,14 +37,14 @@ DESCRIPTION = """\
 Six costs of seeing a run.
 
   training   a node of one core trains the shared module, which takes all of it; the supervisor is on another
-             core, as it is on another machine. What watches (the link's far end, the supervisor) is stopped in
+             core, as it is on another machine. What watches (the channel's far end, the supervisor) is stopped in
              some windows, what logs (threads of the agent) too in others, and all of kit in the rest: how many
              steps per second there are with it, as a ratio to those without. It is the hardest case: no second
              core, and no GPU, hides any of it.
-  a look     once a second the agent's status is written and the link's far end sends it. The steps around that
+  a look     once a second the agent's status is written and the channel's far end sends it. The steps around that
              moment are compared with those of the second around it, which shows a tenth of a percent: what
              runs from second to second, as a machine's speed does, does not show.
-  a core     what kit takes of it meanwhile: the link's far end, which watches, the agent's threads that log, and
+  a core     what kit takes of it meanwhile: the channel's far end, which watches, the agent's threads that log, and
              all of it. The rest of the agent looks after the job: rendezvous, hangs, copies of snapshots.
   a step     what the training module itself takes to note one: metrics.jsonl, TensorBoard's curves, progress.
   events     of a week, by the real code with a clock of its own: nodes with 8 GPUs, a snapshot a minute, an
@@ -63,187 +60,29 @@ Exit status: 0 unless something broke; a goal that is missed is no error.
 """
 
 
-# --- a run, with kit and with kit stopped ---------------------------------------------------------------------
-
-
-# Every step like the others: an evaluation or a snapshot in one window and not in the next would be most of the noise.
-EVEN = ("--epochs", "1000000", "--eval-every", "1000000", "--best", "off", "--snapshot-seconds", "3600")
-INVENTORY = """\
-name: overhead
-connection: local
-hosts:
-  node:
-job:
-  env: {OMP_NUM_THREADS: "1"}
-"""
-
-
-class Job:
-    """A run of one node on this machine's last core, until it is stopped, and kit's processes in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("NODEKIT_")},
-            "HOME": str(folder / "home"),
-            "XDG_STATE_HOME": str(folder / "state"),
-        }
-        self._code = folder / "code"
-        for each in (folder / "home", self._code):
-            each.mkdir()
-        (self._code / "one.yaml").write_text(INVENTORY)
-        self._kit("up", "-d", "one.yaml", "--", "-m", "nodekit.training", *EVEN)
-        (self._record,) = (folder / "state/nodekit/runs").glob("*/run.json")
-        run = json.loads(self._record.read_text())
-        self.node_dirs = {name: Path(node["node_dir"]) for name, node in run["nodes"].items()}
-        deadline = time.monotonic() + START_S
-        while self.num_steps < 100:
-            if time.monotonic() > deadline:
-                raise BenchError(f"no 100 steps within {START_S:.0f} s: see {self._record.parent}")
-            time.sleep(0.5)
-        self.supervisor = int((self._record.parent / "supervisor.lock").read_text())
-        self.links = _children(self.supervisor)
-        self.agents = {
-            name: json.loads((path / "agent.json").read_text())["pid"]
-            for name, path in self.node_dirs.items()
-        }
-        self.servers = {name: _server_of(pid) for name, pid in self.agents.items()}
-        away, core = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
-        for pid in (*self.links, *self.agents.values()):
-            for each in (pid, *_descendants(pid)):
-                _pin(each, core)
-        for each in (os.getpid(), self.supervisor):
-            _pin(each, away)
-
-    @property
-    def all(self) -> list[int]:
-        """All of kit's processes."""
-        return [self.supervisor, *self.links, *self.agents.values(), *self.servers.values()]
-
-    @property
-    def num_steps(self) -> int:
-        """Steps so far."""
-        with contextlib.suppress(OSError, StopIteration):
-            return len(self.steps())
-        return 0
-
-    def steps(self) -> list[tuple[float, int]]:
-        """When each step was done, and its epoch."""
-        path = next(iter(self.node_dirs.values())) / "output/metrics.jsonl"
-        found = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
-        return [(each["time"], each["epoch"]) for each in found if "loss" in each]
-
-    def stop(self) -> None:
-        """End the run."""
-        for pid in self.all:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._kit("down")
-
-    def _kit(self, *argv: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "nodekit.deploy.commands.cli", *argv],
-            env=self._env,
-            cwd=self._code,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if done.returncode:
-            raise BenchError(f"kit {argv[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def _children(pid: int) -> list[int]:
-    return [
-        int(each)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for each in (task / "children").read_text().split()
-    ]
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in _children(pid):
-        yield child
-        yield from _descendants(child)
-
-
-def _pin(pid: int, core: int) -> None:
-    """All threads of a process to one core; those it starts later come with it."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), {core})
-
-
-@contextlib.contextmanager
-def stopped(pids: Sequence[int], threads: Sequence[int] = ()) -> Iterator[None]:
-    """These do nothing meanwhile: processes by SIGSTOP, single threads by ptrace(2), whose others go on."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    for thread in threads:
-        _ptrace(_SEIZE, thread)
-        _ptrace(_INTERRUPT, thread)
-        os.waitpid(thread, _WALL)
-    try:
-        yield
-    finally:
-        for thread in threads:
-            _ptrace(_DETACH, thread)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
-_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000  # of linux/ptrace.h and linux/wait.h
-
-
-def _ptrace(request: int, thread: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.ptrace(request, thread, None, None) != 0:
-        number = ctypes.get_errno()
-        raise BenchError(f"a thread of the agent cannot be stopped: {os.strerror(number)}; as root it can")
-
-
-def _threads(pid: int, names: Sequence[str] = ()) -> list[int]:
-    """The threads of a process, or those that have these names."""
-    return [
-        int(task.name)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        if not names or (task / "comm").read_text().strip() in names
-    ]
-
-
-def _server_of(agent: int) -> int:
-    """The agent's fork server: the child that is python itself, and has the ranks as its children."""
-    return next(pid for pid in _children(agent) if _children(pid))
-
-
-def _cpu_s(pids: Sequence[int], names: Sequence[str] = ()) -> float:
-    """Seconds of processor that these have taken so far. Not by `stat`: it counts ticks, and who wakes by a clock.
-
-    With `names`, only their threads of these names.
-    """
-    threads = (Path(f"/proc/{pid}/task/{thread}") for pid in pids for thread in _threads(pid, names))
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+# --- training, with kit and with kit stopped -------------------------------------------------------------------
 
 
 def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
     """Ratios of steps per second with kit and without, window by window, and shares of a core."""
     agents = list(job.agents.values())
     groups = {
-        "kit": [job.links + agents + list(job.servers.values())],
-        "watching": [job.links],
+        "kit": [job.channels + agents + list(job.servers.values())],
+        "watching": [job.channels],
         "logging": [agents, LOGGING],
         "supervisor": [[job.supervisor]],
     }
     note(
         f"training: {seconds / 3:.0f} s, to see what kit takes of a core, and what a look takes of the steps around it"
     )
-    begun, before = time.monotonic(), {name: _cpu_s(*args) for name, args in groups.items()}
+    begun, before = time.monotonic(), {name: cpu_s(*args) for name, args in groups.items()}
     looks = _looks(job, seconds / 3)
     spent = time.monotonic() - begun
-    cpu = {name: (_cpu_s(*args) - before[name]) / spent for name, args in groups.items()}
+    cpu = {name: (cpu_s(*args) - before[name]) / spent for name, args in groups.items()}
     note(f"and in turns with kit stopped, {seconds:.0f} s")
     begun = time.monotonic()
-    watching = [job.supervisor, *job.links]
-    logging = [thread for pid in agents for thread in _threads(pid, LOGGING)]
+    watching = [job.supervisor, *job.channels]
+    logging = [thread for pid in agents for thread in threads_of(pid, LOGGING)]
     without = {UNWATCHED: (watching, []), UNSEEN: (watching, logging), ALONE: (job.all, [])}
     windows: list[tuple[str, float, float]] = []
 
@@ -275,7 +114,7 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
 
 
 def _looks(job: Job, seconds: float) -> list[float]:
-    """When the node was looked at meanwhile: its status is written then, and the link's far end woken by it."""
+    """When the node was looked at meanwhile: its status is written then, and the channel's far end woken by it."""
     now = current_status.Present(str(next(iter(job.node_dirs.values())) / "events.jsonl"))
     found: list[float] = []
     begun = time.monotonic()
@@ -309,19 +148,6 @@ def _rate(steps: Sequence[tuple[float, int]], start: float, end: float) -> float
     inside = [each for each in steps if start <= each[0] < end]
     took = [time - before for (before, last), (time, epoch) in itertools.pairwise(inside) if last == epoch]
     return 1 / statistics.mean(took)
-
-
-def middle(values: Sequence[float]) -> float:
-    """The mean without the tenth that is least and the tenth that is most: other work on the machine is in those."""
-    few = len(values) // 10
-    return statistics.mean(sorted(values)[few : len(values) - few])
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the middle is, with 90 %, by drawing from the values again and again."""
-    draw = random.Random(0)
-    middles = sorted(middle(draw.choices(values, k=len(values))) for _ in range(2000))
-    return middles[100], middles[-101]
 
 
 def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
@@ -493,6 +319,7 @@ def running() -> Iterator[Job]:
     """A job in folders of its own, ended at the end."""
     with tempfile.TemporaryDirectory(prefix="nodekit-overhead-") as folder:
         job = Job(Path(folder))
+        job.pin()
         try:
             yield job
         finally:

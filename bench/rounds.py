@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import random
 import shutil
 import signal
 import statistics
@@ -220,3 +221,16 @@ def machine() -> str:
         f"Linux {platform.release()}, Python {platform.python_version()}, torch {importlib.metadata.version('torch')}; "
         f"load {load}"
     )
+
+
+def middle(values: Sequence[float]) -> float:
+    """The mean without the tenth that is least and the tenth that is most: other work on the machine is in those."""
+    few = len(values) // 10
+    return statistics.mean(sorted(values)[few : len(values) - few])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the middle is, with 90 %, by drawing from the values again and again."""
+    draw = random.Random(0)
+    middles = sorted(middle(draw.choices(values, k=len(values))) for _ in range(2000))
+    return middles[100], middles[-101]

@@ -16,8 +16,8 @@ from pathlib import Path
 import made_tree
 from rounds import Bench, BenchError, bench, interleave, machine, median, note, spread, table
 
-from nodekit.deploy.connect.cluster import SshOptions, links
-from nodekit.deploy.connect.link import all_or_raise
+from nodekit.deploy.connect.channel import all_or_raise
+from nodekit.deploy.connect.cluster import SshOptions, channels
 from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
@@ -58,7 +58,7 @@ class Took:
 
     all_s: float
     connected_s: float = 0.0
-    """Of it, until all links were open; rsync does not tell."""
+    """Of it, until all channels were open; rsync does not tell."""
     settled_s: float = 0.0
     """After it, until the hosts' caches are whole again, which kit leaves for while the job starts."""
 
@@ -137,14 +137,16 @@ class Syncs:
         reading = threading.Thread(target=lambda: trees.append(sync.list_code(self._tree)), daemon=True)
         reading.start()
         try:
-            with links(self._inventory.hosts, SshOptions(notice=note)) as opened:
+            with channels(self._inventory.hosts, SshOptions(notice=note)) as opened:
                 connected = time.monotonic()
                 reading.join()
                 if not trees:
                     raise BenchError("the made-up tree could not be read")
                 cache = f"{self._workdir}/code/{sync.project_key(self._tree)}"
                 dest = f"{self._workdir}/runs/{run}/code"
-                targets = {name: sync.Target(link, dest=dest, cache=cache) for name, link in opened.items()}
+                targets = {
+                    name: sync.Target(channel, dest=dest, cache=cache) for name, channel in opened.items()
+                }
                 all_or_raise(sync.send(trees[0], targets, timeout_s=TIMEOUT_S))
                 done = settled = time.monotonic()
                 if settle:

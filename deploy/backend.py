@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from nodekit.deploy.connect.channel import HostChannel
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.connect.link import Link
     from nodekit.deploy.launch.options import Options
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run, RunFolder
@@ -47,8 +47,8 @@ class Backend(Protocol):
     def rules(self, run: Run, node: str) -> Rules:
         """By what its supervisor goes, for who wants a node out of it; KitError where that is not kit's to do."""
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
-        """What of a run is not over beside its agents, in words, read through links to `hosts`; "" where nothing is."""
+    def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
+        """What of a run is not over beside its agents, in words, read through channels to `hosts`; "" for nothing."""
 
     # --- all runs of a sweep at once, where `up` can start one ---
 
@@ -70,13 +70,13 @@ class Backend(Protocol):
     def folders(self, run: Run) -> Sequence[RunFolder]:
         """Where a run lies, on which of `hosts`."""
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run | None:
-        """The run as its supervisor has it, with its nodes, read through links to `hosts`; None before there is one."""
+    def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run | None:
+        """The run as its supervisor has it, with its nodes, read through channels to `hosts`; None before there is."""
 
     def nodes_at(self, record: Run, host: str) -> Sequence[str]:
         """The nodes that a record has, or may get, whose files are read through one of `hosts`."""
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
+    def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
         """Whether a run has ended; `all_gone`: no agent is left where it could be asked."""
 
 

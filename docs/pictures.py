@@ -69,14 +69,9 @@ def lost_and_regained(up: Terminal, watch: Terminal, lab: Lab) -> tuple[list[tup
     take("kit up lab.yaml: train on three machines", r"3 of 3 nodes.*steps \d+ – 2\d\d\b")
     lab.cut("node2")
     take("The cable of node2 is pulled", "unreachable.*node2 is lost")
-    take(
-        "The others resume from the newest snapshot", "2 of 3 nodes.*steps/s.*node2 is lost.*resumed at step"
-    )
+    take("The others go on with the step that they have", "2 of 3 nodes.*steps/s.*re-formed with 2 nodes")
     lab.mend("node2")
-    take(
-        "The cable is plugged in again: node2 rejoins",
-        "3 of 3 nodes.*steps/s.*node2 is back.*resumed at step",
-    )
+    take("The cable is plugged in again: node2 rejoins", "3 of 3 nodes.*steps/s.*re-formed with 3 nodes")
     watch.run("kit watch")
     watch.until(r"3 of 3 nodes.*[6-9]\d % ·")
     shown = watch.screen()

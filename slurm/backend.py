@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.output.terminal import shown_path
@@ -83,19 +83,19 @@ class SlurmBackend:
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What the job of a run, and each of its nodes, is doing; how it ended is written down."""
-        with login(restore(run.inventory), ssh) as link:
-            job = Slurm(link).job(run.slurm["job_id"])
-            record = record_of(run, link)
-            heard = shared_folder.node_statuses(run, link)
+        with login(restore(run.inventory), ssh) as channel:
+            job = Slurm(channel).job(run.slurm["job_id"])
+            record = record_of(run, channel)
+            heard = shared_folder.node_statuses(run, channel)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
-            told = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
+            told = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
             absent = told.get("nodes", []) if told.get("job") == job.job_id else []
             used = None
             if job.is_over:
-                used = usage(Slurm(link), run.slurm["job_id"])
-                forget_secrets(run, link)
+                used = usage(Slurm(channel), run.slurm["job_id"])
+                forget_secrets(run, channel)
                 if run.state not in runs.ENDED:
-                    record_end(run, link, job)
+                    record_end(run, channel, job)
         line = job.line()
         if not job.state:  # MinJobAge seconds after its end
             line = used.state.lower() if used else "is not known to Slurm any more"
@@ -122,8 +122,8 @@ class SlurmBackend:
         """
         if run.state in runs.ENDED and (run.folder / events.FILE).exists():
             return run, events.read(run.folder)
-        with login(restore(run.inventory), ssh) as link:
-            return record_of(run, link) or run, events.parse_all(events_of(run, link))
+        with login(restore(run.inventory), ssh) as channel:
+            return record_of(run, channel) or run, events.parse_all(events_of(run, channel))
 
     def rules(self, run: Run, node: str) -> Rules:
         """None: Slurm takes nodes away.
@@ -161,14 +161,14 @@ class SlurmBackend:
 
         return sweep.down(members, ssh, fetch=fetch)
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
+    def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
         """Its job; how one ended that is over is written down."""
-        if run.state in runs.ENDED or LOGIN not in links:
+        if run.state in runs.ENDED or LOGIN not in channels:
             return ""
-        job = Slurm(links[LOGIN]).job(run.slurm["job_id"])
+        job = Slurm(channels[LOGIN]).job(run.slurm["job_id"])
         if not job.is_over:
             return f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"
-        record_end(run, links[LOGIN], job)
+        record_end(run, channels[LOGIN], job)
         return ""
 
     def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
@@ -181,17 +181,17 @@ class SlurmBackend:
         shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
         return [RunFolder(LOGIN, str(folder), f"{shared}/{run.run_id}")]
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run | None:
+    def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run | None:
         """The leader's."""
-        return record_of(run, links[LOGIN]) if LOGIN in links else None
+        return record_of(run, channels[LOGIN]) if LOGIN in channels else None
 
     def nodes_at(self, record: Run, host: str) -> list[str]:
         """All; when Slurm has started the job again, they may be others."""
         return list(record.nodes)
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
+    def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
         """Whether Slurm has no such job any more."""
         try:
-            return Slurm(links[LOGIN]).job(run.slurm["job_id"]).is_over
+            return Slurm(channels[LOGIN]).job(run.slurm["job_id"]).is_over
         except HostError:  # whoever reads tells, and tries again
             return False

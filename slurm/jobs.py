@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.connect.channel import HostChannel, RemoteError
 from nodekit.inventory.errors import KitError, Problem
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.login import execute
@@ -52,8 +52,8 @@ class Job:
 class Slurm:
     """Slurm's commands on one host."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, channel: HostChannel) -> None:
+        self._channel = channel
 
     def run(self, *argv: str) -> tuple[int, str, str]:
         """Run one; its status, output and error output.
@@ -62,11 +62,11 @@ class Slurm:
             KitError: it is not there.
         """
         try:
-            done = execute(self._link, *argv)
+            done = execute(self._channel, *argv)
         except RemoteError as error:
             if error.type == "FileNotFoundError":
                 raise KitError(
-                    f"{self._link.host}: no {argv[0]} there",
+                    f"{self._channel.host}: no {argv[0]} there",
                     cure="is it a login node of a Slurm cluster? From elsewhere, name one as slurm.login",
                 ) from error
             raise
@@ -84,13 +84,13 @@ class Slurm:
         # The first is for a number that is nobody's, the second for an index that the array does not have.
         if "Invalid job id" in err or re.search(r"^Job \S+ not found", out + err, re.MULTILINE):
             return {}
-        raise KitError(f"{self._link.host}: scontrol show job {job_id}: {(err or out).strip()}")
+        raise KitError(f"{self._channel.host}: scontrol show job {job_id}: {(err or out).strip()}")
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Name → what scontrol shows of it; the default one is first."""
         status, out, err = self.run("scontrol", "show", "partition", "--oneliner")
         if status:
-            raise KitError(f"{self._link.host}: Slurm does not answer: {err.strip()}")
+            raise KitError(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
         found = [_fields(line) for line in out.splitlines() if line.strip()]
         found.sort(key=lambda each: each.get("Default") != "YES")
         return {each["PartitionName"]: each for each in found}

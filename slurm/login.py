@@ -1,4 +1,4 @@
-"""A link to the node that jobs are submitted from: this machine, or a login node over SSH."""
+"""A channel to the node that jobs are submitted from: this machine, or a login node over SSH."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
@@ -18,10 +18,10 @@ LOGIN_TIMEOUT_S = 60.0
 
 
 @contextlib.contextmanager
-def login(inventory: Inventory, options: SshOptions) -> Iterator[Link]:
-    """A link to the login node."""
-    with cluster.links([host_of(inventory)], options) as links:
-        yield links[LOGIN]
+def login(inventory: Inventory, options: SshOptions) -> Iterator[HostChannel]:
+    """A channel to the login node."""
+    with cluster.channels([host_of(inventory)], options) as channels:
+        yield channels[LOGIN]
 
 
 def host_of(inventory: Inventory) -> Host:
@@ -49,7 +49,7 @@ def settings_of(inventory: Inventory) -> SlurmSettings:
 
 
 def execute(
-    link: Link, *argv: str, text: str = "", env: Mapping[str, str | None] | None = None
+    channel: HostChannel, *argv: str, text: str = "", env: Mapping[str, str | None] | None = None
 ) -> dict[str, Any]:
     """Run a program there, with `text` on its stdin: its ``status``, ``out`` and ``err``.
 
@@ -58,18 +58,18 @@ def execute(
     Raises:
         RemoteError: it is not there, or took too long.
     """
-    done: dict[str, Any] = link.call(
+    done: dict[str, Any] = channel.call(
         "execute", timeout_s=LOGIN_TIMEOUT_S + 5, limit_s=LOGIN_TIMEOUT_S, argv=argv, text=text, env=env
     )
     return done
 
 
-def write(link: Link, path: str, text: str) -> None:
+def write(channel: HostChannel, path: str, text: str) -> None:
     """Write a file there, 0600, in one step; its folder is made."""
-    link.call("write_file", timeout_s=LOGIN_TIMEOUT_S, path=path, text=text)
+    channel.call("write_file", timeout_s=LOGIN_TIMEOUT_S, path=path, text=text)
 
 
-def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) -> None:
+def remove_private(channel: HostChannel, run_dirs: Iterable[str], names: Iterable[str]) -> None:
     """Remove the secrets of jobs that are over, or were never queued; none there is fine.
 
     Raises:
@@ -79,14 +79,14 @@ def remove_private(link: Link, run_dirs: Iterable[str], names: Iterable[str]) ->
     files = [f"{run_dir}/slurm/{name}" for run_dir in run_dirs for name in names]
     if not files:
         return
-    done = execute(link, "rm", "-f", "--", *files)
+    done = execute(channel, "rm", "-f", "--", *files)
     if done["status"]:
         raise KitError(
-            f"{link.host}: secrets of a job that is over are still there: {done['err'].strip()}",
+            f"{channel.host}: secrets of a job that is over are still there: {done['err'].strip()}",
             cure="remove them by hand",
         )
 
 
-def read(link: Link, path: str) -> str:
+def read(channel: HostChannel, path: str) -> str:
     """What is in a file there; "" if there is none."""
-    return str(link.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path) or "")
+    return str(channel.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path) or "")

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
@@ -19,7 +19,7 @@ LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
 
 
 @contextlib.contextmanager
-def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
+def served(run: Run, channel: HostChannel, place: Place | None) -> Iterator[None]:
     """Serve a job's metrics there meanwhile; nothing where `place` is None."""
     own = dataclasses.replace(run)  # its generation and its nodes are the leader's to say
     observers = metrics_port.serve(own, place, lambda text: print(text, flush=True)) if place else []
@@ -27,7 +27,9 @@ def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
         yield
         return
     closing = threading.Event()
-    thread = threading.Thread(target=_feed, args=(own, link, observers, closing), name="metrics", daemon=True)
+    thread = threading.Thread(
+        target=_feed, args=(own, channel, observers, closing), name="metrics", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -38,11 +40,11 @@ def served(run: Run, link: Link, place: Place | None) -> Iterator[None]:
             each.close()
 
 
-def _feed(run: Run, link: Link, observers: Sequence[Observer], closing: threading.Event) -> None:
-    source = SharedFolder(run, link)
+def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing: threading.Event) -> None:
+    source = SharedFolder(run, channel)
     while True:
         with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
-            if (record := record_of(run, link)) is not None:
+            if (record := record_of(run, channel)) is not None:
                 run.generation, run.nodes, run.clock_offsets = (
                     record.generation,
                     record.nodes,

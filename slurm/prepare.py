@@ -17,7 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, all_or_raise
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import plan, script
@@ -60,7 +60,7 @@ def prepare(
     """Check all that can be checked, and put the code in its place; nothing is queued.
 
     Args:
-        stack: closes the link.
+        stack: closes the channel.
         inventory: with a `slurm:` section.
         run_id: whose code it is to be.
         options: the command line's.
@@ -83,20 +83,20 @@ def prepare(
     )
     tree = list_code(inventory, options.command)
     with phases.phase("connect") as said:
-        link = stack.enter_context(login(inventory, options.ssh))
+        channel = stack.enter_context(login(inventory, options.ssh))
         said.append(settings.login or "this machine")
     if inventory.environment is not None:
-        _enter_environment(link, inventory, inventory.environment, options, phases)
+        _enter_environment(channel, inventory, inventory.environment, options, phases)
     private = {RANKS: secrets, NOTIFY: notify_secrets or {}}
     with phases.phase("check") as said:
-        ready, argv = _checked(link, inventory, argv, run_id, private, options, said)
+        ready, argv = _checked(channel, inventory, argv, run_id, private, options, said)
     with phases.phase("shared") as said:
-        problem = _not_shared(link, ready.shared_dir, settings)
+        problem = _not_shared(channel, ready.shared_dir, settings)
         said.append("not tried" if problem else "a node sees the same folder")
     if problem:
         warn(f"warning: {problem}")
     with phases.phase("sync") as said:
-        target = sync.code_target(link, tree, workdir=ready.shared_dir, dest=f"{ready.run_dir}/code")
+        target = sync.code_target(channel, tree, workdir=ready.shared_dir, dest=f"{ready.run_dir}/code")
         all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.finish_caching({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         left_out = leftout.find(tree, argv)
@@ -108,19 +108,21 @@ def prepare(
 
 
 def _enter_environment(
-    link: Link, inventory: Inventory, asked: Environment, options: Options, phases: Phases
+    channel: HostChannel, inventory: Inventory, asked: Environment, options: Options, phases: Phases
 ) -> None:
-    """Have the link answer by the inventory's environment; it is made once, in the folder that the nodes share."""
+    """Have the channel answer by the inventory's environment; it is made once, in the folder that the nodes share."""
     from nodekit.deploy.environment import environment  # most inventories have none
 
     limit_s, login_node = inventory.timings.environment, host_of(inventory)
     with phases.phase("environment") as said, build_lines(silent=options.quiet) as progress:
-        entered = environment.enter({LOGIN: link}, [login_node], asked, timeout_s=limit_s, progress=progress)
+        entered = environment.enter(
+            {LOGIN: channel}, [login_node], asked, timeout_s=limit_s, progress=progress
+        )
         said.append(entered.line())
 
 
 def _checked(
-    link: Link,
+    channel: HostChannel,
     inventory: Inventory,
     argv: Sequence[str],
     run_id: str,
@@ -135,7 +137,7 @@ def _checked(
     """
     settings = settings_of(inventory)
     package, token = sync.package(), token_hex(4)
-    found = link.call(
+    found = channel.call(
         "hostfacts.facts",
         timeout_s=LOGIN_TIMEOUT_S,
         workdir=settings.shared_dir,
@@ -143,17 +145,17 @@ def _checked(
         modules=NEEDED_MODULES,
         files=script.hosts_own(argv),
     )
-    _check_host(link, found, inventory)
+    _check_host(channel, found, inventory)
     argv = plan.argv_of(inventory, options.command, found["files"])
     shared_dir, python = str(found["workdir"]), str(found["executable"])
     run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
-    partition = choose_partition(settings.partition, Slurm(link).partitions())
+    partition = choose_partition(settings.partition, Slurm(channel).partitions())
     minutes = time_limit(settings.time_min, partition)
-    if problem := beyond_limits(settings, minutes, partition) or account_problem(Slurm(link), settings):
+    if problem := beyond_limits(settings, minutes, partition) or account_problem(Slurm(channel), settings):
         raise KitError(*problem)
-    sync.send_package(package, {LOGIN: link}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
+    sync.send_package(package, {LOGIN: channel}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
     ready = Ready(
-        link=link,
+        channel=channel,
         python=python,
         shared_dir=shared_dir,
         kit_dir=kit_dir,
@@ -175,7 +177,7 @@ def _checked(
 class Ready:
     """What has been checked and lies in its place, so that jobs can be submitted."""
 
-    link: Link
+    channel: HostChannel
     python: str
     shared_dir: str
     kit_dir: str
@@ -200,8 +202,8 @@ class Ready:
             "private": list(self.private),
             "left_out": dict(self.left_out),
         }
-        write(self.link, f"{run_dir}/slurm/job.json", json.dumps(job))
-        write(self.link, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
+        write(self.channel, f"{run_dir}/slurm/job.json", json.dumps(job))
+        write(self.channel, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
 
     def ask(self) -> None:
         """Ask Slurm whether it would take the job.
@@ -221,7 +223,7 @@ class Ready:
             return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
         except BaseException:  # it may have been killed before it could do so itself
             with contextlib.suppress(KitError):
-                remove_private(self.link, run_dirs, self.private)
+                remove_private(self.channel, run_dirs, self.private)
             raise
 
     def _call(self, run_dirs: Sequence[str], *, test: bool) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class Ready:
             "test": test,
         }
         done = execute(
-            self.link,
+            self.channel,
             self.python,
             "-m",
             "nodekit.slurm.submit",
@@ -243,7 +245,7 @@ class Ready:
             env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(itertools.chain(*self.private.values()))},
         )
         if done["status"]:
-            raise KitError(f"{self.link.host}: submitit failed:\n{done['err'].strip()}")
+            raise KitError(f"{self.channel.host}: submitit failed:\n{done['err'].strip()}")
         answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
         if "problem" in answer:
             wrong = inventory_keys(answer.get("without", ()), self.settings)
@@ -251,49 +253,49 @@ class Ready:
         return answer
 
 
-def _check_host(link: Link, found: Mapping[str, Any], inventory: Inventory) -> None:
+def _check_host(channel: HostChannel, found: Mapping[str, Any], inventory: Inventory) -> None:
     python = found["executable"]
     if found["workdir_problem"]:
-        raise KitError(f"slurm.shared_dir cannot be used on {link.host}: {found['workdir_problem']}")
+        raise KitError(f"slurm.shared_dir cannot be used on {channel.host}: {found['workdir_problem']}")
     gone = [name for name, kind in found["files"].items() if not kind]
     if gone and not (inventory.slurm and (inventory.slurm.setup or inventory.slurm.srun_args)):
         raise KitError(
-            f"{link.host}: no {gone[0]}, which the command runs",
+            f"{channel.host}: no {gone[0]}, which the command runs",
             cure="install it or lay it where the login node and the nodes have it, or into the folder that "
             "is synced (job.code)",
         )
     absent = [name for name in NEEDED_MODULES if name not in found["modules"]]
     if absent and inventory.environment is not None:
         raise KitError(
-            f"{link.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on "
+            f"{channel.host}: the environment ({python}) lacks {', '.join(absent)}, which kit needs on "
             "Slurm's nodes",
             cure="add what 'nodekit[slurm,train]' brings to what the inventory's `environment:` names",
         )
     if absent:
         raise KitError(
-            f"{link.host}: {python} lacks {', '.join(absent)}",
+            f"{channel.host}: {python} lacks {', '.join(absent)}",
             cure=f"{python} -m pip install 'nodekit[slurm,train]', or set `python:` to an interpreter that "
             "the login node and the nodes share",
         )
 
 
-def _not_shared(link: Link, shared_dir: str, settings: SlurmSettings) -> str:
+def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) -> str:
     """Have a node read a file from the shared folder; what to warn of, where that cannot be tried now.
 
     Raises:
         KitError: the node sees another folder.
     """
     name, word = f"{shared_dir}/.kit-{token_hex(4)}", token_hex(8)
-    write(link, name, word)
+    write(channel, name, word)
     where = [f"--partition={settings.partition}"] if settings.partition else []
     where += [f"--account={settings.account}"] if settings.account else []
     try:
-        status, out, err = Slurm(link).run(
+        status, out, err = Slurm(channel).run(
             "srun", "--nodes=1", "--ntasks=1", "--time=1", "--immediate=5", "--quiet", "--job-name=kit-check", *where,
             "cat", name,
         )  # fmt: skip
     finally:
-        Slurm(link).run("rm", "-f", name)
+        Slurm(channel).run("rm", "-f", name)
     if out.strip() == word:
         return ""
     if "No such file" in err or (status == 0 and out.strip() != word):
@@ -314,7 +316,7 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
     code, further = f"{ready.run_dir}/code", dict(inventory.job.env).get("PYTHONPATH", "")
     paths = [ready.kit_dir, *(str(Path(code, path)) for path in further.split(os.pathsep) if path)]
     done = execute(
-        ready.link,
+        ready.channel,
         ready.python,
         "-m",
         "nodekit.slurm.imports",
@@ -327,7 +329,7 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
     problems: list[str] = json.loads(done["out"].splitlines()[-1])
     if not problems:
         return ""
-    told = f"{'; '.join(problems)} (looked for with {ready.python} on {ready.link.host})"
+    told = f"{'; '.join(problems)} (looked for with {ready.python} on {ready.channel.host})"
     if ready.settings.setup or ready.settings.srun_args:
         return f"{told}: fine if slurm.setup or slurm.srun_args bring it on the nodes"
     raise KitError(

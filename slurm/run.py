@@ -1,6 +1,6 @@
 """One run that Slurm has: submitted, followed in lines, stopped.
 
-All is done through one link to the login node, or to this machine where it is one: files in the shared folder, and
+All is done through one channel to the login node, or to this machine where it is one: files in the shared folder, and
 Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
 """
 
@@ -11,8 +11,8 @@ import shlex
 import time
 from collections.abc import Sequence
 
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
@@ -92,10 +92,10 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
 
 def is_there(run: Run, options: SshOptions) -> bool:
     """Whether Slurm still has the job of a run, waiting or running; how it ended is written down."""
-    with login(restore(run.inventory), options) as link:
-        job = Slurm(link).job(run.slurm["job_id"])
+    with login(restore(run.inventory), options) as channel:
+        job = Slurm(channel).job(run.slurm["job_id"])
         if job.is_over:
-            record_end(run, link, job)
+            record_end(run, channel, job)
         return not job.is_over
 
 
@@ -114,12 +114,12 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
 
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
     with (
-        login(restore(run.inventory), options.ssh) as link,
-        metrics.served(run, link, options.metrics),
+        login(restore(run.inventory), options.ssh) as channel,
+        metrics.served(run, channel, options.metrics),
         sigterm_interrupts(),
     ):
-        slurm, job_id = Slurm(link), run.slurm["job_id"]
-        shown = _Shown(link, run, tail_bytes, quiet=options.quiet)
+        slurm, job_id = Slurm(channel), run.slurm["job_id"]
+        shown = _Shown(channel, run, tail_bytes, quiet=options.quiet)
         try:
             line = ""
             looked_at = -LOOK_S
@@ -144,19 +144,19 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             while shown.more(final=True):
                 pass
             if is_over:
-                forget_secrets(run, link)
+                forget_secrets(run, channel)
             run.finish_stopped()
             print(f"{run.run_id} is stopped", flush=True)
-            bring_logs(run, link)
+            bring_logs(run, channel)
             return runs.STOPPED_EXIT
-        return conclude(run, link, job)
+        return conclude(run, channel, job)
 
 
 class _Shown:
     """What the leader has said, as far as it has been shown."""
 
-    def __init__(self, link: Link, run: Run, tail_bytes: int | None, *, quiet: bool) -> None:
-        self._link = link
+    def __init__(self, channel: HostChannel, run: Run, tail_bytes: int | None, *, quiet: bool) -> None:
+        self._channel = channel
         self._folder = f"{run.slurm['run_dir']}/slurm"
         self._offsets: dict[str, int] | None = None
         self._tail_bytes = tail_bytes
@@ -164,7 +164,7 @@ class _Shown:
 
     def more(self, *, final: bool = False) -> bool:
         """Show what is new; whether anything was."""
-        self._offsets, found = self._link.call(
+        self._offsets, found = self._channel.call(
             "hostfollow.logs",
             timeout_s=LOGIN_TIMEOUT_S,
             node_dir=self._folder,
@@ -189,10 +189,10 @@ def _cancel(slurm: Slurm, job_id: str) -> bool:
     return False
 
 
-def conclude(run: Run, link: Link, job: Job) -> int:
+def conclude(run: Run, channel: HostChannel, job: Job) -> int:
     """Write down and say how a run ended whose job is over; kit's exit status."""
-    exit_status, is_told = record_end(run, link, job)
-    bring_logs(run, link)
+    exit_status, is_told = record_end(run, channel, job)
+    bring_logs(run, channel)
     if run.state == "stopped":
         print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
     elif not is_told:
@@ -205,17 +205,17 @@ def conclude(run: Run, link: Link, job: Job) -> int:
         )
         print(
             f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
-            f"  what its tasks said   {link.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
+            f"  what its tasks said   {channel.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
         )
-    if used := usage(Slurm(link), run.slurm["job_id"], wait_s=ACCOUNT_S):
+    if used := usage(Slurm(channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
         print(f"  used       {used.line()}")
     return exit_status
 
 
-def bring_logs(run: Run, link: Link, *, is_asked: bool = False) -> None:
+def bring_logs(run: Run, channel: HostChannel, *, is_asked: bool = False) -> None:
     """Have the logs here, where the command line or the inventory wants that; it changes nothing of how it ended."""
     if is_asked or restore(run.inventory).logs.fetch:
-        fetchlogs.quietly(lambda: fetch_logs(run, link), run, lambda text: print(text, flush=True))
+        fetchlogs.quietly(lambda: fetch_logs(run, channel), run, lambda text: print(text, flush=True))
 
 
 def _how_to_resume(run: Run) -> str:
@@ -224,23 +224,23 @@ def _how_to_resume(run: Run) -> str:
 
 def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
     """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
-    with login(restore(run.inventory), options) as link:
-        slurm, job_id = Slurm(link), run.slurm["job_id"]
+    with login(restore(run.inventory), options) as channel:
+        slurm, job_id = Slurm(channel), run.slurm["job_id"]
         job = slurm.job(job_id)
         if job.is_over:
-            forget_secrets(run, link)
+            forget_secrets(run, channel)
             if run.state not in runs.ENDED:
-                record_end(run, link, job)
+                record_end(run, channel, job)
             print(f"{run.run_id} is not running ({run.state})")
-            bring_logs(run, link, is_asked=fetch)
+            bring_logs(run, channel, is_asked=fetch)
             return 0
         run.say_stop(by)
         if not _cancel(slurm, job_id):
             raise KitError(
                 f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
             )
-        forget_secrets(run, link)
+        forget_secrets(run, channel)
         run.finish_stopped()
         print(f"{run.run_id} is stopped")
-        bring_logs(run, link, is_asked=fetch)
+        bring_logs(run, channel, is_asked=fetch)
     return 0

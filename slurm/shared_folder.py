@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records import events, fetchlogs, runs
@@ -34,35 +34,35 @@ def leader_folder(run: Run) -> str:
     return f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
 
 
-def record_of(run: Run, link: Link) -> Run | None:
+def record_of(run: Run, channel: HostChannel) -> Run | None:
     """The leader's record of a run; None before it has one."""
-    text = read(link, f"{leader_folder(run)}/run.json")
+    text = read(channel, f"{leader_folder(run)}/run.json")
     return Run(**json.loads(text)) if text else None
 
 
-def events_of(run: Run, link: Link) -> list[str]:
+def events_of(run: Run, channel: HostChannel) -> list[str]:
     """The lines of the leader's events."""
-    parts = of_node(link, leader_folder(run), timeout_s=LOGIN_TIMEOUT_S)
+    parts = of_node(channel, leader_folder(run), timeout_s=LOGIN_TIMEOUT_S)
     return [line for found in parts for _, _, line in found]
 
 
-def node_statuses(run: Run, link: Link) -> dict[str, NodeStatus]:
+def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
     """What each node does, as the leader has heard it last."""
-    found: dict[str, NodeStatus] = link.call(
+    found: dict[str, NodeStatus] = channel.call(
         "current_status.statuses", timeout_s=LOGIN_TIMEOUT_S, folder=leader_folder(run)
     )
     return found
 
 
-def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
+def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
     """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
 
     Its secrets are removed, should it have been killed before it could, or cancelled before it began.
     """
-    forget_secrets(run, link)
-    result = json.loads(read(link, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
-    record = record_of(run, link)
-    if lines := events_of(run, link):
+    forget_secrets(run, channel)
+    result = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
+    record = record_of(run, channel)
+    if lines := events_of(run, channel):
         write_private(str(run.folder / events.FILE), "".join(lines).encode())
     # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
     is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
@@ -71,7 +71,7 @@ def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
         is_cancelled = job.state == "CANCELLED" and record.state == "stopped"
         run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict, record.cause)
         return int(result["exit"]), True
-    used = usage(Slurm(link), run.slurm["job_id"])
+    used = usage(Slurm(channel), run.slurm["job_id"])
     state = job.state or (used.state if used else "")
     if state.startswith("CANCELLED"):
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
@@ -83,32 +83,32 @@ def record_end(run: Run, link: Link, job: Job) -> tuple[int, bool]:
     return JobFailed.exit_code, False
 
 
-def forget_secrets(run: Run, link: Link) -> None:
+def forget_secrets(run: Run, channel: HostChannel) -> None:
     """Remove the secrets that the job of a run, which is over, may have left; said where that fails."""
     try:
-        remove_private(link, [run.slurm["run_dir"]], run.slurm.get("private", "").split())
+        remove_private(channel, [run.slurm["run_dir"]], run.slurm.get("private", "").split())
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr, flush=True)
 
 
-def fetch_logs(run: Run, link: Link) -> Fetched:
+def fetch_logs(run: Run, channel: HostChannel) -> Fetched:
     """Copy the logs of a run to this machine.
 
     Raises:
         KitError: it has none, or they cannot be written here.
     """
-    record = record_of(run, link)
+    record = record_of(run, channel)
     if record is None:
-        raise KitError(f"{run.run_id} has not started: {Slurm(link).job(run.slurm['job_id']).line()}")
-    return fetchlogs.fetch_run(run, dict.fromkeys(record.nodes, link), record=record)
+        raise KitError(f"{run.run_id} has not started: {Slurm(channel).job(run.slurm['job_id']).line()}")
+    return fetchlogs.fetch_run(run, dict.fromkeys(record.nodes, channel), record=record)
 
 
 class SharedFolder:
     """What is new in the shared folder."""
 
-    def __init__(self, run: Run, link: Link) -> None:
+    def __init__(self, run: Run, channel: HostChannel) -> None:
         self._run = run
-        self._link = link
+        self._channel = channel
         self._folder = leader_folder(run)
         self._events_at: Sequence[Any] = ("", 0)
         self._offsets: dict[str, int] | None = None
@@ -116,7 +116,7 @@ class SharedFolder:
 
     def events(self) -> list[events.Event]:
         """Those of the leader's record since the last call."""
-        found = self._link.call(
+        found = self._channel.call(
             "hostfollow.events",
             timeout_s=LOGIN_TIMEOUT_S,
             node_dir=self._folder,
@@ -129,7 +129,7 @@ class SharedFolder:
 
     def logs(self) -> list[tuple[str, str, str]]:
         """Lines of the ranks, as the leader shows them: node, rank, line."""
-        self._offsets, found = self._link.call(
+        self._offsets, found = self._channel.call(
             "hostfollow.logs",
             timeout_s=LOGIN_TIMEOUT_S,
             node_dir=f"{self._run.slurm['run_dir']}/slurm",
@@ -142,13 +142,13 @@ class SharedFolder:
     def statuses(self) -> tuple[dict[str, NodeStatus], dict[str, str]]:
         """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
         if not self._nodes:
-            record = record_of(self._run, self._link)
+            record = record_of(self._run, self._channel)
             self._nodes = list(record.nodes) if record else []
             if not self._nodes:
                 return {}, {}
-        told = json.loads(read(self._link, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
+        told = json.loads(read(self._channel, f"{self._run.slurm['run_dir']}/slurm/absent.json") or "{}")
         absent = told.get("nodes", []) if told.get("job") == self._run.slurm["job_id"] else []
-        heard = node_statuses(self._run, self._link)
+        heard = node_statuses(self._run, self._channel)
         found = {name: heard[name] for name in self._nodes if name in heard}
         lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
         return found, {**lines, **dict.fromkeys(absent, LOST)}

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases, count
@@ -153,9 +153,9 @@ def _start(
             run_dir = f"{ready.shared_dir}/runs/{run_id}"
             ready.place(run_dir, own, command)
             # They share the code: none of them changes it.
-            status, _, err = Slurm(ready.link).run("ln", "-sfn", f"../{sweep_id}/code", f"{run_dir}/code")
+            status, _, err = Slurm(ready.channel).run("ln", "-sfn", f"../{sweep_id}/code", f"{run_dir}/code")
             if status:
-                raise KitError(f"{ready.link.host}: {err.strip()}")
+                raise KitError(f"{ready.channel.host}: {err.strip()}")
             run.slurm["values"] = variant.values
             todo.append((run, own, run_dir))
         with phases.phase("submit") as said:
@@ -188,24 +188,24 @@ def _arrays(members: Sequence[Run]) -> list[str]:
 
 def _look(members: Sequence[Run], options: SshOptions) -> None:
     """Write down of those that are over how they ended."""
-    with login(restore(members[0].inventory), options) as link:
-        _record_ends(link, members, _jobs(Slurm(link), members))
+    with login(restore(members[0].inventory), options) as channel:
+        _record_ends(channel, members, _jobs(Slurm(channel), members))
 
 
-def _record_ends(link: Link, members: Sequence[Run], jobs: dict[str, Job]) -> None:
+def _record_ends(channel: HostChannel, members: Sequence[Run], jobs: dict[str, Job]) -> None:
     for run in _live(members):
         if jobs[run.run_id].is_over:
-            record_end(run, link, jobs[run.run_id])
+            record_end(run, channel, jobs[run.run_id])
 
 
 def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
-    with login(restore(members[0].inventory), options.ssh) as link, sigterm_interrupts():
+    with login(restore(members[0].inventory), options.ssh) as channel, sigterm_interrupts():
         told: dict[str, str] = {}
         try:
             while live := _live(members):
-                jobs = _jobs(Slurm(link), live)
-                _record_ends(link, live, jobs)
+                jobs = _jobs(Slurm(channel), live)
+                _record_ends(channel, live, jobs)
                 for run in live:
                     line = (
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
@@ -216,28 +216,28 @@ def watch(members: list[Run], options: Options) -> int:
                 if _live(live):
                     time.sleep(LOOK_S)
         except KeyboardInterrupt as interrupt:
-            _stop(link, members, str(interrupt) or "Ctrl-C")
+            _stop(channel, members, str(interrupt) or "Ctrl-C")
             return runs.STOPPED_EXIT
-        print(f"\n{_table(link, members)}")
+        print(f"\n{_table(channel, members)}")
     return 0 if all(run.state == "succeeded" for run in members) else JobFailed.exit_code
 
 
 def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int:
     """Cancel what is left of a sweep, and with `fetch` copy its logs to this machine; the exit status."""
-    with login(restore(members[0].inventory), options) as link:
-        _record_ends(link, members, _jobs(Slurm(link), members))
+    with login(restore(members[0].inventory), options) as channel:
+        _record_ends(channel, members, _jobs(Slurm(channel), members))
         if _live(members):
-            _stop(link, members, "kit down")
+            _stop(channel, members, "kit down")
         else:
             print(f"{members[0].sweep} is not running")
         for run in members if fetch else ():
-            runner.bring_logs(run, link, is_asked=True)
+            runner.bring_logs(run, channel, is_asked=True)
     return 0
 
 
-def _stop(link: Link, members: list[Run], by: str) -> None:
+def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
     live = _live(members)
-    slurm, sweep_id = Slurm(link), members[0].sweep
+    slurm, sweep_id = Slurm(channel), members[0].sweep
     for run in live:
         run.say_stop(by)
     print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
@@ -252,29 +252,29 @@ def _stop(link: Link, members: list[Run], by: str) -> None:
                 cure=f"see squeue --job {jobs}",
             )
         time.sleep(runner.POLL_S)
-    _record_ends(link, live, _jobs(slurm, live))
+    _record_ends(channel, live, _jobs(slurm, live))
     print(f"{sweep_id} is stopped", flush=True)
 
 
 def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
     """Print a table of the runs of a sweep; the exit status."""
-    with login(restore(members[0].inventory), options) as link:
-        jobs = _jobs(Slurm(link), members)
-        _record_ends(link, members, jobs)
+    with login(restore(members[0].inventory), options) as channel:
+        jobs = _jobs(Slurm(channel), members)
+        _record_ends(channel, members, jobs)
         if as_json:
             rows = [
-                {**runs.public(run), "values": run.sweep_values, **_progress(link, run)} for run in members
+                {**runs.public(run), "values": run.sweep_values, **_progress(channel, run)} for run in members
             ]
             print(json.dumps(rows, indent=2))
             return 0
-        print(_table(link, members, jobs))
+        print(_table(channel, members, jobs))
     return 0
 
 
-def _table(link: Link, members: list[Run], jobs: dict[str, Job] | None = None) -> str:
+def _table(channel: HostChannel, members: list[Run], jobs: dict[str, Job] | None = None) -> str:
     rows = [("run", "values", "state", "step", "result")]
     for run in members:
-        found = _progress(link, run)
+        found = _progress(channel, run)
         job = (jobs or {}).get(run.run_id)
         state = run.state
         if job is not None and run.state in runs.LIVE:
@@ -288,18 +288,18 @@ def _table(link: Link, members: list[Run], jobs: dict[str, Job] | None = None) -
     )
 
 
-def _progress(link: Link, run: Run) -> dict[str, Any]:
+def _progress(channel: HostChannel, run: Run) -> dict[str, Any]:
     """How far a run is (``12/46 …``), and the numbers in its result.json, as its first node has them."""
-    record = record_of(run, link)
+    record = record_of(run, channel)
     node = (
         min(record.nodes.values(), key=lambda each: int(each["node_rank"]), default=None) if record else None
     )
     if node is None:
         return {"progress": "", "result": {}}
-    told = node_statuses(run, link).get(node["name"], {})
+    told = node_statuses(run, channel).get(node["name"], {})
     result: Any = None
     with contextlib.suppress(ValueError):
-        result = json.loads(read(link, f"{node['node_dir']}/output/result.json") or "{}")
+        result = json.loads(read(channel, f"{node['node_dir']}/output/result.json") or "{}")
     numbers = result.items() if isinstance(result, dict) else ()
     return {
         "progress": str(told.get("progress") or ""),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics.metrics_port import Place
@@ -50,13 +50,13 @@ def watch(
     leaves = "leave this view; the job goes on"
     doing = Doing(leaves=leaves, interrupts="cancel the job" if cancels else leaves)
     with (
-        login(restore(run.inventory), options) as link,
-        metrics.served(run, link, metrics_at),
+        login(restore(run.inventory), options) as channel,
+        metrics.served(run, channel, metrics_at),
         FullScreen(watched, doing) as view,
         sigterm_interrupts(),
     ):
         try:
-            job = _follow(run, link, watched, view)
+            job = _follow(run, channel, watched, view)
         except Left:
             return _goes_on(run, view)
         except KeyboardInterrupt as interrupt:
@@ -66,7 +66,7 @@ def watch(
         except StopAsked:
             return _cancel(run, options, view, "kit watch")
         view.close()
-        return runner.conclude(run, link, job)
+        return runner.conclude(run, channel, job)
 
 
 def _goes_on(run: Run, view: FullScreen) -> int:
@@ -88,10 +88,10 @@ def _print(run: Run, options: SshOptions) -> int:
     return runner.watch(run, as_up, tail_bytes=ATTACH_TAIL_BYTES, cancels=False)
 
 
-def _follow(run: Run, link: Link, watched: ViewModel, view: FullScreen) -> Job:
+def _follow(run: Run, channel: HostChannel, watched: ViewModel, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
-    source = SharedFolder(run, link)
-    slurm = Slurm(link)
+    source = SharedFolder(run, channel)
+    slurm = Slurm(channel)
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, NodeStatus] = {}
     while True:

@@ -1,4 +1,4 @@
-"""Agents started by hand on this machine, as `kit up` starts them: links, a held port, warm, go."""
+"""Agents started by hand on this machine, as `kit up` starts them: channels, a held port, warm, go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import warm_agents
 
 import nodekit.deploy
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.connect.channel import HostChannel, open_local
 
 KIT_DIR = str(Path(nodekit.deploy.__file__).parent.parent.parent)
 
@@ -48,7 +48,7 @@ class Agents:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.links: dict[str, Link] = {}
+        self.channels: dict[str, HostChannel] = {}
         self.marker = f"NODEKIT_TEST={folder}"
         (folder / "code").mkdir(parents=True)
 
@@ -63,8 +63,8 @@ class Agents:
         names = [f"n{number}" for number in range(num_nodes)]
         secrets = changes.pop("secrets", {})
         for name in names:
-            self.links[name] = open_local(name, sys.executable)
-        port = self.links["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
+            self.channels[name] = open_local(name, sys.executable)
+        port = self.channels["n0"].call("hold_port", timeout_s=5, address="127.0.0.1")
         for name in names:
             self._prestart(name, python, secrets)
         for rank, name in enumerate(names if go else ()):
@@ -78,7 +78,7 @@ class Agents:
         self._start(self.spec(name, **changes))
 
     def _prestart(self, name: str, python: str, secrets: dict[str, str]) -> None:
-        self.links[name].call(
+        self.channels[name].call(
             "prestart",
             timeout_s=10,
             node_dir=str(self.node_dir(name)),
@@ -88,7 +88,7 @@ class Agents:
         )
 
     def _start(self, spec: AgentSpec) -> None:
-        self.links[spec.name].call(
+        self.channels[spec.name].call(
             "start",
             timeout_s=10,
             node_dir=spec.node_dir,
@@ -125,7 +125,7 @@ class Agents:
         return AgentSpec(**{**values, **changes})
 
     def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.links[name].call(
+        found: dict[str, Any] = self.channels[name].call(
             "status", timeout_s=10, node_dir=str(self.node_dir(name))
         )
         return found
@@ -146,10 +146,10 @@ class Agents:
         return path.read_text()
 
     def close(self) -> None:
-        for name, link in self.links.items():
+        for name, channel in self.channels.items():
             with contextlib.suppress(Exception):
-                link.call("stop", timeout_s=10, node_dir=str(self.node_dir(name)), grace_s=0.0, force=True)
-            link.close()
+                channel.call("stop", timeout_s=10, node_dir=str(self.node_dir(name)), grace_s=0.0, force=True)
+            channel.close()
         with contextlib.suppress(AssertionError):  # a killed agent's fork server needs a moment to see it
             until(lambda: not processes_of(self.marker), timeout_s=5)
         left = processes_of(self.marker)

@@ -1,4 +1,4 @@
-"""Nodes that are not there: links that answer as a host would, as late as a seed says, and what runs on them."""
+"""Nodes that are not there: channels that answer as a host would, as late as a seed says, and what runs on them."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ class Nodes:
         """Operation → what it does on a node, in place of nothing."""
         self.parts: dict[str, list[dict[str, Any]]] = {}
         """Node → what it says before it repeats its status, each once."""
-        self.loses_links = False
+        self.loses_channels = False
         self.are_gone = False
         file = folder / "lab.yaml"
         file.write_text("network: 10.0.0.0/24\nnodes: 1:4\nhosts: {a: , b: , c: , d: }\njob: {code: .}\n")
         self.inventory = load_inventory(file)
 
-        def gather(links: dict[str, FakeLink], *_: object, **__: object) -> dict[str, Facts]:
+        def gather(channels: dict[str, FakeChannel], *_: object, **__: object) -> dict[str, Facts]:
             # Each time it is at another address: its plan changes.
             return {
                 name: facts(name, address=f"10.0.0.{1 + NAMES.index(name) + 10 * self.number(10)}")
-                for name in links
+                for name in channels
             }
 
         built = plan.build(
@@ -109,7 +109,7 @@ class Nodes:
         )
         self.run.save()
         monkeypatch.setattr(check, "gather", gather)
-        self.client = NodeClient(self.run, self.inventory, {name: FakeLink(name, self) for name in NAMES})
+        self.client = NodeClient(self.run, self.inventory, {name: FakeChannel(name, self) for name in NAMES})
 
     def number(self, below: int) -> int:
         """The next one of this seed."""
@@ -120,18 +120,18 @@ class Nodes:
         """As long as the seed says; mostly not at all."""
         time.sleep(max(0, self.number(12) - 6) / 1000)
 
-    def reopen(self, name: str) -> FakeLink:
-        """Another link."""
+    def reopen(self, name: str) -> FakeChannel:
+        """Another channel."""
         self.pause()
-        return FakeLink(name, self)
+        return FakeChannel(name, self)
 
     def of(self, op: str) -> list[tuple[str, dict[str, Any]]]:
         """Node and arguments of the calls of an operation."""
         return [(name, args) for name, called, args in list(self.calls) if called == op]
 
 
-class FakeLink:
-    """A link to one of them."""
+class FakeChannel:
+    """A channel to one of them."""
 
     def __init__(self, host: str, nodes: Nodes) -> None:
         self.host = host
@@ -159,7 +159,7 @@ class FakeLink:
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
         while True:
             self._nodes.pause()
-            if self._nodes.are_gone or (self._nodes.loses_links and not self._nodes.number(10)):
+            if self._nodes.are_gone or (self._nodes.loses_channels and not self._nodes.number(10)):
                 raise HostError(self.host, "the connection is gone")
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": []})
             time.sleep(0.002)

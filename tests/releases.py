@@ -38,7 +38,7 @@ RELEASES = (
     "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.14.0", "2.15.0",
 )  # fmt: skip
 """One of each line of releases that kit runs a user's script with, besides the installed one."""
-IN_VENVS = ("2.4.1", "2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.14.0", "2.15.0")
+IN_VENVS = ("2.4.1", "2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.14.1", "2.15.0")
 VENV_TESTS = (
     "tests/deploy/agent/test_rendezvous.py",
     "tests/deploy/agent/test_agent.py",
@@ -48,12 +48,11 @@ VENV_TESTS = (
 _DESCRIPTORS = (
     "tests/deploy/agent/test_agent.py::test_an_agent_outlives_that_strangers_have_all_its_descriptors"
 )
+_FRESH = "tests/deploy/agent/test_workers.py::test_a_fork_is_to_a_script_what_a_fresh_interpreter_is"
 DIFFERENT = {
-    (2, 4): (
-        _DESCRIPTORS,
-        "tests/deploy/agent/test_workers.py::test_a_fork_is_to_a_script_what_a_fresh_interpreter_is",
-    ),
+    (2, 4): (_DESCRIPTORS, _FRESH),
     (2, 6): (_DESCRIPTORS,),
+    (2, 8): (_FRESH,),
 }
 """What is known to be different with a line of releases; docs/releases.md says how."""
 VENVS = "--venvs"

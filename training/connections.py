@@ -1,39 +1,62 @@
-"""The connections of this process's process group, so that a collective can be ended that waits for a lost rank.
+"""The connections of this process's process groups, so that a collective can be ended that waits for a lost rank.
 
 gloo has no call for that (torch 2.14), but each of its waiting threads ends with an error when its socket is shut.
 """
 
+import functools
 import os
 import re
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
-_OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer|Broken pipe|Connection refused")
+_OF_GLOO = re.compile(
+    r"gloo|Connection (closed|reset) by peer|Broken pipe|Connection refused|Horovod has been shut down"
+)
 """What an error of gloo's says, or Horovod's."""
-_opened: set[tuple[int, int]] = set()
+Connections = set[tuple[int, int]]
+"""Descriptor and inode of each."""
+_opened: Connections = set()
+
+
+def remember() -> None:
+    """Remember the connections of the process groups that are made from here on, and of no earlier ones."""
+    _opened.clear()
+    c10d: Any = dist.distributed_c10d
+    make = c10d._new_process_group_helper
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        with opened():
+            return make(*args, **kwargs)
+
+    # What init_process_group and new_group have in common. It has had this name since torch 1.8, and has it in 2.14.
+    c10d._new_process_group_helper = make_and_remember
 
 
 @contextmanager
-def opened() -> Iterator[None]:
-    """Remember the connections that are opened within the block, and forget those of an earlier one."""
-    before = _sockets()
+def opened() -> Iterator[Connections]:
+    """Remember also the connections that are opened within the block; they are in what it yields, when it is over."""
+    before, found = _sockets(), Connections()
     try:
-        yield
+        yield found
     finally:
-        _opened.clear()
-        _opened.update(_sockets() - before)
+        found.update(_sockets() - before)
+        _opened.update(found)
 
 
-def shut_down() -> None:
-    """Shut the connections that were opened, in both directions; does nothing for those that are closed by now.
+def shut_down(which: Connections = _opened) -> None:
+    """Shut these or all that are remembered, in both directions; does nothing for those that are closed by now.
 
     Not a socket that listens: gloo ends the process if that one fails.
     """
-    for descriptor, inode in _opened & _sockets():
+    for descriptor, inode in which & _sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             is_same = os.fstat(connection.fileno()).st_ino == inode  # the number may be another's by now
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -41,9 +64,9 @@ def shut_down() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of each socket of this process; none where there is no /proc."""
-    found = set()
+def _sockets() -> Connections:
+    """Each socket of this process; none where there is no /proc."""
+    found = Connections()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # a Path for each costs more
             with suppress(OSError):

@@ -24,6 +24,8 @@ class EngineInfo:
     """Whether it is a single process, whatever the number of GPUs."""
     libraries: tuple[str, ...] = ()
     """The packages that it imports beyond torch."""
+    reforms: bool = False
+    """Whether its ranks keep their processes and their step when another one is lost, over gloo (``reform``)."""
     is_cpu_only: bool = False
     """Whether it exchanges tensors on the CPU alone."""
     fp16_on_cpu: str = ""
@@ -31,22 +33,29 @@ class EngineInfo:
 
 
 ENGINES = {
-    "ddp": EngineInfo("a copy of the model on each rank, gradients averaged (DistributedDataParallel)"),
+    "ddp": EngineInfo(
+        "a copy of the model on each rank, gradients averaged (DistributedDataParallel)", reforms=True
+    ),
     "fsdp": EngineInfo("each rank keeps a part of the weights, gradients and optimizer (FSDP2)"),
     "single": EngineInfo("one process, one device", is_alone=True),
     "accelerate": EngineInfo(
-        "Hugging Face Accelerate", libraries=("accelerate",), fp16_on_cpu="takes it for fp32"
+        "Hugging Face Accelerate", libraries=("accelerate",), reforms=True, fp16_on_cpu="takes it for fp32"
     ),
     "fabric": EngineInfo(
-        "Lightning Fabric", libraries=("lightning_fabric",), fp16_on_cpu="takes it for bf16"
+        "Lightning Fabric", libraries=("lightning_fabric",), reforms=True, fp16_on_cpu="takes it for bf16"
     ),
     "trainer": EngineInfo(
-        "the transformers Trainer", libraries=("transformers", "accelerate"), fp16_on_cpu="takes it for fp32"
+        "the transformers Trainer",
+        libraries=("transformers", "accelerate"),
+        reforms=True,
+        fp16_on_cpu="takes it for fp32",
     ),
     "deepspeed": EngineInfo(
         "DeepSpeed's ZeRO, --zero 0 to 3", libraries=("deepspeed",), fp16_on_cpu="refuses it"
     ),
-    "horovod": EngineInfo("Horovod, over gloo, on the CPU", libraries=("horovod",), is_cpu_only=True),
+    "horovod": EngineInfo(
+        "Horovod, over gloo, on the CPU", libraries=("horovod",), reforms=True, is_cpu_only=True
+    ),
     "dp": EngineInfo(
         "one process, all its GPUs, a thread for each (DataParallel); ddp is faster with as many ranks",
         is_alone=True,

@@ -2,7 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Made(NamedTuple):
+    """Which state it is: ranks whose states are made alike have equal ones."""
+
+    age: tuple[int, int]
+    """(generation, step)."""
+    attempt: str
+    """By a number that the ranks drew together: a step that is done again in another attempt has another rounding."""
 
 
 @dataclass
@@ -15,6 +24,13 @@ class Kept:
     """(generation, step)."""
     save: Callable[[], bool]
     """Saves it without the other ranks; False if that failed."""
+    attempt: str = ""
+    """As in `Made`."""
+
+    @property
+    def made(self) -> Made:
+        """Which state it is."""
+        return Made(self.age, self.attempt)
 
     @property
     def is_held(self) -> bool:

@@ -277,6 +277,7 @@ class Loop:
                     break
             with self.waits.for_others():
                 self._sums.settle()
+                self.engine.average()
             self.last_whole_step.update_begins()
 
         if not getattr(self.engine, "drive", self._drive)(num_steps, compute, self._end_step):
@@ -433,6 +434,7 @@ class Loop:
             state,
             (self.world.generation or 0, step),
             functools.partial(self.saver.save_alone, state, step=step),
+            self.saver.snapshots.attempt,
         )
 
     def _has_all_of(self, state: State) -> bool:

@@ -1,4 +1,7 @@
-"""The options of ``python -m nodekit.training``, each declared once; training/arguments.py reads them."""
+"""The options of ``python -m nodekit.training``, each declared once, and what follows from them.
+
+For one: the learning rate of a step, the size of micro-batches. training/arguments.py reads them.
+"""
 
 import math
 import sys
@@ -77,6 +80,7 @@ def _all_but(engine: str, reason: str) -> dict[str, str]:
     return {name: reason for name in ENGINES if name != engine}
 
 
+_REFORMING = tuple(name for name, info in ENGINES.items() if info.reforms)
 _ALONE = dict.fromkeys(ALONE, "is one process, with nobody to exchange anything with")
 _FINDS_UNUSED = dict.fromkeys(("fsdp", "deepspeed", "horovod"), "finds them without being told")
 _PLAIN_GRADIENTS = dict.fromkeys(("fsdp", "deepspeed"), "sends gradients as they are")
@@ -272,8 +276,8 @@ class Options:
     on_lost_rank: str = _how(
         "reform",
         "when another rank is lost, under kit: save the last step and be started again, or keep it in memory, wait for "
-        "the other nodes and go on in the same process (engines ddp, accelerate, fabric, trainer, over gloo; elsewhere "
-        "restart)",
+        f"the other nodes and go on in the same process (engines {', '.join(_REFORMING)}, over gloo; "
+        "elsewhere restart)",
         choices=["restart", "reform"],
         type=str,
         may_change=True,

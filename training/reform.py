@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nodekit.training.agent_messages import NextAttempt
+from nodekit.training.engine_info import ENGINES
 
 if TYPE_CHECKING:
     from nodekit.training.kept import Kept
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nodekit.training")
 
-ENGINES = ("ddp", "accelerate", "fabric", "trainer")
 MOST_ATTEMPTS = 50
 """In so many a process takes part: each leaves three threads, five descriptors and 1 MB of gloo's behind."""
 JOINING_S = 1.0
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 def can_go_on(options: "Options", world: "World") -> bool:
     """Whether this process may go on in another attempt."""
-    return options.on_lost_rank == "reform" and options.engine in ENGINES and not why_not(world)
+    return options.on_lost_rank == "reform" and ENGINES[options.engine].reforms and not why_not(world)
 
 
 def why_not(world: "World") -> str:

@@ -181,16 +181,16 @@ class World:
             if self.launched
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
-        with connections.opened():
-            dist.init_process_group(
-                self.backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=self.timeout_s),
-                # Connect now, and name the right device.
-                device_id=self.device if self.backend == "nccl" else None,
-            )
+        connections.remember()
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.timeout_s),
+            # Connect now, and name the right device.
+            device_id=self.device if self.backend == "nccl" else None,
+        )
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi assigns its own
             found = f"{dist.get_rank()} of {dist.get_world_size()}"
             dist.destroy_process_group()

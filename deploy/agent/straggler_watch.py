@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.stragglers import naming
 from nodekit.deploy.agent.stragglers.measure import Measure
+from nodekit.deploy.agent.stragglers.sampled import Sampler
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
 LOOK_S = 1.0
@@ -33,7 +36,12 @@ class StragglerWatch:
             if number != formed.group_rank and each.get("address")
         }
         self._is_alone = len(formed.members) < 2 and len(pids) < 2
-        self._measure = Measure(pids, self._record.progress_dir, peers)
+        self._sampler = None
+        if int(os.environ.get("NODEKIT_NUM_GPUS") or 0) and not self._is_alone:
+            self._sampler = Sampler(pids, python=sys.executable)
+            self._sampler.begin(self._window_s)
+        samples = self._sampler.shares if self._sampler else None
+        self._measure = Measure(pids, self._record.progress_dir, peers, samples)
         self._windows: deque[dict[str, naming.NodeWindow]] = deque(maxlen=naming.NUM_WINDOWS)
         self._look_at = 0.0
         self._window_at = time.monotonic() + self._window_s
@@ -54,6 +62,8 @@ class StragglerWatch:
             return
         self._window_at = now + self._window_s
         own = self._measure.window(self._record.gpu_clock)
+        if self._sampler and not self._measure.all_tell:
+            self._sampler.begin(self._window_s)
         self._formed.store.set(f"slow/{self._formed.group_rank}", json.dumps(own.to_json()))
         if self._formed.group_rank == 0:
             self._compare()

@@ -142,12 +142,12 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
     peers = cluster.peer_addresses(inventory.hosts)
     with (
         sigterm_interrupts(),
-        cluster.links(inventory.hosts, options.ssh) as links,
+        cluster.channels(inventory.hosts, options.ssh) as channels,
         showing() as progress,
     ):
         measured = netbench.measure(
             inventory,
-            links,
+            channels,
             peers,
             pair_s=options.pair_s,
             reduce_s=options.time_limit_s,
@@ -158,7 +158,7 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
         job = None
         if options.model == JOB:
             try:
-                job = pacing.on_first(inventory, links, measured.nodes, progress)
+                job = pacing.on_first(inventory, channels, measured.nodes, progress)
             except KitError as error:  # the measurement is shown nevertheless
                 problems = (*measured.problems, str(error))
                 measured = dataclasses.replace(measured, problems=problems)

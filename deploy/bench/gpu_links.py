@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nodekit.deploy.connect.link import Link, on_all, source
+from nodekit.deploy.connect.channel import HostChannel, on_all, source
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.preflight import nvidia_smi
 from nodekit.inventory.errors import HostError
@@ -45,7 +45,7 @@ class GpuPair:
 
 def measure_gpus(
     nodes: Sequence[NodePlan],
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     progress: Callable[[str, int, int], None],
     *,
     one_at_a_time: bool,
@@ -54,7 +54,7 @@ def measure_gpus(
 
     Args:
         nodes: of the plan, with their GPUs.
-        links: to them.
+        channels: to them.
         progress: is told how many nodes are done.
         one_at_a_time: since several of them are one machine.
     """
@@ -65,7 +65,7 @@ def measure_gpus(
     program = source("nodekit.deploy.bench.gpu_copies")
 
     def one(node: NodePlan) -> list[GpuPair]:
-        end = links[node.name].stream(
+        end = channels[node.name].stream(
             "attend",
             lambda _passed: None,
             argv=[node.python, "-u", "-", json.dumps({"size_bytes": SIZE_BYTES})],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nodekit.deploy.bench.gpu_links import GpuPair, measure_gpus
-from nodekit.deploy.connect.link import Link, RemoteError, all_or_raise, on_all, source
+from nodekit.deploy.connect.channel import HostChannel, RemoteError, all_or_raise, on_all, source
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.plan import NodePlan
@@ -110,7 +110,7 @@ class Slow:
 
 def measure(
     inventory: Inventory,
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     peers: Mapping[str, tuple[str, ...]],
     *,
     pair_s: float = PAIR_S,
@@ -123,7 +123,7 @@ def measure(
 
     Args:
         inventory: of these hosts.
-        links: to all of them.
+        channels: to all of them.
         peers: host → addresses of the others.
         pair_s: seconds for each pair.
         reduce_s: seconds for all sizes of the all-reduce, by each backend; 0: none.
@@ -134,7 +134,7 @@ def measure(
     Raises:
         KitError: a host has no single interface to measure over, or has gone.
     """
-    facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers)
+    facts = check.gather(channels, inventory, kit_digest=kit_digest, peers=peers)
     nodes = plan.build(
         inventory,
         facts,
@@ -144,7 +144,7 @@ def measure(
         kit_digest=kit_digest,
         command=("true",),
     ).nodes
-    pairs = _measure_pairs(nodes, links, facts, pair_s, progress)
+    pairs = _measure_pairs(nodes, channels, facts, pair_s, progress)
     broken = [f"{pair.name}: {pair.problem}" for pair in pairs if pair.problem]
     notes: list[str] = []
     reduced: list[Reduced] = []
@@ -155,7 +155,7 @@ def measure(
     gpu_pairs: list[GpuPair] = []
     if num_gpus and not without:
         is_shared = len({found.boot_id for found in facts.values()}) < len(nodes)
-        gpu_pairs, problems = measure_gpus(nodes, links, progress, one_at_a_time=is_shared)
+        gpu_pairs, problems = measure_gpus(nodes, channels, progress, one_at_a_time=is_shared)
         broken += problems
     if not reduce_s:
         pass
@@ -168,7 +168,7 @@ def measure(
     else:
         for backend in backends:
             try:
-                found, note = _reduce(backend, nodes, links, facts, reduce_s, max_bytes, progress)
+                found, note = _reduce(backend, nodes, channels, facts, reduce_s, max_bytes, progress)
             except KitError as error:
                 broken.append(str(error))
                 continue
@@ -202,7 +202,7 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 def _measure_pairs(
     nodes: Sequence[NodePlan],
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     facts: Mapping[str, Facts],
     seconds: float,
     progress: Progress,
@@ -214,7 +214,7 @@ def _measure_pairs(
 
     def listen(node: NodePlan) -> Any:
         address = node.local_addr
-        return links[node.name].call(
+        return channels[node.name].call(
             "linkspeed.listen", timeout_s=_CALL_S, address=address, token=token, limit_s=limit_s
         )
 
@@ -223,7 +223,7 @@ def _measure_pairs(
     def one(ends: tuple[str, str]) -> Pair:
         sender, target = ends
         try:
-            found = links[sender].call(
+            found = channels[sender].call(
                 "linkspeed.measure",
                 timeout_s=_ANSWER_S + 5 * seconds,
                 address=by_name[target].local_addr,
@@ -273,7 +273,7 @@ def sizes(max_bytes: int) -> list[int]:
 def _reduce(
     backend: str,
     nodes: Sequence[NodePlan],
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     facts: Mapping[str, Facts],
     seconds: float,
     max_bytes: int,
@@ -281,7 +281,7 @@ def _reduce(
 ) -> tuple[list[Reduced], str]:
     """Run the all-reduce with the hosts' own torch: one rank per node with gloo, per GPU with nccl."""
     first = nodes[0]
-    port = links[first.name].call("ports.free_port", timeout_s=_CALL_S, address=first.local_addr)
+    port = channels[first.name].call("ports.free_port", timeout_s=_CALL_S, address=first.local_addr)
     per_node = {node.name: len(node.gpus) if backend == "nccl" else 1 for node in nodes}
     ranks = [(node, local_rank) for node in nodes for local_rank in range(per_node[node.name])]
     on_machine = {
@@ -299,7 +299,7 @@ def _reduce(
         # torch's variables and the job's, so that the job's network settings apply.
         mine = {name: str(value) for name, value in {**own, **where}.items()}
         env = {"NCCL_DEBUG": "WARN", **node.env, **mine}
-        found: dict[str, Any] = links[node.name].stream(
+        found: dict[str, Any] = channels[node.name].stream(
             "attend",
             lambda passed: progress(f"all-reduce, {backend}", round(passed), 0) if number == 0 else None,
             argv=[node.python, "-u", "-", json.dumps(settings)],

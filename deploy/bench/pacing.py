@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nodekit.deploy.bench.forecast import Job
 from nodekit.deploy.bench.netbench import Progress
-from nodekit.deploy.connect.link import Link, all_or_raise, open_local
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise, open_local
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.supervise import node_client
@@ -40,13 +40,13 @@ class _Asked:
 
 
 def on_first(
-    inventory: Inventory, links: Mapping[str, Link], nodes: Sequence[NodePlan], progress: Progress
+    inventory: Inventory, channels: Mapping[str, HostChannel], nodes: Sequence[NodePlan], progress: Progress
 ) -> Job:
     """Run a few steps on the first node, with its python, its GPU if it has one, and the job's code.
 
     Args:
         inventory: whose job.
-        links: to its hosts.
+        channels: to its hosts.
         nodes: what they would run; kit's package is put where they say.
         progress: is told how far it is.
 
@@ -54,25 +54,25 @@ def on_first(
         KitError: the job is not the shared training module's, or fails.
     """
     node = nodes[0]
-    link = links[node.name]
+    channel = channels[node.name]
     asked = _asked(inventory, sum(each.nproc_per_node for each in nodes), node.nproc_per_node)
     progress(_WHAT, 0, 0)
     workdir = posixpath.dirname(posixpath.dirname(node.kit_dir))
-    sync.send_package(sync.package(), {node.name: link}, {node.name: workdir}, timeout_s=_TIMEOUT_S)
+    sync.send_package(sync.package(), {node.name: channel}, {node.name: workdir}, timeout_s=_TIMEOUT_S)
     if not asked.needs_code:
         return _paced(
-            link, asked, progress, python=node.python, cwd=workdir, kit_dir=node.kit_dir, env=node.env
+            channel, asked, progress, python=node.python, cwd=workdir, kit_dir=node.kit_dir, env=node.env
         )
     folder = f"{workdir}/bench-{secrets.token_hex(4)}"
     tree = node_client.list_code(inventory, None)
-    target = sync.code_target(link, tree, workdir=workdir, dest=f"{folder}/code")
+    target = sync.code_target(channel, tree, workdir=workdir, dest=f"{folder}/code")
     try:
         all_or_raise(sync.send(tree, {node.name: target}, timeout_s=_TIMEOUT_S))
         return _paced(
-            link, asked, progress, python=node.python, cwd=target.dest, kit_dir=node.kit_dir, env=node.env
+            channel, asked, progress, python=node.python, cwd=target.dest, kit_dir=node.kit_dir, env=node.env
         )
     finally:
-        link.call("execute", timeout_s=_TIMEOUT_S, argv=["rm", "-rf", "--", folder], limit_s=_TIMEOUT_S)
+        channel.call("execute", timeout_s=_TIMEOUT_S, argv=["rm", "-rf", "--", folder], limit_s=_TIMEOUT_S)
 
 
 def refuse(inventory: Inventory) -> None:
@@ -91,14 +91,14 @@ def here(inventory: Inventory, progress: Progress) -> Job:
     code = Path(inventory.job.code).expanduser().resolve()
     if not code.is_dir():
         raise KitError(f"job.code: {code} is no folder")
-    link = open_local("this machine", sys.executable)
+    channel = open_local("this machine", sys.executable)
     progress(_WHAT, 0, 0)
     try:
         return _paced(
-            link, asked, progress, python=sys.executable, cwd=str(code), kit_dir="", env=inventory.job.env
+            channel, asked, progress, python=sys.executable, cwd=str(code), kit_dir="", env=inventory.job.env
         )
     finally:
-        link.close()
+        channel.close()
 
 
 def _asked(inventory: Inventory, num_ranks: int, per_node: int) -> _Asked:
@@ -118,7 +118,7 @@ def _asked(inventory: Inventory, num_ranks: int, per_node: int) -> _Asked:
 
 
 def _paced(
-    link: Link,
+    channel: HostChannel,
     asked: _Asked,
     progress: Progress,
     *,
@@ -127,7 +127,7 @@ def _paced(
     kit_dir: str,
     env: Mapping[str, str],
 ) -> Job:
-    done = link.stream(
+    done = channel.stream(
         "attend",
         lambda passed: progress(_WHAT, round(passed), 0),
         argv=[python, "-m", MODULE, str(asked.num_ranks), *asked.arguments],
@@ -138,12 +138,12 @@ def _paced(
     )
     if done["status"] is None:
         raise HostError(
-            link.host, f"too few steps of the job were done within {LIMIT_S:g} s", cure="give --step-time"
+            channel.host, f"too few steps of the job were done within {LIMIT_S:g} s", cure="give --step-time"
         )
     if done["status"] != 0:
         said = [line for line in done["err"].splitlines() if line.strip()]
         last = said[-1].removeprefix(f"python -m {MODULE}: ") if said else f"exit status {done['status']}"
-        raise HostError(link.host, f"the job's steps could not be tried: {last}")
+        raise HostError(channel.host, f"the job's steps could not be tried: {last}")
     told = json.loads(done["out"].splitlines()[-1])
     return Job(
         num_parameters=told["num_parameters"],

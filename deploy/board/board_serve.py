@@ -16,8 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nodekit.deploy.board.board_sync import Mirror
+from nodekit.deploy.connect.channel import (
+    CALL_TIMEOUT_S,
+    ChannelLost,
+    HostChannel,
+    RemoteError,
+    on_all,
+    open_local,
+)
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, LinkLost, RemoteError, on_all, open_local
 from nodekit.deploy.connect.tunnel import Tunnel
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
@@ -118,9 +125,9 @@ def _here(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], port: int) -> 
     for mirror in mirrors:
         mirror.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / mirror.run.run_id).symlink_to(mirror.folder)
-    link = open_local(_HERE, sys.executable)
-    stack.callback(link.close)
-    server = _Server(link, argv(sys.executable, ["--logdir", str(folder)], port))
+    channel = open_local(_HERE, sys.executable)
+    stack.callback(channel.close)
+    server = _Server(channel, argv(sys.executable, ["--logdir", str(folder)], port))
     server.wait(port)
     _say_address(port, mirrors)
     while True:
@@ -143,7 +150,7 @@ def line(mirror: Mirror) -> str:
     run = mirror.run
     if mirror.node is None or mirror.synced is None:
         return f"{run.run_id}  no curves yet ({run.state}){why}"
-    if mirror.node in mirror.problems or not mirror.links:
+    if mirror.node in mirror.problems or not mirror.channels:
         when = time.strftime("%m-%d %H:%M", time.localtime(mirror.synced))
         return f"{run.run_id}  from {mirror.node}, as of {when}: nothing newer can be had{why}"
     state = "over" if mirror.is_over else f"every {SYNC_EVERY_S:.0f} s"
@@ -174,9 +181,9 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
     for result in results.values():
         if isinstance(result, Exception):
             raise result
-    node = on or next((mirror.node for mirror in mirrors if mirror.node in mirror.links), None)
+    node = on or next((mirror.node for mirror in mirrors if mirror.node in mirror.channels), None)
     known = sorted({name for mirror in mirrors for name in mirror.places})
-    host = next((mirror for mirror in mirrors if node in mirror.links), None)
+    host = next((mirror for mirror in mirrors if node in mirror.channels), None)
     if node is None or host is None:
         problems = [problem for mirror in mirrors for problem in mirror.problems.values()]
         if on and on not in known and not (problems and not known):
@@ -191,14 +198,14 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
             print(f"{mirror.run.run_id}  not shown: its curves are on {mirror.node or 'no node'}", flush=True)
     if not folders:
         raise _none(mirrors, f"{node} has no curves", cure)
-    link = host.links[node]
+    channel = host.channels[node]
     python = str(host.plans[node]["python"])
-    there = link.call("ports.free_port", timeout_s=CALL_TIMEOUT_S)
-    is_local = link.connection is None
-    server = _Server(link, argv(python, logdir(folders), port if is_local else there))
+    there = channel.call("ports.free_port", timeout_s=CALL_TIMEOUT_S)
+    is_local = channel.connection is None
+    server = _Server(channel, argv(python, logdir(folders), port if is_local else there))
     tunnel = None
-    if link.connection is not None:
-        tunnel = Tunnel(link.connection, here=port, there=there)
+    if channel.connection is not None:
+        tunnel = Tunnel(channel.connection, here=port, there=there)
         stack.callback(tunnel.close)
     server.wait(port, tunnel)
     _say_address(port, mirrors)
@@ -224,10 +231,10 @@ def logdir(folders: Mapping[str, str]) -> list[str]:
 
 
 class _Server:
-    """TensorBoard at the other end of a link, which it does not outlive."""
+    """TensorBoard at the other end of a channel, which it does not outlive."""
 
-    def __init__(self, link: Link, argv: Sequence[str]) -> None:
-        self._link = link
+    def __init__(self, channel: HostChannel, argv: Sequence[str]) -> None:
+        self._channel = channel
         self._argv = list(argv)
         self._why: Exception | None = None
         self.ended = threading.Event()
@@ -235,7 +242,7 @@ class _Server:
 
     def _attend(self) -> None:
         try:
-            done = self._link.stream(
+            done = self._channel.stream(
                 "attend", lambda _: None, argv=self._argv, cwd="~", kit_dir="", env={}, limit_s=_LIMIT_S
             )
             said = (done["err"].strip() or done["out"].strip()).splitlines()[-3:]
@@ -243,8 +250,8 @@ class _Server:
                 found, cure = f"{self._argv[0]} has no tensorboard", "pip install tensorboard there, or here"
             else:
                 found, cure = "TensorBoard ended: " + "\n  ".join(said or ["without a word"]), ""
-            self._why = HostError(self._link.host, found, cure=cure)
-        except (LinkLost, RemoteError) as error:
+            self._why = HostError(self._channel.host, found, cure=cure)
+        except (ChannelLost, RemoteError) as error:
             self._why = error
         self.ended.set()
 
@@ -271,4 +278,4 @@ class _Server:
                     return
             except (OSError, urllib.error.URLError):
                 self.ended.wait(0.2)
-        raise HostError(self._link.host, f"TensorBoard did not answer within {READY_TIMEOUT_S:.0f} s")
+        raise HostError(self._channel.host, f"TensorBoard did not answer within {READY_TIMEOUT_S:.0f} s")

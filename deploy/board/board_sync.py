@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, RemoteError, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, RemoteError, on_all
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
@@ -97,7 +97,7 @@ class Mirror:
         """Node → its plan."""
         self.problems: dict[str, str] = {}
         """Node → why it could not be looked at."""
-        self.links: dict[str, Link] = {}
+        self.channels: dict[str, HostChannel] = {}
         self._ssh = ssh
         self._closed_at: dict[str, float] = {}
         self._is_complete = False
@@ -117,10 +117,10 @@ class Mirror:
         clock = self.run.clock_offsets
         nodes = self.plans = self._nodes()
         self.places = {name: plan.weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
-        reached = [name for name in nodes if name in self.links]
+        reached = [name for name in nodes if name in self.channels]
         listed = on_all(
             {name: name for name in reached},
-            lambda name: self.links[name].call(
+            lambda name: self.channels[name].call(
                 "board_host.event_files", timeout_s=CALL_TIMEOUT_S, folder=self.places[name]
             ),
         )
@@ -163,12 +163,12 @@ class Mirror:
         write_private(str(self.folder / NOTE), json.dumps(note).encode())
 
     def close(self) -> None:
-        """Close the links."""
+        """Close the channels."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        links, self.links = self.links, {}
-        on_all({str(id(link)): link for link in links.values()}, Link.close)
+        channels, self.channels = self.channels, {}
+        on_all({str(id(channel)): channel for channel in channels.values()}, HostChannel.close)
 
     def _is_newer(self, node: str) -> bool:
         """Whether a node's files are newer than the copy of those of one that cannot be seen."""
@@ -178,15 +178,15 @@ class Mirror:
         return there.attempt > max(attempts, default=(-1, -1)) or there.newest > (self.synced or 0.0)
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
-        """The plans of the run's nodes, with links to those that can be reached."""
+        """The plans of the run's nodes, with channels to those that can be reached."""
         backend = backend_of(self.run)
         hosts = backend.hosts(self.run)
         self._open(hosts)
-        record = backend.record(self.run, self.links)
+        record = backend.record(self.run, self.channels)
         if record is None:
             return {}
-        for host in hosts.keys() & self.links.keys():
-            self.links.update(dict.fromkeys(backend.nodes_at(record, host), self.links[host]))
+        for host in hosts.keys() & self.channels.keys():
+            self.channels.update(dict.fromkeys(backend.nodes_at(record, host), self.channels[host]))
         return record.nodes
 
     def _open(self, hosts: Mapping[str, Host]) -> None:
@@ -194,11 +194,11 @@ class Mirror:
         wanted = {
             name: host
             for name, host in hosts.items()
-            if name not in self.links and now - self._closed_at.get(name, -RETRY_S) >= RETRY_S
+            if name not in self.channels and now - self._closed_at.get(name, -RETRY_S) >= RETRY_S
         }
-        for name, result in on_all(wanted, lambda host: cluster.open_link(host, self._ssh)).items():
-            if isinstance(result, Link):
-                self.links[name] = result
+        for name, result in on_all(wanted, lambda host: cluster.open_channel(host, self._ssh)).items():
+            if isinstance(result, HostChannel):
+                self.channels[name] = result
                 self.problems.pop(name, None)
             else:
                 self._lose(name, result)
@@ -206,9 +206,9 @@ class Mirror:
     def _lose(self, name: str, error: Exception) -> None:
         self.problems[name] = str(error)
         self._closed_at[name] = time.monotonic()
-        if (link := self.links.pop(name, None)) is not None and not isinstance(error, RemoteError):
+        if (channel := self.channels.pop(name, None)) is not None and not isinstance(error, RemoteError):
             with contextlib.suppress(OSError, KitError):
-                link.close()
+                channel.close()
 
     # --- the copy ---
 
@@ -252,7 +252,7 @@ class Mirror:
             with open(own, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 while have < size:
                     data = base64.b64decode(
-                        self.links[node].call(
+                        self.channels[node].call(
                             "board_host.part_of",
                             timeout_s=CALL_TIMEOUT_S,
                             folder=self.places[node],

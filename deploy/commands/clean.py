@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from nodekit.deploy.commands import arguments
 
 if TYPE_CHECKING:
-    from nodekit.deploy.connect.link import Link
+    from nodekit.deploy.connect.channel import HostChannel
+    from nodekit.deploy.host.broken import Broken
     from nodekit.deploy.preflight.leftovers import Left
     from nodekit.inventory.schema import Inventory
 
@@ -42,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     from nodekit.inventory.load import load_inventory
 
     inventory = load_inventory(arguments.inventory(args))
-    with cluster.links(inventory.hosts, arguments.ssh_options(args), some=True) as links:
+    with cluster.channels(inventory.hosts, arguments.ssh_options(args), some=True) as channels:
         if args.forgive:
-            return _forgive(links, inventory, dry_run=args.dry_run)
-        found = leftovers.find(links, inventory)
+            return _forgive(channels, inventory, dry_run=args.dry_run)
+        found = leftovers.find(channels, inventory)
         failed = [str(each) for each in found.values() if isinstance(each, Exception)]
         here = [left for each in found.values() if not isinstance(each, Exception) for left in each]
         for left in here:
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             refused = []
         chosen = [left for left in over if left not in refused]
         if not args.dry_run:
-            failed += [str(error) for error in leftovers.end(links, inventory, chosen).values()]
+            failed += [str(error) for error in leftovers.end(channels, inventory, chosen).values()]
     for problem in failed:
         print(f"kit: {problem}", file=sys.stderr)
     for left in refused:
@@ -66,23 +67,23 @@ def run(args: argparse.Namespace) -> int:
         print(f"{len(over)} would be ended" if here else "nothing is left")
     else:
         print(f"{len(chosen)} ended" if here else "nothing is left")
-    return 1 if failed or refused or len(links) < len(inventory.hosts) else 0
+    return 1 if failed or refused or len(channels) < len(inventory.hosts) else 0
 
 
-def _forgive(links: Mapping[str, Link], inventory: Inventory, *, dry_run: bool) -> int:
+def _forgive(channels: Mapping[str, HostChannel], inventory: Inventory, *, dry_run: bool) -> int:
     """Have the hosts forget what was broken; 1 where one could not be asked."""
-    from nodekit.deploy.connect.link import CALL_TIMEOUT_S, on_all
+    from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, on_all
 
     workdirs = {host.name: host.workdir for host in inventory.hosts}
     what = "recall" if dry_run else "forgive"
 
-    def ask(link: Link) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = link.call(
-            f"broken.{what}", timeout_s=CALL_TIMEOUT_S, workdir=workdirs[link.host]
+    def ask(channel: HostChannel) -> dict[str, Broken]:
+        found: dict[str, Broken] = channel.call(
+            f"broken.{what}", timeout_s=CALL_TIMEOUT_S, workdir=workdirs[channel.host]
         )
         return found
 
-    results = on_all(links, ask)
+    results = on_all(channels, ask)
     failed = [result for result in results.values() if isinstance(result, Exception)]
     known = {host: found for host, found in results.items() if not isinstance(found, Exception)}
     for host, found in known.items():
@@ -92,7 +93,7 @@ def _forgive(links: Mapping[str, Link], inventory: Inventory, *, dry_run: bool) 
         print("nothing is to be forgiven")
     for error in failed:
         print(f"kit: {error}", file=sys.stderr)
-    return 1 if failed or len(links) < len(inventory.hosts) else 0
+    return 1 if failed or len(channels) < len(inventory.hosts) else 0
 
 
 def _is_confirmed(refused: Sequence[Left]) -> bool:

@@ -97,7 +97,7 @@ def _remove(run: Run, args: argparse.Namespace) -> None:
 
     told: list[str] = []
     options = arguments.ssh_options(args, notice=told.append)
-    with rm.looked_at(run, options) as (removal, links):
+    with rm.looked_at(run, options) as (removal, channels):
         if removal.lost and not args.lost:
             reasons = "\n".join(told)
             raise KitError(
@@ -107,8 +107,8 @@ def _remove(run: Run, args: argparse.Namespace) -> None:
         if removal.problems:
             raise KitError("\n".join([*removal.problems, f"nothing of {run.run_id} is removed"]))
         if _is_wanted(removal.lines(keep_snapshots=args.keep_snapshots), args):
-            rm.remove(removal, links, keep_snapshots=args.keep_snapshots)
-            rm.remove_sweep(removal, links)
+            rm.remove(removal, channels, keep_snapshots=args.keep_snapshots)
+            rm.remove_sweep(removal, channels)
             print(f"{run.run_id} is removed")
 
 

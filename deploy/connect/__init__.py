@@ -1,4 +1,4 @@
-"""How a host is reached: SSH, host keys, and the link over which its Python answers calls.
+"""How a host is reached: SSH, host keys, and the channel over which its Python answers calls.
 
 It may import `inventory` and `deploy.host`.
 """

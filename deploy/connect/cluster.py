@@ -1,4 +1,4 @@
-"""Opens the links to an inventory's hosts, all at once; and what logs in to one with the system's ssh."""
+"""Opens the channels to an inventory's hosts, all at once; and what logs in to one with the system's ssh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nodekit.deploy.connect import sshconfig
-from nodekit.deploy.connect.link import Link, all_or_raise, on_all, open_local, open_ssh
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all, open_local, open_ssh
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
 
@@ -25,8 +25,8 @@ class SshOptions:
 
     accept_new_host_keys: bool = False
     notice: Callable[[str], None] = print
-    open: Callable[[Host], Link] | None = None
-    """What opens a link in place of SSH, where the hosts are a Slurm allocation's."""
+    open: Callable[[Host], HostChannel] | None = None
+    """What opens a channel in place of SSH, where the hosts are a Slurm allocation's."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_passphrase(self, path: str) -> str:
@@ -37,8 +37,8 @@ class SshOptions:
             return getpass.getpass(f"passphrase of {path}: ")
 
 
-def open_link(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
-    """A link to one host; `timeout_s` is for logging in.
+def open_channel(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIMEOUT_S) -> HostChannel:
+    """A channel to one host; `timeout_s` is for logging in.
 
     Raises:
         HostError: it cannot be reached, or its python does not run.
@@ -89,8 +89,10 @@ def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
 
 
 @contextmanager
-def links(hosts: Iterable[Host], options: SshOptions, *, some: bool = False) -> Iterator[dict[str, Link]]:
-    """Links to all hosts, closed at the end.
+def channels(
+    hosts: Iterable[Host], options: SshOptions, *, some: bool = False
+) -> Iterator[dict[str, HostChannel]]:
+    """Channels to all hosts, closed at the end.
 
     Args:
         some: do with those that can be reached and tell of the others, instead of failing.
@@ -99,8 +101,8 @@ def links(hosts: Iterable[Host], options: SshOptions, *, some: bool = False) -> 
         KitError: with a line for each host that cannot be reached.
     """
     by_name = {host.name: host for host in hosts}
-    results = on_all(by_name, lambda host: open_link(host, options))
-    opened = {name: link for name, link in results.items() if isinstance(link, Link)}
+    results = on_all(by_name, lambda host: open_channel(host, options))
+    opened = {name: channel for name, channel in results.items() if isinstance(channel, HostChannel)}
     try:
         if some:
             for result in results.values():
@@ -112,7 +114,7 @@ def links(hosts: Iterable[Host], options: SshOptions, *, some: bool = False) -> 
             all_or_raise(results)
         yield opened
     finally:
-        on_all(opened, Link.close)
+        on_all(opened, HostChannel.close)
 
 
 def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:

@@ -253,8 +253,8 @@ class Drill:
             make_whole(lab)
         if (run := job.run) is not None:
             quiet = SshOptions(notice=lambda _: None)
-            with cluster.links(self._hosts.values(), quiet, some=True) as links:
-                results = NodeClient(run, load_inventory(self._inventory), links).stop_all(force=True)
+            with cluster.channels(self._hosts.values(), quiet, some=True) as channels:
+                results = NodeClient(run, load_inventory(self._inventory), channels).stop_all(force=True)
             run.reload()
             if run.state not in runs.ENDED:
                 run.say_stop("kit drill")

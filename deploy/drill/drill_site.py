@@ -87,7 +87,7 @@ class Site:
             NotTried: nobody got the signal.
         """
         assert self._watch is not None
-        done = self._watch.link(node).call(
+        done = self._watch.channel(node).call(
             "inject",
             timeout_s=SAVE_TIMEOUT_S + 30.0,
             node_dir=self._watch.run.nodes[node]["node_dir"],

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, LinkLost, on_all
 from nodekit.deploy.drill.drill_report import Step, Trace
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.records import events
@@ -49,7 +49,7 @@ class Watch:
         self._options = options
         self._output = output
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}
+        self._channels: dict[str, HostChannel] = {}
         self._events: dict[str, list[dict[str, Any]]] = {}
         self._steps: dict[tuple[str, int, float], Step] = {}
         self._progress: dict[tuple[str, str, int], Step] = {}
@@ -73,8 +73,8 @@ class Watch:
     ) -> None:
         self._closing.set()
         with self._lock:
-            links, self._links, self._is_over = self._links, {}, True
-        on_all(links, Link.close)  # which ends pending calls
+            channels, self._channels, self._is_over = self._channels, {}, True
+        on_all(channels, HostChannel.close)  # which ends pending calls
 
     @property
     def trace(self) -> Trace:
@@ -96,19 +96,19 @@ class Watch:
         with self._lock:
             return max((each.step for each in (self._steps or self._progress).values()), default=0)
 
-    def link(self, name: str) -> Link:
-        """Return a link to a node, reopened if it was lost."""
+    def channel(self, name: str) -> HostChannel:
+        """Return a channel to a node, reopened if it was lost."""
         with self._lock:
-            link = self._links.get(name)
-        if link is None:
-            link = cluster.open_link(self._hosts[name], self._options)
+            channel = self._channels.get(name)
+        if channel is None:
+            channel = cluster.open_channel(self._hosts[name], self._options)
             with self._lock:
                 if not self._is_over:
-                    self._links[name] = link
-                    return link
-            link.close()
-            raise LinkLost(name, "it is not watched any more")
-        return link
+                    self._channels[name] = channel
+                    return channel
+            channel.close()
+            raise ChannelLost(name, "it is not watched any more")
+        return channel
 
     def local_time(self, name: str, when: float) -> float:
         """Convert a time by a node's clock to ours."""
@@ -133,12 +133,12 @@ class Watch:
 
     def _look(self, name: str) -> None:
         node_dir = self.run.nodes[name]["node_dir"]
-        link = self.link(name)
+        channel = self.channel(name)
         try:
-            status = link.call("status", timeout_s=ANSWER_TIMEOUT_S, node_dir=node_dir)
+            status = channel.call("status", timeout_s=ANSWER_TIMEOUT_S, node_dir=node_dir)
             happened = self._new_events(
                 name,
-                lambda file, offset: link.call(
+                lambda file, offset: channel.call(
                     "hostfollow.events",
                     timeout_s=ANSWER_TIMEOUT_S * 2,
                     node_dir=node_dir,
@@ -146,10 +146,10 @@ class Watch:
                     offset=offset,
                 ),
             )
-            metrics = self._file(link, f"{node_dir}/output/metrics.jsonl")
+            metrics = self._file(channel, f"{node_dir}/output/metrics.jsonl")
         except KitError:
             with self._lock:
-                lost = self._links.pop(name, None)
+                lost = self._channels.pop(name, None)
             if lost is not None:
                 threading.Thread(target=lost.close, daemon=True).start()
             raise
@@ -175,10 +175,12 @@ class Watch:
             step = Step(when, int(number.group(1)), attempt=attempt)
             self._progress.setdefault((name, attempt, step.step), step)
 
-    def _file(self, link: Link, path: str) -> list[dict[str, Any]]:
+    def _file(self, channel: HostChannel, path: str) -> list[dict[str, Any]]:
         """Return the lines added to a JSON Lines file since the last read; all if it was rewritten."""
-        text = link.call("read_file", timeout_s=ANSWER_TIMEOUT_S * 2, path=path, limit_bytes=FILE_BYTES) or ""
-        return self._new_lines((link.host, path), text)
+        text = (
+            channel.call("read_file", timeout_s=ANSWER_TIMEOUT_S * 2, path=path, limit_bytes=FILE_BYTES) or ""
+        )
+        return self._new_lines((channel.host, path), text)
 
     def _read_own(self) -> None:
         new = self._new_events("", functools.partial(hostfollow.events, str(self.run.folder)))

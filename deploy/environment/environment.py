@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nodekit.deploy.connect.link import BOOT, CALL_TIMEOUT_S, Link, all_or_raise, on_all, program
+from nodekit.deploy.connect.channel import BOOT, CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all, program
 from nodekit.deploy.environment import requirements, wheels
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes, numbers
 from nodekit.deploy.environment.wheels import Platform
@@ -32,7 +32,7 @@ class Seat:
     """The venv of one host."""
 
     host: Host
-    link: Link
+    channel: HostChannel
     key: str
     workdir: str
     workdir_id: str
@@ -47,7 +47,7 @@ class Seat:
 
     def do(self, action: str, *, limit_s: float = LOOK_TIMEOUT_S, **args: Any) -> dict[str, Any]:
         """Run an action of `deploy/host/venvs.py` on the host (`_on_host`)."""
-        return _on_host(self.link, self.host, action, limit_s=limit_s, **args)
+        return _on_host(self.channel, self.host, action, limit_s=limit_s, **args)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class _Job:
 
 
 def enter(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     hosts: Iterable[Host],
     environment: Environment,
     *,
@@ -102,23 +102,23 @@ def enter(
     progress: Callable[[str, float, str], None] = nothing,
     build: bool = True,
 ) -> Entered:
-    """Build every host's venv if needed, and switch its link to that interpreter.
+    """Build every host's venv if needed, and switch its channel to that interpreter.
 
     Args:
-        links: to the hosts.
-        hosts: some may have no link.
+        channels: to the hosts.
+        hosts: some may have no channel.
         environment: what the inventory asks for.
         timeout_s: for all of it.
         progress: is called with the host, the seconds, and pip's last line.
-        build: build missing venvs; if False they are listed in `missing`, and those links do not switch.
+        build: build missing venvs; if False they are listed in `missing`, and those channels do not switch.
 
     Raises:
         KitError: with each host where it failed; the venvs of the others are kept.
     """
     asked, indexes = requirements.read(environment), requirements.indexes(environment)
     job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
-    there = {host.name: host for host in hosts if host.name in links}
-    found = on_all(there, lambda host: _look(links[host.name], host, asked))
+    there = {host.name: host for host in hosts if host.name in channels}
+    found = on_all(there, lambda host: _look(channels[host.name], host, asked))
     seats: dict[str, Seat] = all_or_raise(found)
     # Hosts that share the folder and have the same interpreter share the venv: the first of them builds it.
     makers: dict[tuple[str, str], Seat] = {}
@@ -128,7 +128,7 @@ def enter(
     todo = {seat.host.name: seat for seat in makers.values()}
     built, fetched = _build_all(job, todo) if build and todo else ((), False)
     ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
-    all_or_raise(on_all(ready, lambda seat: seat.link.switch(seat.python)))
+    all_or_raise(on_all(ready, lambda seat: seat.channel.switch(seat.python)))
     return Entered(
         file=asked.file,
         python={name: seat.python for name, seat in seats.items()},
@@ -139,8 +139,8 @@ def enter(
     )
 
 
-def _look(link: Link, host: Host, asked: Asked) -> Seat:
-    found = _on_host(link, host, "look", limit_s=LOOK_TIMEOUT_S, workdir=host.workdir, digest=asked.digest)
+def _look(channel: HostChannel, host: Host, asked: Asked) -> Seat:
+    found = _on_host(channel, host, "look", limit_s=LOOK_TIMEOUT_S, workdir=host.workdir, digest=asked.digest)
     if found["problem"]:
         raise HostError(host.name, f"its workdir cannot be used: {found['problem']}")
     version = str(found["markers"]["python_full_version"])
@@ -153,7 +153,7 @@ def _look(link: Link, host: Host, asked: Asked) -> Seat:
         )
     return Seat(
         host=host,
-        link=link,
+        channel=channel,
         key=found["key"],
         workdir=found["workdir"],
         workdir_id=found["workdir_id"],
@@ -273,7 +273,7 @@ def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
         args = {"requirements": requirements.without_indexes(job.asked.requirements)}
         args["wheels"] = f"{folder}/{seat.key}.wheels"
         env = {}
-        target = sync.Target(seat.link, dest=args["wheels"], cache=f"{folder}/wheels")
+        target = sync.Target(seat.channel, dest=args["wheels"], cache=f"{folder}/wheels")
         for step in (sync.send, _settle):
             results = step(tree, {name: target}, timeout_s=job.left_s())
             if isinstance(error := results[name], HostError):
@@ -317,12 +317,12 @@ def _settle(_: sync.Tree, targets: Mapping[str, sync.Target], *, timeout_s: floa
 
 def _last_line(seat: Seat) -> str:
     log = f"{seat.workdir}/envs/{seat.key}.log"
-    said: str = seat.link.call("tail", timeout_s=CALL_TIMEOUT_S, path=log, size=400)
+    said: str = seat.channel.call("tail", timeout_s=CALL_TIMEOUT_S, path=log, size=400)
     return (said.strip().splitlines() or [""])[-1].strip()
 
 
 def _on_host(
-    link: Link,
+    channel: HostChannel,
     host: Host,
     do: str,
     *,
@@ -331,14 +331,14 @@ def _on_host(
     beat: Callable[[float], None] = nothing,
     **args: Any,
 ) -> dict[str, Any]:
-    """Run an action of `deploy/host/venvs.py` in a process that ends with the link.
+    """Run an action of `deploy/host/venvs.py` in a process that ends with the channel.
 
     Raises:
         HostError: it failed.
         _LateError: it exceeded the limit.
     """
     source = program(("venvs",), f"module.run({do!a}, **{args!a})").decode("ascii")
-    done = link.stream(
+    done = channel.stream(
         "attend",
         beat,
         argv=[host.python, "-c", BOOT],

@@ -6,26 +6,36 @@ import json
 import os
 import socket
 import time
-from typing import Any, Dict
+from typing import Dict, TypedDict
 
 from nodekit.deploy.host import files
+
+
+class Broken(TypedDict):
+    """What a run has found broken."""
+
+    run: str
+    why: str
+    time: float
+    """Seconds since 1970."""
 
 
 def remember(workdir: str, node: str, run: str, why: str) -> None:
     """Write down that a run has let go of this host, and why."""
     path = _path(workdir)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    known = dict(recall(workdir), **{node: {"run": run, "why": why, "time": time.time()}})
+    known = recall(workdir)
+    known[node] = {"run": run, "why": why, "time": time.time()}
     files.write_private(path, json.dumps(known).encode(), durable=True)
 
 
-def recall(workdir: str) -> Dict[str, Dict[str, Any]]:
-    """Return what is known: the node's name in that run → ``run``, ``why``, ``time``; {} of a host that is fit."""
+def recall(workdir: str) -> Dict[str, Broken]:
+    """Return what is known: the node's name in that run → what is broken; {} of a host that is fit."""
     found = files.load(_path(workdir))
     return found if isinstance(found, dict) else {}
 
 
-def forgive(workdir: str) -> Dict[str, Dict[str, Any]]:
+def forgive(workdir: str) -> Dict[str, Broken]:
     """Forget it; what was known, as of `recall`."""
     found = recall(workdir)
     if found:

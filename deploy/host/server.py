@@ -1,6 +1,6 @@
 """The server of kit on one host, on stdin and stdout: reads the host, starts and stops agents, runs programs.
 
-Its source travels to the host's own python over the connection (`deploy/connect/link.py`), so the host needs nothing
+Its source travels to the host's own python over the connection (`deploy/connect/channel.py`), so the host needs nothing
 of ours installed. Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its
 version. One JSON object per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}`` any number of times and then
 ``{"id", "result"}`` or ``{"id", "error"}`` out. It ends when its stdin does; agents it started live on.

@@ -1,6 +1,6 @@
 """The host's side of sync: place a tree of files from a cache, keep the cache whole, take in what is sent.
 
-Its source travels to the hosts (`deploy/connect/link.py`), where the public functions are called by name: standard
+Its source travels to the hosts (`deploy/connect/channel.py`), where the public functions are called by name: standard
 library only, Python 3.8 syntax, JSON in and out. `treefiles` says what a tree is.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nodekit.deploy.host.treefiles import Row, Stats
 
 _SPOILT = "what was copied from the cache is not what was in it"
-_held: dict[str, int] = {}  # cache -> descriptor of its lock file: this process is one end of one link
+_held: dict[str, int] = {}  # cache -> descriptor of its lock file: this process is one end of one channel
 _begin: dict[str, threading.Event] = {}  # cache -> what its thread waits for
 _keeping: dict[str, threading.Thread] = {}  # cache -> the thread that makes it whole again after `place`
 
@@ -188,7 +188,7 @@ def _size(path: str) -> int:
 
 
 def _create(cache: str, dest: str, digest: str, rows: list[Row], stats: Stats) -> None:
-    """Give the cache itself to `dest`, in one rename, and copy it back in the background, after `keep`.
+    """Rename the cache itself to `dest`; `_keep` copies it back in the background, after `begin_caching`.
 
     Copying first would double what is written before the job can start: 5,000 files of 200 MB take 0.3 to
     0.9 s to copy, and 0 to rename. The copy is private all the same: each is verified by its hash, and what

@@ -1,8 +1,8 @@
 """A folder of code as a list of its files: hashed, compared with what is on a disk, and copied.
 
-Runs on the control machine and, sent there (`deploy/connect/link.py`), on the hosts: standard library only, Python 3.8
-syntax, JSON in and out. Beside a folder that kit fills lies its list, ``<folder>.tree.json``: what was put there, and
-each file's stat when its content was last hashed, so that what did not change since is not read again.
+Runs on the control machine and, sent there (`deploy/connect/channel.py`), on the hosts: standard library only, Python
+3.8 syntax, JSON in and out. Beside a folder that kit fills lies its list, ``<folder>.tree.json``: what was put there,
+and each file's stat when its content was last hashed, so that what did not change since is not read again.
 
 A row of a list is ``[path, kind, executable, size, value]``: kind is ``"f"`` with the content's SHA-256 as
 value or ``"l"``, a symbolic link, with its target. The hash of all rows is the tree's digest.

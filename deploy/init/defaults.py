@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.host.probes.nics import Nic
 from nodekit.training.errors import is_safe
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Nic = Mapping[str, Any]
-"""One interface, as `deploy/host/probes/nics.py` tells it."""
 Survey = Mapping[str, Any]
 """One host, as `deploy/host/probes/discovery.py` tells it."""
 

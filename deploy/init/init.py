@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nodekit.deploy.connect import cluster, sshconfig
+from nodekit.deploy.connect.channel import on_all, open_local
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import on_all, open_local
 from nodekit.deploy.init import template, template_slurm
 from nodekit.deploy.init.template import Looked
 from nodekit.deploy.init.template_text import Draft, visible
@@ -172,9 +172,9 @@ def _read(file: Path) -> str:
 def _from_slurm(told: dict[str, str]) -> Draft:
     from nodekit.slurm.jobs import Slurm
 
-    link = open_local("this machine", sys.executable)
+    channel = open_local("this machine", sys.executable)
     try:
-        slurm = Slurm(link)
+        slurm = Slurm(channel)
         status, out, err = slurm.run("scontrol", "show", "nodes")
         if status != 0:
             raise KitError(
@@ -182,7 +182,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
             )
         known = slurm.partitions()
     finally:
-        link.close()
+        channel.close()
     default = next((name for name, each in known.items() if each.get("Default") == "YES"), None)
     return template_slurm.from_slurm(scontrol.partitions(out, default), default=default, **told)
 
@@ -216,7 +216,7 @@ def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
 
     is_local = host.connection == "local"
     try:
-        link = cluster.open_link(
+        channel = cluster.open_channel(
             Host(
                 name=host.name,
                 address=host.address or ("127.0.0.1" if is_local else host.name),
@@ -232,11 +232,11 @@ def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
     except HostError as error:
         return Looked(host=host, problem=str(error.problem))
     try:
-        return Looked(host=host, survey=link.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S))
+        return Looked(host=host, survey=channel.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S))
     except HostError as error:
         return Looked(host=host, problem=str(error.problem))
     finally:
-        link.close()
+        channel.close()
 
 
 def _seen(looked: Looked) -> str:

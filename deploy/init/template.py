@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nodekit.deploy.host.probes.nics import Nic
 from nodekit.deploy.init.defaults import (
-    Nic,
     Pythons,
     Shared,
     Survey,

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
+from nodekit.deploy.host.broken import Broken
 from nodekit.deploy.preflight.leftovers import broken_of
 from nodekit.inventory.errors import HostError, KitErrors
 from nodekit.inventory.schema import Inventory
 
 
 def leave_out(
-    links: Mapping[str, Link], inventory: Inventory, say: Callable[[str], None]
-) -> tuple[dict[str, Link], dict[str, str]]:
-    """The links of the hosts that are fit; of the others, host → what is broken.
+    channels: Mapping[str, HostChannel], inventory: Inventory, say: Callable[[str], None]
+) -> tuple[dict[str, HostChannel], dict[str, str]]:
+    """The channels of the hosts that are fit; of the others, host → what is broken.
 
     Raises:
         KitError: the job needs them.
     """
-    broken = _remembered(links, inventory)
-    left = {name: link for name, link in links.items() if name not in broken}
+    broken = _remembered(channels, inventory)
+    left = {name: channel for name, channel in channels.items() if name not in broken}
     cure = f"when it is mended: kit clean --forgive {shlex.quote(str(inventory.path))}"
     if len(left) < inventory.nodes.min:
         raise KitErrors(HostError(name, why, cure=cure) for name, why in broken.items())
@@ -30,16 +30,16 @@ def leave_out(
     return left, broken
 
 
-def _remembered(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
+def _remembered(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str, str]:
     """Host → what is broken, of those that an earlier run has let go of for it and nobody has forgiven since."""
     hosts = {host.name: host for host in inventory.hosts}
 
-    def ask(link: Link) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = link.call(
-            "broken.recall", timeout_s=CALL_TIMEOUT_S, workdir=hosts[link.host].workdir
+    def ask(channel: HostChannel) -> dict[str, Broken]:
+        found: dict[str, Broken] = channel.call(
+            "broken.recall", timeout_s=CALL_TIMEOUT_S, workdir=hosts[channel.host].workdir
         )
         return found
 
-    answers = all_or_raise(on_all(links, ask))
+    answers = all_or_raise(on_all(channels, ask))
     broken = {name: broken_of(hosts[name], found) for name, found in answers.items()}
     return {name: why for name, why in broken.items() if why}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.channel import HostChannel, on_all
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
 
@@ -16,19 +16,19 @@ Row = tuple[str, str]
 """A label and what stands beside it."""
 
 
-def left_behind(run: Run, links: Mapping[str, Link]) -> list[Row]:
+def left_behind(run: Run, channels: Mapping[str, HostChannel]) -> list[Row]:
     """Rows for what there is of a run on its nodes: each kind on the first node that has it, and what its script wrote.
 
     Says so of nodes that cannot be asked.
     """
-    there = {name: links[name] for name in run.nodes if name in links}
-    found = on_all(there, lambda link: _look(run.nodes[link.host], link))
+    there = {name: channels[name] for name in run.nodes if name in channels}
+    found = on_all(there, lambda channel: _look(run.nodes[channel.host], channel))
     return rows(run.run_id, run.nodes, found)
 
 
-def _look(node: Mapping[str, Any], link: Link) -> Mapping[str, Any]:
+def _look(node: Mapping[str, Any], channel: HostChannel) -> Mapping[str, Any]:
     is_ours = plan.training_options(node["argv"], node["env"]) is not None
-    told: Mapping[str, Any] = link.call(
+    told: Mapping[str, Any] = channel.call(
         "artifacts.list_artifacts",
         timeout_s=LOOK_TIMEOUT_S,
         node_dir=node["node_dir"],

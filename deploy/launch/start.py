@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch import broken_hosts
 from nodekit.deploy.launch.options import Options
@@ -45,7 +45,7 @@ STARTED_TIMEOUT_S = 120.0
 
 
 def gather_facts(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     kit_digest: str,
     options: Options,
@@ -56,7 +56,7 @@ def gather_facts(
     """The facts of all hosts, checked; and what was found that may hurt, but need not.
 
     Args:
-        links: to the hosts.
+        channels: to the hosts.
         inventory: what the cluster is.
         kit_digest: of kit's package.
         options: the command line's.
@@ -68,16 +68,16 @@ def gather_facts(
     """
     peers = cluster.peer_addresses(inventory.hosts)
     inventory = inventory.model_copy(
-        update={"hosts": tuple(host for host in inventory.hosts if host.name in links)}
+        update={"hosts": tuple(host for host in inventory.hosts if host.name in channels)}
     )
     files = script.hosts_own(plan.argv_of(inventory, options.command))
     if options.skip_check:
-        facts = check.gather(links, inventory, kit_digest=kit_digest, peers=peers, files=files)
+        facts = check.gather(channels, inventory, kit_digest=kit_digest, peers=peers, files=files)
         findings = check.needed(inventory, facts)
     else:
         # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
         own = Script() if placed else script.read(inventory, options.command)
-        seen = checkup.survey(links, inventory, own, kit_digest=kit_digest, peers=peers, files=files)
+        seen = checkup.survey(channels, inventory, own, kit_digest=kit_digest, peers=peers, files=files)
         facts = {name: each.facts for name, each in seen.items()}
         findings = checkup.examine(inventory, seen, own)
     for name, python in (unmade or {}).items():
@@ -110,10 +110,10 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
         KitError: a host cannot be reached, or will not do.
     """
     package = sync.package()
-    with cluster.links(inventory.hosts, options.ssh) as all_links:
-        links, _ = broken_hosts.leave_out(all_links, inventory, options.ssh.notice)
-        unmade = check.enter_what_is_there(links, inventory)
-        facts, peers, warnings = gather_facts(links, inventory, package.digest, options, unmade=unmade)
+    with cluster.channels(inventory.hosts, options.ssh) as all_channels:
+        channels, _ = broken_hosts.leave_out(all_channels, inventory, options.ssh.notice)
+        unmade = check.enter_what_is_there(channels, inventory)
+        facts, peers, warnings = gather_facts(channels, inventory, package.digest, options, unmade=unmade)
         planned = plan.build(
             inventory,
             facts,
@@ -124,7 +124,7 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
             command=options.command,
         )
         if master_port is None:
-            planned = hold_port(links, planned)
+            planned = hold_port(channels, planned)
     for warning in grouped(warnings):
         options.ssh.notice(f"warning: {warning}")
     if unmade:
@@ -133,10 +133,10 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
     return planned
 
 
-def hold_port(links: Mapping[str, Link], planned: Plan) -> Plan:
+def hold_port(channels: Mapping[str, HostChannel], planned: Plan) -> Plan:
     """The plan with a port found free at the training address of the rendezvous host, and kept for its agent."""
     first = planned.nodes[0]
-    port: int = links[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
+    port: int = channels[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
     nodes = tuple(dataclasses.replace(node, master_port=port) for node in planned.nodes)
     return dataclasses.replace(planned, nodes=nodes)
 
@@ -152,30 +152,30 @@ def start(
     """Start a run, or go on with `resumed`.
 
     Args:
-        stack: closes the links.
+        stack: closes the channels.
         inventory: what the cluster is.
         resumed: the run to go on with, None for a new one.
         options: the command line's.
         placed: the id of a run whose code lies in its place on all hosts already.
     """
     starting = _Starting(inventory, resumed, options, placed)
-    links = starting.connect(stack)
-    links, broken = broken_hosts.leave_out(links, inventory, starting.phases.say)
+    channels = starting.connect(stack)
+    channels, broken = broken_hosts.leave_out(channels, inventory, starting.phases.say)
     if inventory.environment is not None:
-        starting.enter_environment(links, inventory.environment)
-    facts, planned = starting.check_and_plan(links)
+        starting.enter_environment(channels, inventory.environment)
+    facts, planned = starting.check_and_plan(channels)
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     if run.drained or broken:  # a node that the user had out may come back with a new start
         run.drain(broken)
     starting.tell(run, planned, facts)
-    client = NodeClient(run, inventory, links)
+    client = NodeClient(run, inventory, channels)
     try:
         targets, code = starting.send(client, planned, facts)
         starting.start_agents(client, planned, code)
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
     except BaseException as error:
-        # Agents that got their go are stopped; those that did not end with their link.
+        # Agents that got their go are stopped; those that did not end with their channel.
         client.stop_all(grace_s=5.0)
         with contextlib.suppress(NotWritten):  # what is raised says more
             run.finish("failed", "it did not start", _cause(error))
@@ -211,27 +211,27 @@ class _Starting:
         # The code is read while the hosts are reached: a run has what was there when it was asked for.
         self._reading = None if placed else _Reading(inventory, options)
 
-    def connect(self, stack: contextlib.ExitStack) -> dict[str, Link]:
-        """Links to all hosts; an elastic job does with those that can be reached, if they are enough."""
+    def connect(self, stack: contextlib.ExitStack) -> dict[str, HostChannel]:
+        """Channels to all hosts; an elastic job does with those that can be reached, if they are enough."""
         hosts, least = self._inventory.hosts, self._inventory.nodes.min
         problems: list[str] = []
         noting = dataclasses.replace(self._options.ssh, notice=problems.append)
         with self.phases.phase("connect") as said:
             if least == len(hosts):
-                links = stack.enter_context(cluster.links(hosts, self._options.ssh))
+                channels = stack.enter_context(cluster.channels(hosts, self._options.ssh))
             else:
-                links = stack.enter_context(cluster.links(hosts, noting, some=True))
-            if len(links) < least:
+                channels = stack.enter_context(cluster.channels(hosts, noting, some=True))
+            if len(channels) < least:
                 raise KitError(
-                    "\n".join([*problems, f"{len(links)} of at least {least} hosts can be reached"])
+                    "\n".join([*problems, f"{len(channels)} of at least {least} hosts can be reached"])
                 )
             for problem in problems:
                 self.phases.say(f"warning: without {problem}")
-            said.append(count(len(links), "host"))
-        return {host.name: links[host.name] for host in hosts if host.name in links}
+            said.append(count(len(channels), "host"))
+        return {host.name: channels[host.name] for host in hosts if host.name in channels}
 
-    def enter_environment(self, links: Mapping[str, Link], asked: Environment) -> None:
-        """Have the links answer by the inventory's environment, made where it is not there yet."""
+    def enter_environment(self, channels: Mapping[str, HostChannel], asked: Environment) -> None:
+        """Have the channels answer by the inventory's environment, made where it is not there yet."""
         from nodekit.deploy.environment import environment  # most inventories have none
 
         limit_s = self._inventory.timings.environment
@@ -240,11 +240,11 @@ class _Starting:
             build_lines(silent=self._options.quiet) as progress,
         ):
             entered = environment.enter(
-                links, self._inventory.hosts, asked, timeout_s=limit_s, progress=progress
+                channels, self._inventory.hosts, asked, timeout_s=limit_s, progress=progress
             )
             said.append(entered.line())
 
-    def check_and_plan(self, links: Mapping[str, Link]) -> tuple[dict[str, check.Facts], Plan]:
+    def check_and_plan(self, channels: Mapping[str, HostChannel]) -> tuple[dict[str, check.Facts], Plan]:
         """The facts of all hosts, and what each node runs.
 
         Raises:
@@ -254,7 +254,7 @@ class _Starting:
         with self.phases.phase("check") as said:
             self._package = sync.package()
             digest = self._package.digest
-            facts, peers, warnings = gather_facts(links, inventory, digest, options, placed=self._placed)
+            facts, peers, warnings = gather_facts(channels, inventory, digest, options, placed=self._placed)
             planned = plan.build(
                 inventory,
                 facts,
@@ -264,7 +264,7 @@ class _Starting:
                 kit_digest=digest,
                 command=options.command,
             )
-            planned = hold_port(links, planned)
+            planned = hold_port(channels, planned)
             first = planned.nodes[0]
             plan.refuse_options(
                 first.argv,
@@ -300,15 +300,15 @@ class _Starting:
         """Send kit and the code, while the agents import torch; what was sent where, to be settled later."""
         run, active = client.run, [node.name for node in planned.active]
         groups = check.one_per_folder(facts)
-        firsts = {name: client.links[name] for name in groups}
+        firsts = {name: client.channels[name] for name in groups}
         with self.phases.phase("sync") as said:
             sync.send_package(
                 self._package,
-                {name: link for name, link in firsts.items() if not facts[name].has_kit},
+                {name: channel for name, channel in firsts.items() if not facts[name].has_kit},
                 {name: facts[name].workdir for name in groups},
                 timeout_s=SYNC_TIMEOUT_S,
             )
-            # Agents that a stop has missed: of a node out of reach, or of a task that Slurm was still ending.
+            # Agents that the last stop did not reach: of a node out of reach, or of a task that Slurm was still ending.
             if self._goes_on:
                 _on_nodes(active, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
@@ -342,8 +342,8 @@ class _Starting:
                 run.code_digest, run.left_out = code.digest, code.left_out
             _wait_started(client, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
-            if len(active) < len(client.links):
-                said.append(count(len(client.links) - len(active), "spare"))
+            if len(active) < len(client.channels):
+                said.append(count(len(client.channels) - len(active), "spare"))
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
@@ -416,16 +416,16 @@ def _record(
 
 def _send(
     tree: sync.Tree,
-    firsts: Mapping[str, Link],
+    firsts: Mapping[str, HostChannel],
     facts: Mapping[str, check.Facts],
     run_id: str,
     options: Options,
 ) -> dict[str, sync.Target]:
     targets = {
         name: sync.code_target(
-            link, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
+            channel, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
         )
-        for name, link in firsts.items()
+        for name, channel in firsts.items()
     }
     with sync.progress_bars(silent=options.quiet) as progress:
         all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel
 from nodekit.deploy.launch import ending
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
@@ -74,7 +74,7 @@ def watch(
             view,
             lock,
             rules=rules,
-            reopen=lambda name: cluster.open_link(hosts[name], options.ssh),
+            reopen=lambda name: cluster.open_channel(hosts[name], options.ssh),
             tail_bytes=tail_bytes,
             shown=shown or {},
             observers=observers_of(run, inventory, options, view),
@@ -102,7 +102,7 @@ def watch(
                 summary(run)
         finally:
             lock.release()
-    return conclude(run, client.links, verdict)
+    return conclude(run, client.channels, verdict)
 
 
 def _write_end(run: Run, verdict: Verdict) -> None:
@@ -196,7 +196,7 @@ def _log_of_supervisor(run: Run) -> IO[str]:
 def _fetch_logs(client: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
     """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
     if client.inventory.logs.fetch and lock.acquire():
-        fetchlogs.at_the_end(client.run, client.links, view.say)
+        fetchlogs.at_the_end(client.run, client.channels, view.say)
 
 
 def observers_of(run: Run, inventory: Inventory, options: Options, view: View) -> list[Observer]:
@@ -261,11 +261,13 @@ def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     return "\n".join([text, *problems])
 
 
-def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
+def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) -> int:
     """Say how it ended and where everything is; the exit status."""
     there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
     first = min(there, key=lambda name: run.nodes[name]["node_rank"])
-    rows = ending.left_behind(run, {name: link for name, link in links.items() if not link.is_lost})
+    rows = ending.left_behind(
+        run, {name: channel for name, channel in channels.items() if not channel.is_lost}
+    )
     print()
     if verdict.outcome == "failed":
         # The verdict names the log itself.
@@ -277,18 +279,18 @@ def conclude(run: Run, links: Mapping[str, Link], verdict: Verdict) -> int:
         print(f"{run.run_id} was stopped; kit up {shlex.quote(shown_path(run.inventory_path))} {goes_on}")
     else:
         seconds = (run.ended or time.time()) - run.started
-        print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, links, first)}")
+        print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, channels, first)}")
     for label, text in rows:
         print(f"  {label:<9}  {text}")
     return STOPPED_EXIT if verdict.outcome == "stopped" else 0
 
 
-def _result(run: Run, links: Mapping[str, Link], first: str) -> str:
+def _result(run: Run, channels: Mapping[str, HostChannel], first: str) -> str:
     """`, accuracy 98.3 %` when the job wrote a result.json, and why it ended early, if it did."""
-    if first not in links:
+    if first not in channels:
         return ""
     with contextlib.suppress(KitError, ValueError):
-        text = links[first].call(
+        text = channels[first].call(
             "read_file", timeout_s=CALL_TIMEOUT_S, path=f"{run.nodes[first]['node_dir']}/output/result.json"
         )
         result = json.loads(text or "{}")

@@ -20,11 +20,11 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """What is followed through one link: one node, or under Slurm all."""
+    """What is followed through one channel: one node, or under Slurm all."""
 
     name: str
     open: Callable[[], list[Source]]
-    """What is at the other end of the link, which is opened again where it was lost; HostError."""
+    """What is at the other end of the channel, which is opened again where it was lost; HostError."""
     node_dir: str | None
     """Of the one node: once the agent there is gone, it is asked less often."""
 
@@ -106,7 +106,7 @@ class Follower:
                     self._gone.add(each.name)
             except HostError as error:
                 if self._over.is_set():
-                    return  # the link is closed, for all is said
+                    return  # the channel is closed, for all is said
                 if each.name not in self.lost:
                     print(f"kit: {error}; trying again", file=sys.stderr, flush=True)
                 self.lost.add(each.name)
@@ -121,10 +121,10 @@ class Follower:
                     self._at[part["node"]] = part["offsets"]
                     self._arrived.put(lines_of(by_name[part["node"]], part["lines"]))
 
-        link = sources[0].link
-        assert link is not None
+        channel = sources[0].channel
+        assert channel is not None
         self._gone.discard(each.name)
-        link.stream(
+        channel.stream(
             "logread.follow",
             take,
             folders={source.node: source.folder for source in sources},

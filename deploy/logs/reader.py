@@ -39,7 +39,7 @@ class _Pages:
                     offsets=self.offsets,
                     sizes=sizes,
                     final=self._final,
-                    limited=self.source.link is not None,
+                    limited=self.source.channel is not None,
                     **self._wanted,
                 )
                 self.offsets, sizes = found["offsets"], found["sizes"]
@@ -79,7 +79,7 @@ class Reader:
         """Find out which attempts are meant."""
         if not self._wanted.attempt:
             return
-        from nodekit.deploy.connect.link import on_all
+        from nodekit.deploy.connect.channel import on_all
 
         found = on_all({each.node: each for each in sources}, lambda each: each.call("listing"))
         for node, result in found.items():
@@ -135,13 +135,13 @@ class Reader:
             print("\n".join(text for line in lines for text in self._style.shown(line)), flush=True)
 
     def _lost(self, node: str, error: Exception) -> None:
-        from nodekit.deploy.connect.link import LinkLost
+        from nodekit.deploy.connect.channel import ChannelLost
         from nodekit.deploy.host.logs.logread import MATCH_S
 
         if not isinstance(error, KitError):
             raise error
         self.failed.add(node)
         hint = ""
-        if self._wanted.grep and isinstance(error, LinkLost):
+        if self._wanted.grep and isinstance(error, ChannelLost):
             hint = f" (a --grep that takes longer than {MATCH_S} s is ended there)"
         print(f"kit: {error}{hint}", file=sys.stderr, flush=True)

@@ -19,8 +19,8 @@ from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from nodekit.deploy.backend import Backend
+    from nodekit.deploy.connect.channel import HostChannel
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.connect.link import Link
     from nodekit.deploy.records.fetchlogs import Copy
     from nodekit.deploy.records.runs import Run
     from nodekit.inventory.schema import Host
@@ -76,22 +76,22 @@ def logs(run: Run, options: Options) -> int:
     with contextlib.ExitStack() as stack:
         wanted = [name for name in hosts if not known or not {*names}.isdisjoint(backend.nodes_at(run, name))]
         try:
-            links = stack.enter_context(
-                cluster.links([hosts[name] for name in wanted], options.ssh, some=bool(known))
+            channels = stack.enter_context(
+                cluster.channels([hosts[name] for name in wanted], options.ssh, some=bool(known))
             )
         except KitError as error:
             if not copies or options.follow or options.fetch:
                 raise
             print(f"kit: {error}", file=sys.stderr, flush=True)
             return _show_copies_of(run, options, ran, copies)
-        record = backend.record(run, links)
+        record = backend.record(run, channels)
         if record is None:
             now = "; ".join(backend.status(run, options.ssh).lines)
             raise KitError(f"{run.run_id} has not started: {now}")
         if not options.fetch:
-            return _show(run, options, backend, record, hosts, links)
+            return _show(run, options, backend, record, hosts, channels)
         nodes = [node for host in hosts for node in backend.nodes_at(record, host)]
-        by_node = {node: links[host] for host in links for node in backend.nodes_at(record, host)}
+        by_node = {node: channels[host] for host in channels for node in backend.nodes_at(record, host)}
         names = pick_nodes(run, options.wanted, nodes)
         fetched = fetchlogs.fetch_run(run, by_node, options.output, nodes=names, record=record)
         print(fetched.text())
@@ -112,7 +112,7 @@ def _show(
     backend: Backend,
     record: Run,
     hosts: Mapping[str, Host],
-    links: dict[str, Link],
+    channels: dict[str, HostChannel],
 ) -> int:
     """What is on the nodes, and of those that cannot be reached, what was fetched."""
     from nodekit.deploy.connect import cluster
@@ -126,11 +126,11 @@ def _show(
         own = [
             node for node in backend.nodes_at(record, host) if node in (options.wanted.nodes or record.nodes)
         ]
-        return fetchlogs.sources_of(record, dict.fromkeys(own, links[host]))
+        return fetchlogs.sources_of(record, dict.fromkeys(own, channels[host]))
 
     style = style_of(nodes, sys.stdout, times=options.times, as_json=options.json)
     reader = Reader(nodes, options.wanted, style)
-    sources = [source for host in links for source in sources_at(host, record)]
+    sources = [source for host in channels for source in sources_at(host, record)]
     is_over = run.state in runs.ENDED
     if not options.follow or is_over:
         copies = fetchlogs.copies(run)
@@ -141,9 +141,9 @@ def _show(
     offsets = reader.read(sources, final=False)
 
     def opened(host: str) -> list[Source]:
-        if host not in links or links[host].is_lost:
-            links[host] = cluster.open_link(hosts[host], options.ssh)
-        return sources_at(host, backend.record(run, links) or record)  # nodes may come in later
+        if host not in channels or channels[host].is_lost:
+            channels[host] = cluster.open_channel(hosts[host], options.ssh)
+        return sources_at(host, backend.record(run, channels) or record)  # nodes may come in later
 
     follower = Follower(reader, nodes, offsets)
     followed = [
@@ -155,8 +155,8 @@ def _show(
         for host in hosts
         if not {*names}.isdisjoint(backend.nodes_at(record, host))
     ]
-    follower.lost.update(each.name for each in followed if each.name not in links)
-    follower.run(followed, lambda gone: backend.is_over(run, links, all_gone=gone), poll_s=backend.poll_s)
+    follower.lost.update(each.name for each in followed if each.name not in channels)
+    follower.run(followed, lambda gone: backend.is_over(run, channels, all_gone=gone), poll_s=backend.poll_s)
     return 1 if follower.lost or reader.failed else 0
 
 

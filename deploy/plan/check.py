@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import Link, all_or_raise, on_all
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
 from nodekit.deploy.plan import gpus
 from nodekit.deploy.plan.findings import Finding
@@ -88,7 +88,7 @@ class Facts:
 
 
 def gather(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     *,
     kit_digest: str,
@@ -102,36 +102,36 @@ def gather(
     """
     hosts = {host.name: host for host in inventory.hosts}
 
-    def ask(link: Link) -> Facts:
-        found = link.call(
+    def ask(channel: HostChannel) -> Facts:
+        found = channel.call(
             "hostfacts.facts",
             timeout_s=FACTS_TIMEOUT_S + SMI_TIMEOUT_S,
             smi_timeout_s=SMI_TIMEOUT_S,
-            workdir=hosts[link.host].workdir,
+            workdir=hosts[channel.host].workdir,
             kit_digest=kit_digest,
-            peers=peers[link.host],
+            peers=peers[channel.host],
             modules=(*LIBRARIES, *TRACKERS),
             files=files,
         )
-        return facts_of(link, found)
+        return facts_of(channel, found)
 
-    return all_or_raise(on_all(links, ask))
+    return all_or_raise(on_all(channels, ask))
 
 
-def facts_of(link: Link, found: Mapping[str, Any]) -> Facts:
+def facts_of(channel: HostChannel, found: Mapping[str, Any]) -> Facts:
     """Return the facts of a host, from `hostfacts.facts` and a measurement of round trip and clock.
 
     Raises:
         HostError: the connection is gone.
     """
-    rtt_s, offset_s = min(_ask_time(link) for _ in range(PINGS))
-    return facts_from(link.host, found, rtt_s=rtt_s, offset_s=offset_s)
+    rtt_s, offset_s = min(_ask_time(channel) for _ in range(PINGS))
+    return facts_from(channel.host, found, rtt_s=rtt_s, offset_s=offset_s)
 
 
-def _ask_time(link: Link) -> tuple[float, float]:
+def _ask_time(channel: HostChannel) -> tuple[float, float]:
     """Return a round trip, and the host's clock minus ours at its middle."""
     before, started = time.time(), time.perf_counter()
-    there = link.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
+    there = channel.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
     rtt_s = time.perf_counter() - started
     return rtt_s, there - (before + rtt_s / 2)
 
@@ -149,14 +149,16 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
     return Facts(**own, host=host, rtt_s=rtt_s, clock_offset_s=offset_s)
 
 
-def enter_what_is_there(links: Mapping[str, Link], inventory: Inventory) -> dict[str, str]:
-    """Switch links to the inventory's environments; returns host → interpreter of those not built yet."""
+def enter_what_is_there(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str, str]:
+    """Switch channels to the inventory's environments; returns host → interpreter of those not built yet."""
     if inventory.environment is None:
         return {}
     from nodekit.deploy.environment import environment  # most inventories have none
 
     limit_s = inventory.timings.environment
-    entered = environment.enter(links, inventory.hosts, inventory.environment, timeout_s=limit_s, build=False)
+    entered = environment.enter(
+        channels, inventory.hosts, inventory.environment, timeout_s=limit_s, build=False
+    )
     return {name: entered.python[name] for name in entered.missing}
 
 

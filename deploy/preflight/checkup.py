@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, all_or_raise, on_all
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.deploy.plan.script import Script
@@ -24,7 +24,7 @@ from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
 QUICK_TIMEOUT_S = 10.0
-MOST_BUSY = 20.0
+MAX_BUSY_FACTOR = 20.0
 DEEP_TIMEOUT_S = 60.0
 COLUMNS = ("access", "workdir", "software", "gpus", "clock", "network", "leftovers", "deep")
 
@@ -87,7 +87,9 @@ def run(options: Options) -> Report:
     if not visits.seen():
         visits.wait(visits.deadline)
     reached = visits.seen()
-    network = _network(visits.links(reached), inventory, reached, deadline=visits.deadline) if reached else []
+    network = (
+        _network(visits.channels(reached), inventory, reached, deadline=visits.deadline) if reached else []
+    )
     visits.wait(visits.deadline)  # for hosts that were too late for the network check
     seen = visits.seen()
     findings += visits.access()
@@ -102,7 +104,7 @@ def run(options: Options) -> Report:
     if len(seen) == len(inventory.hosts) and not any(each.level == "failure" for each in findings):
         findings += _plan(inventory, seen, options.command, visits.peers())
     if options.deep:
-        findings += _deep(visits.links(seen), inventory, seen, findings)
+        findings += _deep(visits.channels(seen), inventory, seen, findings)
     visits.leave()
     return Report(
         inventory=options.inventory,
@@ -113,7 +115,7 @@ def run(options: Options) -> Report:
 
 
 def survey(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     own: Script,
     *,
@@ -128,11 +130,13 @@ def survey(
     """
     hosts = {host.name: host for host in inventory.hosts}
 
-    def ask(link: Link) -> Seen:
-        of = peers[link.host]
-        return visit(link, hosts[link.host], inventory, own, kit_digest=kit_digest, peers=of, files=files)
+    def ask(channel: HostChannel) -> Seen:
+        of = peers[channel.host]
+        return visit(
+            channel, hosts[channel.host], inventory, own, kit_digest=kit_digest, peers=of, files=files
+        )
 
-    return all_or_raise(on_all(links, ask))
+    return all_or_raise(on_all(channels, ask))
 
 
 def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list[Finding]:
@@ -152,7 +156,7 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
 
 
 def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> float:
-    """Return how many times longer everything takes here than on an idle machine: 1 to `MOST_BUSY`.
+    """Return how many times longer everything takes here than on an idle machine: 1 to `MAX_BUSY_FACTOR`.
 
     Args:
         load: the file that has the load of the last minute, and how many processes want to run now.
@@ -163,7 +167,7 @@ def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> fl
         wanted = max(float(words[0]), float(words[3].partition("/")[0]))
     except (OSError, ValueError, IndexError):  # not Linux
         return 1.0
-    return min(MOST_BUSY, max(1.0, wanted / (cores or len(os.sched_getaffinity(0)))))
+    return min(MAX_BUSY_FACTOR, max(1.0, wanted / (cores or len(os.sched_getaffinity(0)))))
 
 
 def _here(inventory: Inventory, command: Sequence[str] | None) -> tuple[list[Finding], Script]:
@@ -223,11 +227,13 @@ def _files(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ..
 
 
 def _network(
-    links: Mapping[str, Link], inventory: Inventory, seen: Mapping[str, Seen], *, deadline: float
+    channels: Mapping[str, HostChannel], inventory: Inventory, seen: Mapping[str, Seen], *, deadline: float
 ) -> list[Finding]:
     facts = {name: each.facts for name, each in seen.items()}
     left_s = max(0.1, deadline - time.monotonic())
-    later: Later[list[Finding]] = Later(lambda: network_findings(links, inventory, facts, deadline_s=left_s))
+    later: Later[list[Finding]] = Later(
+        lambda: network_findings(channels, inventory, facts, deadline_s=left_s)
+    )
     if (found := later.get(left_s + RESERVE_S / 2)) is not None:
         return found
     # It has a time limit of its own; this makes sure that the rest is not delayed.
@@ -236,7 +242,7 @@ def _network(
 
 
 def _deep(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     seen: Mapping[str, Seen],
     findings: Sequence[Finding],
@@ -247,4 +253,4 @@ def _deep(
         wanted, cure = "no failure in the other columns", "mend those first, and run kit check --deep again"
         return [Finding("deep", "all hosts", "warning", "not tried", wanted, cure, hosts)]
     facts = {name: each.facts for name, each in seen.items()}
-    return deep_findings(links, inventory, facts, deadline_s=DEEP_TIMEOUT_S)
+    return deep_findings(channels, inventory, facts, deadline_s=DEEP_TIMEOUT_S)

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.host.broken import Broken
 from nodekit.deploy.host.node import agents
+from nodekit.deploy.host.probes.leftovers import Remains
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight import nvidia_smi
@@ -43,7 +45,7 @@ class Left:
 
 
 def lefts(
-    host: str, found: Sequence[Mapping[str, Any]], records: Mapping[str, Run], gpu_of: Mapping[int, int]
+    host: str, found: Sequence[Remains], records: Mapping[str, Run], gpu_of: Mapping[int, int]
 ) -> list[Left]:
     """Return the remains on a host, from the answer of `leftovers.runs`; pure.
 
@@ -66,7 +68,7 @@ def lefts(
     ]
 
 
-def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
+def _standing(found: Remains, record: Run | None) -> Standing:
     if found["agent"] is None:
         return "left"
     is_over = record is not None and record.state in runs.ENDED
@@ -77,7 +79,7 @@ def _standing(found: Mapping[str, Any], record: Run | None) -> Standing:
     return "running"
 
 
-def _text(found: Mapping[str, Any], gpu_of: Mapping[int, int]) -> str:
+def _text(found: Remains, gpu_of: Mapping[int, int]) -> str:
     parts = []
     if found["agent"] is not None:
         parts.append(f"agent {found['agent']} ({found['state'] or 'starting'})")
@@ -123,7 +125,7 @@ def findings(
     return found
 
 
-def broken_of(host: Host, found: Mapping[str, Mapping[str, Any]]) -> str:
+def broken_of(host: Host, found: Mapping[str, Broken]) -> str:
     """Return what of a host an earlier run has found broken, from the answer of `broken.recall`; "" for nothing."""
     # Nodes of this machine share it, but not their GPUs.
     own = [each for node, each in found.items() if node == host.name or host.connection != "local"]
@@ -134,9 +136,7 @@ def broken_of(host: Host, found: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{newest['why']} (drained by {newest['run']}, {when})"
 
 
-def _first(
-    boot_id: str, found: Sequence[Mapping[str, Any]], told: set[tuple[str, str]]
-) -> list[Mapping[str, Any]]:
+def _first(boot_id: str, found: Sequence[Remains], told: set[tuple[str, str]]) -> list[Remains]:
     """Return those not in `told`: hosts may be folders of one machine, and each sees the same processes."""
     new = [each for each in found if (boot_id, each["node_dir"]) not in told]
     told.update((boot_id, each["node_dir"]) for each in new)
@@ -152,18 +152,20 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
     return Finding("leftovers", left.host, "failure", text, "nothing of runs that are over", cure)
 
 
-def find(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left] | Exception]:
+def find(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str, list[Left] | Exception]:
     """Return the remains on each host, running runs too; an exception if the host cannot be asked."""
     records = {run.run_id: run for run in runs.all_runs()}
     workdirs = {host.name: host.workdir for host in inventory.hosts}
     told: set[tuple[str, str]] = set()
 
-    def ask(link: Link) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        boot_id = link.call("processes.boot_id", timeout_s=LOOK_TIMEOUT_S)
-        return boot_id, link.call("leftovers.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[link.host])
+    def ask(channel: HostChannel) -> tuple[str, Sequence[Remains]]:
+        boot_id = channel.call("processes.boot_id", timeout_s=LOOK_TIMEOUT_S)
+        return boot_id, channel.call(
+            "leftovers.runs", timeout_s=LOOK_TIMEOUT_S, workdir=workdirs[channel.host]
+        )
 
     found: dict[str, list[Left] | Exception] = {}
-    for host, answer in on_all(links, ask).items():
+    for host, answer in on_all(channels, ask).items():
         if isinstance(answer, Exception):
             found[host] = answer
             continue
@@ -173,22 +175,28 @@ def find(links: Mapping[str, Link], inventory: Inventory) -> dict[str, list[Left
     return found
 
 
-def end(links: Mapping[str, Link], inventory: Inventory, chosen: Sequence[Left]) -> dict[str, Exception]:
+def end(
+    channels: Mapping[str, HostChannel], inventory: Inventory, chosen: Sequence[Left]
+) -> dict[str, Exception]:
     """End the chosen remains by their recorded ids; returns host → the error there."""
     workdirs = {host.name: host.workdir for host in inventory.hosts}
 
-    def act(link: Link) -> None:
-        own = [each for each in chosen if each.host == link.host]
+    def act(channel: HostChannel) -> None:
+        own = [each for each in chosen if each.host == channel.host]
         for each in own:
             if each.standing == "forgotten":
                 timeout_s = GRACE_S + STOP_MARGIN_S + agents.COPYING_GRACE_S
-                link.call("stop", timeout_s=timeout_s, node_dir=each.node_dir, grace_s=GRACE_S)
+                channel.call("stop", timeout_s=timeout_s, node_dir=each.node_dir, grace_s=GRACE_S)
         names = [(each.run, each.node) for each in own]
         timeout_s = GRACE_S + STOP_MARGIN_S
-        link.call(
-            "leftovers.clean", timeout_s=timeout_s, workdir=workdirs[link.host], names=names, grace_s=GRACE_S
+        channel.call(
+            "leftovers.clean",
+            timeout_s=timeout_s,
+            workdir=workdirs[channel.host],
+            names=names,
+            grace_s=GRACE_S,
         )
 
     hosts = {each.host for each in chosen}
-    results = on_all({host: link for host, link in links.items() if host in hosts}, act)
+    results = on_all({host: channel for host, channel in channels.items() if host in hosts}, act)
     return {host: result for host, result in results.items() if isinstance(result, Exception)}

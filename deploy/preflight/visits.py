@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import Link, on_all
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, failures
@@ -25,10 +25,9 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 T = TypeVar("T")
 
-CONNECT_SHARE = (
-    0.6  # of the time, for logging in: the rest is for the network, between those that can be reached
-)
-RESERVE_S = 0.5  # at the end, to close the links and to print
+CONNECT_SHARE = 0.6
+"""Of the time, for logging in: the rest is for the network, between those that can be reached."""
+RESERVE_S = 0.5  # at the end, to close the channels and to print
 SLOW_RTT_S = 0.2
 
 
@@ -41,7 +40,7 @@ class Seen:
 
 
 def visit(
-    link: Link,
+    channel: HostChannel,
     host: Host,
     inventory: Inventory,
     own: Script,
@@ -53,7 +52,7 @@ def visit(
 ) -> Seen:
     """Ask one host for everything that `kit check` needs."""
     paths = {**host.env, **inventory.job.env}.get("PYTHONPATH", "")
-    found = link.call(
+    found = channel.call(
         "probes.probe",
         timeout_s=timeout_s,
         workdir=host.workdir,
@@ -65,7 +64,7 @@ def visit(
         path=[each for each in paths.split(os.pathsep) if each],
         files=files,
     )
-    return Seen(facts=check.facts_of(link, found["facts"]), probe=found)
+    return Seen(facts=check.facts_of(channel, found["facts"]), probe=found)
 
 
 class Visits:
@@ -88,11 +87,11 @@ class Visits:
         self._files = files
         self._ssh = ssh
         self._timeout_s = timeout_s
-        self._facts_s = check.FACTS_TIMEOUT_S * busy
+        self._facts_s = max(check.FACTS_TIMEOUT_S * busy, timeout_s)  # who waits for it is limited anyway
         self._digest = sync.package().digest
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
-        self._links: dict[str, Link] = {}
+        self._channels: dict[str, HostChannel] = {}
         self._seen: dict[str, Seen] = {}
         self._unmade: dict[str, str] = {}
         self._failed: dict[str, Exception] = {}
@@ -107,18 +106,18 @@ class Visits:
     def _visit(self, host: Host) -> None:
         try:
             timeout_s = round(CONNECT_SHARE * self._timeout_s, 1)
-            link = cluster.open_link(host, self._ssh, timeout_s=timeout_s)
+            channel = cluster.open_channel(host, self._ssh, timeout_s=timeout_s)
             with self._lock:
                 is_late = self._is_over
                 if not is_late:
-                    self._links[host.name] = link
+                    self._channels[host.name] = channel
                     self._stage[host.name] = "looking around there"
             if is_late:
-                return link.close()
-            unmade = check.enter_what_is_there({host.name: link}, self._inventory)
+                return channel.close()
+            unmade = check.enter_what_is_there({host.name: channel}, self._inventory)
             peers = self.peers().get(host.name, ())
             seen = visit(
-                link, host, self._inventory, self._own,
+                channel, host, self._inventory, self._own,
                 kit_digest=self._digest, peers=peers, files=self._files, timeout_s=self._facts_s,
             )  # fmt: skip
             with self._lock:
@@ -154,10 +153,10 @@ class Visits:
         with self._lock:
             return [host.name for host in self._inventory.hosts if host.name in self._unmade]
 
-    def links(self, hosts: Iterable[str]) -> dict[str, Link]:
-        """Return links to hosts that have answered."""
+    def channels(self, hosts: Iterable[str]) -> dict[str, HostChannel]:
+        """Return channels to hosts that have answered."""
         with self._lock:
-            return {name: self._links[name] for name in hosts}
+            return {name: self._channels[name] for name in hosts}
 
     def access(self) -> list[Finding]:
         """Return the column access.
@@ -189,10 +188,10 @@ class Visits:
         return [finding("failure", text, can_log_in, cure)]
 
     def leave(self) -> None:
-        """Close the links, but do not wait long for it."""
+        """Close the channels, but do not wait long for it."""
         with self._lock:
-            links = dict(self._links)
-        Later(lambda: on_all(links, Link.close)).get(RESERVE_S)
+            channels = dict(self._channels)
+        Later(lambda: on_all(channels, HostChannel.close)).get(RESERVE_S)
 
 
 class Later(Generic[T]):

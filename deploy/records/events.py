@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host import current_status
 from nodekit.deploy.host.files import append_private
 from nodekit.deploy.host.schema import EventKind, NodeStatus
@@ -46,10 +46,10 @@ class Event:
 
 
 def of_node(
-    link: Link, node_dir: str, at: Sequence[Any] = ("", 0), *, timeout_s: float
+    channel: HostChannel, node_dir: str, at: Sequence[Any] = ("", 0), *, timeout_s: float
 ) -> Iterator[list[tuple[str, int, str]]]:
     """Yield a node's events since `at` (its file, and how far that was read), part by part: (file, end, line)."""
-    while found := link.call(
+    while found := channel.call(
         "hostfollow.events", timeout_s=timeout_s, node_dir=node_dir, file=at[0], offset=at[1]
     ):
         at = found[-1]

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.connect.link import on_all
+from nodekit.deploy.connect.channel import on_all
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.loglines import Source
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
-    from nodekit.deploy.connect.link import Link
+    from nodekit.deploy.connect.channel import HostChannel
     from nodekit.deploy.records.runs import Run
 
 FILE = "fetched.json"
@@ -77,37 +77,37 @@ def copies(run: Run) -> dict[str, Copy]:
     return found
 
 
-def sources_of(record: Run, links: Mapping[str, Link]) -> list[Source]:
-    """The logs of those nodes of a run that there is a link for."""
+def sources_of(record: Run, channels: Mapping[str, HostChannel]) -> list[Source]:
+    """The logs of those nodes of a run that there is a channel for."""
     return [
         Source(
             node=name,
             folder=f"{record.nodes[name]['node_dir']}/logs",
             clock_offset=record.clock_offsets.get(name, 0.0),
-            link=link,
+            channel=channel,
         )
-        for name, link in links.items()
+        for name, channel in channels.items()
         if name in record.nodes
     ]
 
 
 def fetch_run(
     run: Run,
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     output: str | None = None,
     *,
     nodes: Sequence[str] = (),
     record: Run | None = None,
 ) -> Fetched:
-    """Copy the logs of `nodes`, by default all, as far as they have a link; other copies stay as they are.
+    """Copy the logs of `nodes`, by default all, as far as they have a channel; other copies stay as they are.
 
     `record` is its supervisor's, where that is another one.
     """
     record = record or run
-    wanted = {name: link for name, link in links.items() if name in (nodes or record.nodes)}
+    wanted = {name: channel for name, channel in channels.items() if name in (nodes or record.nodes)}
     fetched = fetch(sources_of(record, wanted), Path(output) if output else folder_of(run), run)
     for name in nodes or record.nodes:
-        if name not in links:
+        if name not in channels:
             fetched.failed[name] = f"{name} cannot be reached"
     return fetched
 
@@ -168,10 +168,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def at_the_end(run: Run, links: Mapping[str, Link], say: Callable[[str], None]) -> None:
+def at_the_end(run: Run, channels: Mapping[str, HostChannel], say: Callable[[str], None]) -> None:
     """What `logs: {fetch: true}` asks for when a run is over; it changes nothing of how that ended."""
     say("fetching the logs")
-    quietly(lambda: fetch_run(run, dict(links)), run, say)
+    quietly(lambda: fetch_run(run, dict(channels)), run, say)
 
 
 def quietly(fetch: Callable[[], Fetched], run: Run, say: Callable[[str], None]) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
-    from nodekit.deploy.connect.link import Link
+    from nodekit.deploy.connect.channel import HostChannel
 
 WINDOW_S = 0.4  # so long a line that has just come waits for older ones of other nodes
 _COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
@@ -66,13 +66,15 @@ class Source:
     folder: str
     clock_offset: float
     """The clock of who wrote them minus ours."""
-    link: Link | None = None
+    channel: HostChannel | None = None
     """To where they lie; None: here."""
 
     def call(self, function: str, **args: Any) -> Any:
         """Call a function of deploy/host/logs/logread.py on them."""
-        if self.link is not None:
-            return self.link.call(f"logread.{function}", timeout_s=CALL_TIMEOUT_S, folder=self.folder, **args)
+        if self.channel is not None:
+            return self.channel.call(
+                f"logread.{function}", timeout_s=CALL_TIMEOUT_S, folder=self.folder, **args
+            )
         from nodekit.deploy.host.logs import logread
 
         return getattr(logread, function)(self.folder, **args)

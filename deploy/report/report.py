@@ -179,7 +179,7 @@ def _ask_hosts(
 ) -> None:
     """Ask all hosts in parallel; fills `found` and `curves` as answers arrive."""
     from nodekit.deploy.connect import cluster
-    from nodekit.deploy.connect.link import on_all
+    from nodekit.deploy.connect.channel import on_all
 
     class Quiet(cluster.SshOptions):
         """Never prompts at the terminal, which could exceed the time limit."""
@@ -192,10 +192,10 @@ def _ask_hosts(
 
     def ask(host: Host) -> None:
         def call(op: str, **args: Any) -> Any:
-            return link.call(op, timeout_s=max(0.5, until - time.monotonic()), **args)
+            return channel.call(op, timeout_s=max(0.5, until - time.monotonic()), **args)
 
         with contextlib.suppress(KitError, HostError):
-            link = cluster.open_link(host, quiet, timeout_s=ASK_TIMEOUT_S / 2)
+            channel = cluster.open_channel(host, quiet, timeout_s=ASK_TIMEOUT_S / 2)
             try:
                 path = f"{run.nodes[host.name]['node_dir']}/output/metrics.jsonl"
                 if points := call("points.losses", path=path, most=LOSS_POINTS):
@@ -208,6 +208,6 @@ def _ask_hosts(
                 own = {name: facts[name] for name in ("hostname", "python", "torch", "cpus")}
                 found[host.name] = {**own, "gpus": gpus}
             finally:
-                link.close()
+                channel.close()
 
     on_all(hosts, ask)

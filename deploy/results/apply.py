@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all, open_local
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all, open_local
 from nodekit.deploy.output import terminal
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
@@ -199,9 +199,9 @@ def _apply(
         KitError: no node has them, or it fails there.
     """
     data = [] if options.data is None else ["--data", options.data]
-    with _place(source, options) as (about, place, link, node):
+    with _place(source, options) as (about, place, channel, node):
         print(f"loading {about} (stopped after {options.timeout_s:g} s)", file=sys.stderr, flush=True)
-        done = link.stream(
+        done = channel.stream(
             "attend",
             lambda _: None,
             argv=[node["python"], "-m", MODULE, place.folder, *data, *arguments],
@@ -228,8 +228,10 @@ def _apply(
 
 
 @contextlib.contextmanager
-def _place(source: Run | Path, options: Options) -> Iterator[tuple[str, Place, Link, Mapping[str, Any]]]:
-    """Where the weights are, in words and as a place, a link to that host, and the plan of a rank there.
+def _place(
+    source: Run | Path, options: Options
+) -> Iterator[tuple[str, Place, HostChannel, Mapping[str, Any]]]:
+    """Where the weights are, in words and as a place, a channel to that host, and the plan of a rank there.
 
     Raises:
         KitError: no node has them.
@@ -237,38 +239,41 @@ def _place(source: Run | Path, options: Options) -> Iterator[tuple[str, Place, L
     if isinstance(source, Path):
         place = Place(node=str(source), folder=str(source), step=0)
         node = {"python": sys.executable, "code_dir": str(Path.cwd()), "kit_dir": "", "env": {}}
-        with contextlib.closing(open_local(place.node, sys.executable)) as link:
-            yield str(source), place, link, node
+        with contextlib.closing(open_local(place.node, sys.executable)) as channel:
+            yield str(source), place, channel, node
         return
-    with _nodes(source, options) as (nodes, links):
-        place = _find(source, nodes, links, options.weights)
+    with _nodes(source, options) as (nodes, channels):
+        place = _find(source, nodes, channels, options.weights)
         about = f"{options.weights} of {source.run_id}, step {place.step}, on {place.node}:{place.folder}"
-        yield about, place, links[place.node], nodes[place.node]
+        yield about, place, channels[place.node], nodes[place.node]
 
 
 @contextlib.contextmanager
-def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Link]]]:
-    """The plans of a run's nodes, and links to those that can be reached."""
+def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, HostChannel]]]:
+    """The plans of a run's nodes, and channels to those that can be reached."""
     backend = backend_of(run)
     hosts = backend.hosts(run)
-    with cluster.links(list(hosts.values()), options.ssh, some=True) as links:
-        record = backend.record(run, links)
+    with cluster.channels(list(hosts.values()), options.ssh, some=True) as channels:
+        record = backend.record(run, channels)
         if record is None:
             yield {}, {}
             return
-        yield record.nodes, {node: links[host] for host in links for node in backend.nodes_at(record, host)}
+        yield (
+            record.nodes,
+            {node: channels[host] for host in channels for node in backend.nodes_at(record, host)},
+        )
 
 
-def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights: str) -> Place:
+def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel], weights: str) -> Place:
     """The newest of a run's weights: a node that was lost may have older ones."""
-    there = [name for name in nodes if name in links]
+    there = [name for name in nodes if name in channels]
     places = {name: plan.weights_folders(nodes[name], weights) for name in there}
 
     def look(name: str) -> list[Place]:
         found = []
         for folder in places[name]:
             path = posixpath.join(folder, FACTS)
-            text = links[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
+            text = channels[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
             if text is not None:
                 found.append(Place(node=name, folder=folder, step=json.loads(text).get("step", 0)))
         return found
@@ -279,7 +284,7 @@ def _find(run: Run, nodes: Mapping[str, Any], links: Mapping[str, Link], weights
         return max(found, key=lambda place: place.step)
     looked = [f"{name}:{folder}" for name in there for folder in places[name]]
     failed = [str(result) for result in results.values() if isinstance(result, Exception)]
-    failed += [f"{name}: not reached" for name in nodes if name not in links]
+    failed += [f"{name}: not reached" for name in nodes if name not in channels]
     other = "last" if weights == "best" else "best"
     state = "is running" if run.state in runs.LIVE else f"has {run.state}"
     raise KitError(

@@ -16,8 +16,8 @@ from nodekit.deploy.records.runs import Run, SupervisorLock
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
+    from nodekit.deploy.connect.channel import HostChannel
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.connect.link import Link
 
 REMOVAL_SILENCE_S = 30.0
 _ID = re.compile(r".+-\d{4}-\d{6}-[0-9a-f]{4}(\.\d+)?")
@@ -108,24 +108,24 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
 
 
 @contextlib.contextmanager
-def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, Link]]]:
-    """What there is of a run on its hosts, and the links to them."""
+def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, HostChannel]]]:
+    """What there is of a run on its hosts, and the channels to them."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect import cluster
-    from nodekit.deploy.connect.link import on_all
+    from nodekit.deploy.connect.channel import on_all
 
     removal = Removal(run)
     backend = backend_of(run)
     removal.places = [Place(*each) for each in backend.folders(run)]
-    with cluster.links(backend.hosts(run).values(), options, some=True) as links:
-        if why := backend.still_there(run, links):
+    with cluster.channels(backend.hosts(run).values(), options, some=True) as channels:
+        if why := backend.still_there(run, channels):
             removal.problems.append(why)
-        removal.lost = [place.host for place in removal.places if place.host not in links]
-        by_host = {place.host: place for place in removal.places if place.host in links}
+        removal.lost = [place.host for place in removal.places if place.host not in channels]
+        by_host = {place.host: place for place in removal.places if place.host in channels}
         removal.places = list(by_host.values())
 
         def look(place: Place) -> Any:
-            return links[place.host].stream(
+            return channels[place.host].stream(
                 "removal.list_run", lambda _: None, silence_s=REMOVAL_SILENCE_S, **_arguments(run, place)
             )
 
@@ -143,7 +143,7 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
                 removal.problems.append(f"{host}: {what}; kit down {run.run_id} ends it")
             elif found["problem"]:
                 removal.problems.append(f"{host}: {found['problem']}")
-        yield removal, links
+        yield removal, channels
 
 
 def _arguments(run: Run, place: Place) -> dict[str, Any]:
@@ -156,21 +156,21 @@ def _arguments(run: Run, place: Place) -> dict[str, Any]:
 
 
 def remove(
-    removal: Removal, links: Mapping[str, Link], *, keep_snapshots: bool, keep_record: bool = False
+    removal: Removal, channels: Mapping[str, HostChannel], *, keep_snapshots: bool, keep_record: bool = False
 ) -> None:
     """Remove a run from its hosts, and then from the record.
 
     Raises:
         KitError: not everything could be removed; the record is still there.
     """
-    from nodekit.deploy.connect.link import on_all
+    from nodekit.deploy.connect.channel import on_all
 
     run = removal.run
     one_each = {place.key: place for place in reversed(removal.places) if place.found["there"]}
     places = {place.host: place for place in one_each.values()}
     results = on_all(
         places,
-        lambda place: links[place.host].stream(
+        lambda place: channels[place.host].stream(
             "removal.remove",
             lambda _: None,
             silence_s=REMOVAL_SILENCE_S,
@@ -198,7 +198,7 @@ def remove_record(run: Run) -> None:
 
 @contextlib.contextmanager
 def held(run: Run) -> Iterator[None]:
-    """Nobody may supervise a run, or go on with it, while it is being removed.
+    """Lock a run against being supervised or resumed while it is being removed.
 
     Raises:
         KitError: somebody does.
@@ -215,7 +215,7 @@ def held(run: Run) -> Iterator[None]:
             lock.release()
 
 
-def remove_sweep(removal: Removal, links: Mapping[str, Link]) -> None:
+def remove_sweep(removal: Removal, channels: Mapping[str, HostChannel]) -> None:
     """With the last run of a sweep goes the code that they shared."""
     run = removal.run
     sweep_id = run.sweep
@@ -225,7 +225,7 @@ def remove_sweep(removal: Removal, links: Mapping[str, Link]) -> None:
     shared = Place(
         place.host, str(Path(place.folder).with_name(sweep_id)), found={"there": True, "shared": ""}
     )
-    remove(Removal(run, [shared]), links, keep_snapshots=False, keep_record=True)
+    remove(Removal(run, [shared]), channels, keep_snapshots=False, keep_record=True)
 
 
 def _bytes(number: float) -> str:

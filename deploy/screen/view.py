@@ -435,7 +435,7 @@ def _print(text: str) -> None:
 
 
 class _Words:
-    """In place of stderr while the screen is open, for what libraries and links say there."""
+    """In place of stderr while the screen is open, for what libraries and channels say there."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

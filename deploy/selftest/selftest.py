@@ -289,7 +289,7 @@ def _facts(inventory: Inventory, ssh: SshOptions) -> dict[str, Facts]:
         KitError: with one line per host that gave no answer.
     """
     peers = cluster.peer_addresses(inventory.hosts)
-    with cluster.links(inventory.hosts, ssh) as links:
-        check.enter_what_is_there(links, inventory)
-        found = check.gather(links, inventory, kit_digest="", peers=peers)
+    with cluster.channels(inventory.hosts, ssh) as channels:
+        check.enter_what_is_there(channels, inventory)
+        found = check.gather(channels, inventory, kit_digest="", peers=peers)
     return {host.name: found[host.name] for host in inventory.hosts}

@@ -1,4 +1,4 @@
-"""`kit shell`: one command on many hosts at once, each over a link of its own, so that none waits for another."""
+"""`kit shell`: one command on many hosts at once, each over a channel of its own, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from nodekit.deploy.connect.cluster import SshOptions, open_link
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.connect.cluster import SshOptions, open_channel
 from nodekit.inventory import hostlists
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
@@ -64,7 +64,7 @@ class Commands:
     ) -> None:
         self._hosts = {host.name: host for host in hosts}
         self._argv, self._timeout_s, self._ssh = list(argv), timeout_s, ssh
-        self._links: dict[str, Link] = {}
+        self._channels: dict[str, HostChannel] = {}
         self._lock = threading.Lock()
         self._is_over = self.was_interrupted = False
         self._handlers: dict[int, Any] = {}
@@ -86,10 +86,10 @@ class Commands:
     ) -> None:
         with self._lock:
             self._is_over = True
-            links = dict(self._links)
+            channels = dict(self._channels)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        on_all(links, Link.close)  # a server whose link ends, ends what it runs
+        on_all(channels, HostChannel.close)  # a server whose channel ends, ends what it runs
 
     def events(self) -> Iterator[Lines | Ended]:
         """What is said and how it ends, as it comes, until it has ended on all hosts."""
@@ -110,19 +110,21 @@ class Commands:
     def _end(self) -> None:
         with self._lock:
             self._is_over = True
-            links = dict(self._links)
+            channels = dict(self._channels)
 
-        def end(link: Link) -> None:
-            with contextlib.suppress(HostError):  # a lost link is told by the call that runs the command
-                link.call("hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S)
+        def end(channel: HostChannel) -> None:
+            with contextlib.suppress(HostError):  # a lost channel is told by the call that runs the command
+                channel.call(
+                    "hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S
+                )
 
-        for name in self._hosts.keys() - links.keys():
+        for name in self._hosts.keys() - channels.keys():
             self._events.put(Ended(name, problem="not started"))
-        on_all(links, end)
+        on_all(channels, end)
 
     def _one(self, host: Host) -> None:
         try:
-            link = open_link(host, self._ssh)
+            channel = open_channel(host, self._ssh)
         except HostError as error:
             self._events.put(Ended(host.name, problem=str(error.problem)))
             return
@@ -131,12 +133,12 @@ class Commands:
             return
         with self._lock:
             if self._is_over:
-                link.close()
+                channel.close()
                 return
-            self._links[host.name] = link
-        self._events.put(self._run(link))
+            self._channels[host.name] = channel
+        self._events.put(self._run(channel))
 
-    def _run(self, link: Link) -> Ended:
+    def _run(self, channel: HostChannel) -> Ended:
         rest: dict[Stream, bytes] = {"out": b"", "err": b""}
         num_taken = 0
 
@@ -149,24 +151,24 @@ class Commands:
             whole = data.rfind(b"\n") + 1
             rest[stream] = data[whole:]
             if whole:
-                self._events.put(Lines(link.host, stream, data[:whole]))
+                self._events.put(Lines(channel.host, stream, data[:whole]))
             num_taken += 1
             if num_taken % _TAKEN_AT_ONCE == 0:
-                link.call("hostshell.taken", timeout_s=30, number=_TAKEN_AT_ONCE)
+                channel.call("hostshell.taken", timeout_s=30, number=_TAKEN_AT_ONCE)
 
         try:
-            answer = link.stream("hostshell.run", take, argv=self._argv, limit_s=self._timeout_s)
+            answer = channel.stream("hostshell.run", take, argv=self._argv, limit_s=self._timeout_s)
             problems = [] if answer["status"] is not None else ["not started"]
             if answer["timed_out"]:
                 problems.append(f"ended after {self._timeout_s:g} s (--timeout)")
             if answer["left"]:
                 problems.append(f"could not end {', '.join(map(str, answer['left']))}: another user's?")
-            ended = Ended(link.host, answer["status"], "; ".join(problems))
+            ended = Ended(channel.host, answer["status"], "; ".join(problems))
         except HostError as error:
-            ended = Ended(link.host, problem=f"lost on the way: {error.problem}")
+            ended = Ended(channel.host, problem=f"lost on the way: {error.problem}")
         for stream, data in rest.items():
             if data:
-                self._events.put(Lines(link.host, stream, data + b"\n"))
+                self._events.put(Lines(channel.host, stream, data + b"\n"))
         return ended
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, on_all
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch import watch as launch_watch
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
@@ -75,21 +75,21 @@ class SshBackend:
     def supervise(self, run: Run, options: Options) -> int:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
         inventory = restore(run.inventory)
-        with cluster.links(inventory.hosts, options.ssh, some=True) as links:
-            return launch_watch.watch(NodeClient(run, inventory, links), options)
+        with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
+            return launch_watch.watch(NodeClient(run, inventory, channels), options)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
         inventory = restore(run.inventory)
         hosts = {host.name: host for host in inventory.hosts}
         rules = Rules.of(inventory)
-        with cluster.links(inventory.hosts, ssh, some=True) as links:
+        with cluster.channels(inventory.hosts, ssh, some=True) as channels:
             is_led = _is_led(run)
-            if not is_led and not _is_alive(run, links):
+            if not is_led and not _is_alive(run, channels):
                 show_last(run, run, events.read(run.folder))
                 print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
                 return 0
-            client = NodeClient(run, inventory, links)
+            client = NodeClient(run, inventory, channels)
             with _view(run, rules, plain=plain) as view, sigterm_interrupts():
                 if not is_led:
                     view.say("nobody supervises this run: what is lost is not replaced before kit up does")
@@ -98,7 +98,7 @@ class SshBackend:
                     view,
                     _OnlyWatches(run),
                     rules=rules,
-                    reopen=lambda name: cluster.open_link(hosts[name], ssh),
+                    reopen=lambda name: cluster.open_channel(hosts[name], ssh),
                     tail_bytes=ATTACH_TAIL_BYTES,
                 )
                 try:
@@ -112,12 +112,12 @@ class SshBackend:
                     view.close()
                     run.say_stop("kit watch")
                     return launch_watch.stop_everywhere(run, supervisor, view, is_asked=True)
-            return launch_watch.conclude(run, links, verdict)
+            return launch_watch.conclude(run, channels, verdict)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What a run and each of its nodes does; of a node that cannot be reached, what was last heard of it."""
-        with cluster.links(restore(run.inventory).hosts, ssh, some=True) as links:
-            found = _statuses(run, links)
+        with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
+            found = _statuses(run, channels)
         alive = any(status["alive"] for status in found.values())
         last = {
             name: status
@@ -158,11 +158,11 @@ class SshBackend:
         """
         inventory = restore(run.inventory)
         run.say_stop("kit down")
-        with cluster.links(inventory.hosts, ssh, some=True) as links:
-            client = NodeClient(run, inventory, links)
+        with cluster.channels(inventory.hosts, ssh, some=True) as channels:
+            client = NodeClient(run, inventory, channels)
             results = client.stop_all(force=force)
             _gather_unwatched(client)
-            unheard = [name for name in run.nodes if name not in links]
+            unheard = [name for name in run.nodes if name not in channels]
             was_running = any(
                 not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
             )
@@ -179,7 +179,7 @@ class SshBackend:
             else:
                 print(stopped_text(run, results))
             if fetch:
-                print(fetchlogs.fetch_run(run, links).text())
+                print(fetchlogs.fetch_run(run, channels).text())
         return 0 if clean else 1
 
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
@@ -190,7 +190,7 @@ class SshBackend:
         """There is none: `up` refuses them."""
         raise NotImplementedError
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
+    def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
         """Nothing but agents."""
         return ""
 
@@ -206,7 +206,7 @@ class SshBackend:
             found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared))
         return found
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run:
+    def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run:
         """As it is on this machine."""
         with contextlib.suppress(OSError, ValueError):
             run.reload()
@@ -216,7 +216,7 @@ class SshBackend:
         """The one of that name, which the run has or may get."""
         return [host]
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
+    def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
         """By its record; or nobody is left to write there."""
         run.reload()
         return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
@@ -244,33 +244,35 @@ def _is_led(run: Run) -> bool:
     return not is_free
 
 
-def _is_alive(run: Run, links: Mapping[str, Link]) -> bool:
-    return any(status["alive"] for status in _statuses(run, links).values())
+def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:
+    return any(status["alive"] for status in _statuses(run, channels).values())
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClient | None:
     """The client of a run on record as running; None when none of its agents is alive any more."""
     inventory = restore(run.inventory)
-    links = stack.enter_context(cluster.links(inventory.hosts, options.ssh, some=True))
-    if _is_led(run) or _is_alive(run, links):
+    channels = stack.enter_context(cluster.channels(inventory.hosts, options.ssh, some=True))
+    if _is_led(run) or _is_alive(run, channels):
         print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
-        return NodeClient(run, inventory, links)
-    _settle(run, links)
+        return NodeClient(run, inventory, channels)
+    _settle(run, channels)
     return None
 
 
-def _statuses(run: Run, links: Mapping[str, Link]) -> dict[str, NodeStatus]:
+def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus]:
     """Each reachable node's status."""
     results = on_all(
-        {name: link for name, link in links.items() if name in run.nodes},
-        lambda link: link.call("status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[link.host]["node_dir"]),
+        {name: channel for name, channel in channels.items() if name in run.nodes},
+        lambda channel: channel.call(
+            "status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[channel.host]["node_dir"]
+        ),
     )
     return {name: result for name, result in results.items() if not isinstance(result, Exception)}
 
 
-def _settle(run: Run, links: Mapping[str, Link]) -> None:
+def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
     """A run that is on record as running, and has no agent left: write down how it ended."""
-    found = _statuses(run, links)
+    found = _statuses(run, channels)
     if len(found) < len(run.nodes):
         missing = ", ".join(name for name in run.nodes if name not in found)
         raise KitError(
@@ -278,7 +280,7 @@ def _settle(run: Run, links: Mapping[str, Link]) -> None:
             cure=f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost "
             f"{run.run_id}",
         )
-    _gather_unwatched(NodeClient(run, restore(run.inventory), dict(links)))
+    _gather_unwatched(NodeClient(run, restore(run.inventory), dict(channels)))
     states = {status.get("state") for status in found.values()}
     run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
 

@@ -99,7 +99,7 @@ class Narrator:
         return [f"{event.about} is unreachable" + (f": {why}" if why else "")]
 
     def _on_reached(self, event: Event) -> list[str]:
-        return [f"{event.about} is in sight again"]
+        return [f"{event.about} can be reached again"]
 
     def _on_said(self, event: Event) -> list[str]:
         return [str(event.get("text"))] if event.get("text") else []

@@ -10,7 +10,7 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import CALL_TIMEOUT_S, Link, all_or_raise, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
@@ -34,15 +34,15 @@ class BrokenHost(HostError):
 
 
 class NodeClient:
-    """The run's nodes, each behind a link that `links` has at the moment.
+    """The run's nodes, each behind a channel that `channels` has at the moment.
 
     Several threads use it at once: it reads the run's record and never writes it.
     """
 
-    def __init__(self, run: Run, inventory: Inventory, links: dict[str, Link]) -> None:
+    def __init__(self, run: Run, inventory: Inventory, channels: dict[str, HostChannel]) -> None:
         self.run = run
         self.inventory = inventory
-        self.links = links
+        self.channels = channels
         self._peers = cluster.peer_addresses(inventory.hosts)
         self._package: sync.Package | None = None
 
@@ -63,7 +63,7 @@ class NodeClient:
         node = self.node(name)
         env = {**node.env, "NODEKIT_START": self.inventory.job.start}
         if self.run.is_placed and secrets:
-            # They lie in the run's folder too, for a link there is not SSH: it is not encrypted.
+            # They lie in the run's folder too, for a channel there is not SSH: it is not encrypted.
             file = secrets_file(Path(node.code_dir).parent, RANKS)
             secrets_at = {"env_file": str(file)} if file is not None else {}
         else:
@@ -106,7 +106,7 @@ class NodeClient:
             KitError: what `record` raises.
         """
         host = next(each for each in self.inventory.hosts if each.name == name)
-        link = self._link(name)
+        channel = self._channel(name)
         if self._package is None:
             self._package = sync.package()
         alone = self.inventory.model_copy(update={"hosts": (host,)})
@@ -115,10 +115,10 @@ class NodeClient:
 
             # Its disk may be new, or it is here for the first time.
             limit_s = self.inventory.timings.environment
-            environment.enter({name: link}, [host], self.inventory.environment, timeout_s=limit_s)
+            environment.enter({name: channel}, [host], self.inventory.environment, timeout_s=limit_s)
         files = script.hosts_own(self._argv())
         digest = self._package.digest
-        facts = check.gather({name: link}, alone, kit_digest=digest, peers=self._peers, files=files)
+        facts = check.gather({name: channel}, alone, kit_digest=digest, peers=self._peers, files=files)
         self._refuse_broken(name, facts[name])
         if problems := check.examine(alone, facts):
             raise KitErrors(problems)
@@ -129,7 +129,7 @@ class NodeClient:
             )
         workdirs = {name: facts[name].workdir}
         if not facts[name].has_kit:
-            sync.send_package(self._package, {name: link}, workdirs, timeout_s=SYNC_TIMEOUT_S)
+            sync.send_package(self._package, {name: channel}, workdirs, timeout_s=SYNC_TIMEOUT_S)
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
@@ -180,7 +180,7 @@ class NodeClient:
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
-        return self._link(name).call(
+        return self._channel(name).call(
             "stop",
             timeout_s=grace_s + STOP_MARGIN_S + agents.COPYING_GRACE_S + 5,
             node_dir=self.node(name).node_dir,
@@ -190,25 +190,25 @@ class NodeClient:
         )
 
     def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
-        """Stop the run on every node that there is a link to: host → what was found there, or the exception."""
-        return on_all(self._there(), lambda link: self.stop(link.host, grace_s=grace_s, force=force))
+        """Stop the run on every node that there is a channel to: host → what was found there, or the exception."""
+        return on_all(self._there(), lambda channel: self.stop(channel.host, grace_s=grace_s, force=force))
 
     def gather_events(self, gatherer: Gatherer) -> None:
         """Add to the run's events what its nodes have written since, where they can be reached."""
 
-        def gather(link: Link) -> None:
-            clock_offset = self.run.clock_offsets.get(link.host, 0.0)
-            node_dir = self.node(link.host).node_dir
-            for found in of_node(link, node_dir, gatherer.at(link.host), timeout_s=EVENTS_TIMEOUT_S):
-                gatherer.add_of_node(link.host, found, clock_offset=clock_offset)
-            status = link.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
-            gatherer.heard(link.host, status, clock_offset=clock_offset)
+        def gather(channel: HostChannel) -> None:
+            clock_offset = self.run.clock_offsets.get(channel.host, 0.0)
+            node_dir = self.node(channel.host).node_dir
+            for found in of_node(channel, node_dir, gatherer.at(channel.host), timeout_s=EVENTS_TIMEOUT_S):
+                gatherer.add_of_node(channel.host, found, clock_offset=clock_offset)
+            status = channel.call("status", timeout_s=EVENTS_TIMEOUT_S, node_dir=node_dir)
+            gatherer.heard(channel.host, status, clock_offset=clock_offset)
 
         on_all(self._there(), gather)
 
-    def _there(self) -> dict[str, Link]:
-        # Of a copy, made in one step: who follows a node takes its link away, or puts a new one there.
-        return {name: link for name, link in self.links.copy().items() if name in self.run.nodes}
+    def _there(self) -> dict[str, HostChannel]:
+        # Of a copy, made in one step: who follows a node takes its channel away, or puts a new one there.
+        return {name: channel for name, channel in self.channels.copy().items() if name in self.run.nodes}
 
     def status(self, name: str) -> NodeStatus:
         """A node's status."""
@@ -257,19 +257,19 @@ class NodeClient:
                 name, "it has no copy of this run's code, and the code here has changed since the run began"
             )
         target = sync.code_target(
-            self._link(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
+            self._channel(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )
         all_or_raise(sync.send(tree, {name: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.finish_caching({name: target}, timeout_s=SYNC_TIMEOUT_S))
 
-    def _link(self, name: str) -> Link:
-        link = self.links.get(name)
-        if link is None:  # who follows the node has given it up, and opens another
+    def _channel(self, name: str) -> HostChannel:
+        channel = self.channels.get(name)
+        if channel is None:  # who follows the node has given it up, and opens another
             raise HostError(name, "the connection is gone")
-        return link
+        return channel
 
     def _call(self, name: str, op: str, **args: Any) -> Any:
-        return self._link(name).call(op, timeout_s=CALL_TIMEOUT_S, **args)
+        return self._channel(name).call(op, timeout_s=CALL_TIMEOUT_S, **args)
 
 
 def secrets_of(inventory: Inventory) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
-from nodekit.deploy.connect.link import Link, RemoteError
+from nodekit.deploy.connect.channel import HostChannel, RemoteError
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
@@ -71,7 +71,7 @@ class Supervisor:
         lock: SupervisorLock,
         *,
         rules: Rules,
-        reopen: Callable[[str], Link],
+        reopen: Callable[[str], HostChannel],
         tail_bytes: int | None = None,
         shown: Mapping[str, Mapping[str, int]] | None = None,
         observers: Sequence[Observer] = (),
@@ -83,14 +83,14 @@ class Supervisor:
             view: what the user sees.
             lock: held by the one who acts.
             rules: the inventory's.
-            reopen: a new link to a host; HostError where it cannot be reached.
+            reopen: a new channel to a host; HostError where it cannot be reached.
             tail_bytes: of each log that is there already, show only this much.
             shown: node → log → how much of it has been shown.
             observers: told of all that is seen and of all events from now on.
         """
         self._client = client
         self._run = client.run
-        self._links = client.links
+        self._channels = client.channels
         self._view = view
         self._lock = lock
         self._state = State.from_dict(client.run.judgement, rules)
@@ -106,7 +106,7 @@ class Supervisor:
         self._statuses: dict[str, NodeStatus] = {}
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
-        self._seen = {name: Observation(reachable=name in self._links) for name in rules.nodes}
+        self._seen = {name: Observation(reachable=name in self._channels) for name in rules.nodes}
         self._heard: set[str] = set()
         self._told = {name: Told() for name in rules.nodes}
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
@@ -335,14 +335,14 @@ class Supervisor:
         while not self._closing.is_set():
             pause_s = LOOK_AGAIN_S
             try:
-                if name not in self._links:
-                    self._links[name] = self._reopen(name)
+                if name not in self._channels:
+                    self._channels[name] = self._reopen(name)
                 if (
                     name not in self._run.nodes
                 ):  # not there when the run began: the first start makes its plan
                     self._queue.put((name, "unknown", None))
                 else:
-                    final = self._links[name].stream(
+                    final = self._channels[name].stream(
                         "hostfollow.follow",
                         take,
                         silence_s=UNREACHABLE_AFTER_S,
@@ -357,7 +357,7 @@ class Supervisor:
                 pause_s = RETRY_S
             except HostError as error:
                 self._queue.put((name, "lost", error))
-                if (lost := self._links.pop(name, None)) is not None:
+                if (lost := self._channels.pop(name, None)) is not None:
                     threading.Thread(target=lost.close, daemon=True).start()
                     pause_s = 0.0
                 else:

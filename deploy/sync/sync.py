@@ -14,11 +14,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.link import RemoteError, all_or_raise, on_all
+from nodekit.deploy.connect.channel import RemoteError, all_or_raise, on_all
 from nodekit.deploy.host import tree as host
 from nodekit.deploy.sync.listing import Entry, Tree, list_code
 from nodekit.deploy.sync.progress import Progress, progress_bars
-from nodekit.deploy.sync.transfer import Delivery, Link, SourceChanged, bring, seconds_left
+from nodekit.deploy.sync.transfer import Delivery, HostChannel, SourceChanged, bring, seconds_left
 from nodekit.inventory.errors import HostError, KitError
 
 __all__ = [
@@ -36,7 +36,7 @@ _ATTEMPTS = 2  # to send the files: the second trusts nothing from the first
 class Target:
     """Where a tree goes on one host."""
 
-    link: Link
+    channel: HostChannel
     dest: str
     """The folder that the run uses; ``~`` allowed."""
     cache: str
@@ -63,9 +63,9 @@ def project_key(folder: Path) -> str:
     return f"{name}-{sha256(where.encode('utf-8', 'surrogateescape')).hexdigest()[:12]}"
 
 
-def code_target(link: Link, tree: Tree, *, workdir: str, dest: str) -> Target:
+def code_target(channel: HostChannel, tree: Tree, *, workdir: str, dest: str) -> Target:
     """Return the destination of a run's code on a host, and the project's cache there."""
-    return Target(link, dest=dest, cache=f"{workdir}/code/{project_key(tree.root)}")
+    return Target(channel, dest=dest, cache=f"{workdir}/code/{project_key(tree.root)}")
 
 
 def send(
@@ -101,14 +101,14 @@ def send(
 def _send_one(
     tree: Tree, target: Target, deadline: float, progress: Callable[[Progress], None]
 ) -> SyncResult | Exception:
-    link = target.link
+    channel = target.channel
     sent: list[Entry] = []
     bytes_sent = 0
 
     def place(**more: Any) -> Any:
-        left_s = seconds_left(link.host, deadline)
+        left_s = seconds_left(channel.host, deadline)
         owner = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}"
-        return link.call(
+        return channel.call(
             "tree.place",
             timeout_s=left_s,
             cache=target.cache,
@@ -119,7 +119,7 @@ def _send_one(
             **more,
         )
 
-    progress(Progress(host=link.host, phase="checking"))
+    progress(Progress(host=channel.host, phase="checking"))
     answer: dict[str, Any] = {}
     try:
         answer = place()
@@ -131,15 +131,15 @@ def _send_one(
             sent = [tree.entries[index] for index in answer["paths"]]
             if number > 0 and (changed := tree.changed(entry.path for entry in sent)):
                 raise SourceChanged(changed)
-            bytes_sent += _deliver(tree, link, sent, answer, deadline, progress, whole=number > 0)
+            bytes_sent += _deliver(tree, channel, sent, answer, deadline, progress, whole=number > 0)
             answer = place()
-        _verify(tree, link.host, answer)
+        _verify(tree, channel.host, answer)
     except RemoteError as error:
         raise _told(error, target) from error
     finally:
         if answer.get("state") in ("send", "unknown"):
             _release(target)
-    progress(Progress(host=link.host, phase="done"))
+    progress(Progress(host=channel.host, phase="done"))
     return SyncResult(
         digest=answer["digest"], files_sent=len(sent), bytes_sent=bytes_sent, kept=tuple(answer["kept"])
     )
@@ -147,7 +147,7 @@ def _send_one(
 
 def _deliver(
     tree: Tree,
-    link: Link,
+    channel: HostChannel,
     entries: Sequence[Entry],
     answer: Mapping[str, Any],
     deadline: float,
@@ -161,7 +161,7 @@ def _deliver(
     def report(files: int, bytes_done: int, phase: str = "sending") -> None:
         progress(
             Progress(
-                host=link.host,
+                host=channel.host,
                 phase=phase,
                 files_done=files,
                 files_total=len(entries),
@@ -173,14 +173,14 @@ def _deliver(
     report(0, 0)
     if num_bytes > answer["free_bytes"]:
         raise HostError(
-            link.host,
+            channel.host,
             f"its disk is full: the code needs {num_bytes / 1e6:.1f} MB in {answer['cache']} and "
             f"{answer['free_bytes'] / 1e6:.1f} MB are free",
             cure="make room there, or leave big files out by a line in .kitignore",
         )
     bring(
         Delivery(
-            link=link,
+            channel=channel,
             tree=tree,
             entries=entries,
             cache=answer["cache"],
@@ -210,9 +210,9 @@ def _verify(tree: Tree, host: str, answer: Mapping[str, Any]) -> None:
 
 
 def _release(target: Target) -> None:
-    """Release the lock of the cache after a failure; a lost link has released it already."""
+    """Release the lock of the cache after a failure; a lost channel has released it already."""
     with contextlib.suppress(HostError):
-        target.link.call("tree.release", timeout_s=2.0, cache=target.cache)
+        target.channel.call("tree.release", timeout_s=2.0, cache=target.cache)
 
 
 def _told(error: RemoteError, target: Target) -> HostError:
@@ -236,7 +236,7 @@ def begin_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[st
     """
     return on_all(
         targets,
-        lambda target: target.link.call("tree.begin_caching", timeout_s=timeout_s, cache=target.cache),
+        lambda target: target.channel.call("tree.begin_caching", timeout_s=timeout_s, cache=target.cache),
     )
 
 
@@ -244,7 +244,7 @@ def finish_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[s
     """Let each host complete its cache, and wait for it."""
     return on_all(
         targets,
-        lambda target: target.link.call("tree.finish_caching", timeout_s=timeout_s, cache=target.cache),
+        lambda target: target.channel.call("tree.finish_caching", timeout_s=timeout_s, cache=target.cache),
     )
 
 
@@ -279,7 +279,7 @@ def package() -> Package:
 
 
 def send_package(
-    package: Package, links: Mapping[str, Link], workdirs: Mapping[str, str], *, timeout_s: float
+    package: Package, channels: Mapping[str, HostChannel], workdirs: Mapping[str, str], *, timeout_s: float
 ) -> None:
     """Place kit's package at ``<workdir>/kit/<digest>`` on every host; one round trip where it is already.
 
@@ -290,14 +290,16 @@ def send_package(
     def one(name: str) -> None:
         folder = f"{workdirs[name]}/kit/{package.digest}"
         args = {"folder": folder, "digest": package.digest}
-        if not links[name].call("tree.keep_package", timeout_s=timeout_s, **args):
-            links[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
+        if not channels[name].call("tree.keep_package", timeout_s=timeout_s, **args):
+            channels[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
 
     # Nodes on this machine with one workdir: the first places it, and the others find it there.
-    places = {(workdirs[name], name if link.connection else ""): name for name, link in links.items()}
+    places = {
+        (workdirs[name], name if channel.connection else ""): name for name, channel in channels.items()
+    }
     results = on_all({name: name for name in places.values()}, one)
-    results |= on_all({name: name for name in links if name not in results}, one)
-    results = {name: results[name] for name in links}
+    results |= on_all({name: name for name in channels if name not in results}, one)
+    results = {name: results[name] for name in channels}
     for name, result in results.items():
         if isinstance(result, RemoteError) and result.errno in _FULL:
             results[name] = HostError(name, "its disk is full", cure=f"make room below {workdirs[name]}")

@@ -25,8 +25,8 @@ _UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127)  # rsync's exit codes after which anothe
 _FULL = ("No space left on device", "Disk quota exceeded")
 
 
-class Link(Protocol):
-    """The part of a link (`deploy/connect/link.py`) that sync uses."""
+class HostChannel(Protocol):
+    """The part of a channel (`deploy/connect/channel.py`) that sync uses."""
 
     @property
     def host(self) -> str: ...  # noqa: D102
@@ -62,7 +62,7 @@ class _UnusableError(Exception):
 class Delivery:
     """Files of a tree to send to one host, and the deadline."""
 
-    link: Link
+    channel: HostChannel
     tree: Tree
     entries: Sequence[Entry]
     cache: str
@@ -77,13 +77,13 @@ class Delivery:
 
     def left_s(self) -> float:
         """Seconds left; HostError when there are none."""
-        return seconds_left(self.link.host, self.deadline)
+        return seconds_left(self.channel.host, self.deadline)
 
     def disk_full(self) -> HostError:
         """The error for a host without the space."""
         size = sum(entry.size for entry in self.entries)
         return HostError(
-            self.link.host,
+            self.channel.host,
             f"its disk is full: {size / 1e6:.1f} MB of code did not fit into {self.cache}",
             cure="make room there, or leave big files out by a line in .kitignore",
         )
@@ -96,7 +96,7 @@ def bring(delivery: Delivery) -> None:
         SourceChanged: a file has changed since the tree was taken.
         HostError: the host has no space, the connection is lost, or the deadline has passed.
     """
-    connection = delivery.link.connection
+    connection = delivery.channel.connection
     try:
         if connection is None:
             _copy(delivery)
@@ -119,7 +119,7 @@ def _copy(delivery: Delivery) -> None:
     files = bytes_done = 0
     for start in range(0, len(delivery.entries), _COPY_FILES):
         batch = delivery.entries[start : start + _COPY_FILES]
-        delivery.link.call(
+        delivery.channel.call(
             "tree.fetch",
             timeout_s=delivery.left_s(),
             cache=delivery.cache,
@@ -183,8 +183,8 @@ def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
         raise _UnusableError(said)
     last = said.splitlines()[0] if said else f"exit {rsync.returncode}"
     if rsync.returncode in (10, 12, 30, 35, 255):
-        raise HostError(delivery.link.host, f"the connection was lost while sending the code ({last})")
-    raise HostError(delivery.link.host, f"rsync could not send the code ({last})")
+        raise HostError(delivery.channel.host, f"the connection was lost while sending the code ({last})")
+    raise HostError(delivery.channel.host, f"rsync could not send the code ({last})")
 
 
 _PROGRESS = re.compile(rb"\s*([\d,.]+)\s+\d+%.*?(?:xfr#(\d+))?[^#]*$")
@@ -237,9 +237,9 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
     files = bytes_done = 0
     incoming = delivery.cache + ".incoming"
     try:
-        channel = sftp.get_channel()
-        assert channel is not None
-        channel.settimeout(delivery.left_s())
+        session = sftp.get_channel()
+        assert session is not None
+        session.settimeout(delivery.left_s())
         try:
             sftp.mkdir(incoming, 0o700)
         except OSError:
@@ -256,14 +256,14 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
             args: dict[str, Any] = {"name": str(number)}
             if alone:
                 args |= {"row": pack[0], "mtime_ns": delivery.tree.stats[pack[0].path][1]}
-            delivery.link.call("tree.unpack", timeout_s=delivery.left_s(), cache=delivery.cache, **args)
+            delivery.channel.call("tree.unpack", timeout_s=delivery.left_s(), cache=delivery.cache, **args)
             delivery.report(files, bytes_done)
     except TimeoutError as error:
         delivery.left_s()
-        raise HostError(delivery.link.host, "the host takes no more of the code") from error
+        raise HostError(delivery.channel.host, "the host takes no more of the code") from error
     except (paramiko.SSHException, EOFError) as error:
         raise HostError(
-            delivery.link.host, f"the connection was lost while the code was being sent ({error})"
+            delivery.channel.host, f"the connection was lost while the code was being sent ({error})"
         ) from error
     except OSError as error:
         # SFTP has a single error, "Failure", for a full disk and others.

@@ -1,10 +1,10 @@
 """What runs on the nodes that Slurm gives: one task on each, of which the first one leads.
 
 Each task connects to the first one, and runs the host-side server (deploy/host/server.py) at its end of the connection:
-the leader has a link to each node (deploy/connect/link.py), as over SSH. With these the first task does what `kit up`
-does over SSH: check, plan, start an agent on each node, supervise. Its record of the run is in the run's folder, which
-is shared, so every start of the job, the first and those after a time limit, a preemption or a lost node, goes on from
-what the one before has left. In that folder are
+the leader has a channel to each node (deploy/connect/channel.py), as over SSH. With these the first task does what `kit
+up` does over SSH: check, plan, start an agent on each node, supervise. Its record of the run is in the run's folder,
+which is shared, so every start of the job, the first and those after a time limit, a preemption or a lost node, goes on
+from what the one before has left. In that folder are
 
     code/               the user's, as it was synced
     NODE/               what the agent of a node writes: logs, status, output
@@ -39,7 +39,7 @@ from typing import Any
 
 from ClusterShell.NodeSet import NodeSet
 
-from nodekit.deploy.connect.link import BOOT
+from nodekit.deploy.connect.channel import BOOT
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
@@ -68,7 +68,7 @@ from nodekit.slurm.sbatch_parameters import planned_gpus
 AGAIN_S = 0.5
 LOOK_S = 2.0  # between looks at which nodes are lost
 LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
-LEADER_LOST_S = 4.0  # without a link to the leader, nor a sign of life from it in the shared folder
+LEADER_LOST_S = 4.0  # without a channel to the leader, nor a sign of life from it in the shared folder
 PR_SET_CHILD_SUBREAPER = 36
 # Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
 # ignore it; SIGTERM is for the agents, and for the leader, who needs these servers to see how they end.
@@ -299,7 +299,7 @@ def _beat_until(place: Path, over: threading.Event) -> None:
 def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
     """Whether a job that was stopped before its end goes back to the queue, and else kit's exit status."""
     job = job_now()
-    # Somebody has cancelled it, or put it back himself; one that is to be preempted counts as running.
+    # Somebody has cancelled it, or requeued it by hand. A job that is about to be preempted is still RUNNING.
     if not ending.is_warned and job.get("JobState") != "RUNNING":
         return False, STOPPED_EXIT
     run, limit = record_of(run_dir), settings_of(run_dir).max_requeues

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 from nodekit.deploy.agent.agent_wire import CHUNK_BYTES, Wire
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host.accept import Acceptor
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host
@@ -25,7 +25,7 @@ MEET_S = 300.0
 """How long the tasks wait for the leader, and it for them: the slowest of them may still load its modules."""
 LATE_S = 20.0  # for the rest, once the fewest are there
 TALK_S = 10.0
-UNHEARD_S = 5.0  # a link through which nothing comes is given up, and another one is tried
+UNHEARD_S = 5.0  # a channel through which nothing comes is given up, and another one is tried
 KEEP_ALIVE_S = 1
 CALL_S = 3.0
 
@@ -130,7 +130,7 @@ def _notice_loss(connection: socket.socket) -> None:
 
 
 class Tasks:
-    """The tasks of the allocation, as the leader sees them: each calls, and is a link to its node."""
+    """The tasks of the allocation, as the leader sees them: each calls, and is a channel to its node."""
 
     def __init__(self, token: str) -> None:
         self.address: dict[str, str] = {}
@@ -179,8 +179,8 @@ class Tasks:
             )
         return here
 
-    def open(self, host: Host) -> Link:
-        """A link to a node.
+    def open(self, host: Host) -> HostChannel:
+        """A channel to a node.
 
         Raises:
             HostError: its task has not called since the last one was lost.
@@ -191,21 +191,21 @@ class Tasks:
             (self._absent.discard if wire else self._absent.add)(host.name)
         if wire is None:
             raise HostError(host.name, f"its task has not called for {TALK_S:.0f} s")
-        return Link(host.name, CalledProcess(wire))
+        return HostChannel(host.name, CalledProcess(wire))
 
     def absent(self, names: list[str]) -> list[str]:
-        """Those of `names` that never called, or have not since their link was lost."""
+        """Those of `names` that never called, or have not since their channel was lost."""
         with self._came:
             return [name for name in names if name in self._absent or name not in self.address]
 
     def lost(self) -> list[str]:
-        """The nodes that called once and do not again, now that their links are closed."""
+        """The nodes that called once and do not again, now that their channels are closed."""
         with self._came:
             self._came.wait_for(lambda: self._free.keys() >= self.address.keys(), timeout=TALK_S)
             return [name for name in self.address if name not in self._free]
 
     def close(self) -> None:
-        """Take no more calls, and let go of the tasks that no link is open to."""
+        """Take no more calls, and let go of the tasks that no channel is open to."""
         self._acceptor.close()
         with self._came:
             while self._free:

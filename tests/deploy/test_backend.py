@@ -10,7 +10,7 @@ import pytest
 
 from nodekit.deploy.backend import Backend, backend_of
 from nodekit.deploy.commands.cli import main
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
@@ -58,7 +58,7 @@ class Cloud:
     def rules(self, run: Run, node: str) -> Rules:
         raise KitError(f"{node} is the cloud's")
 
-    def still_there(self, run: Run, links: Mapping[str, Link]) -> str:
+    def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
         return ""
 
     def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
@@ -68,13 +68,13 @@ class Cloud:
     def folders(self, run: Run) -> list[RunFolder]:
         return [RunFolder("gate", str(Path(run.nodes["a"]["node_dir"]).parent))]
 
-    def record(self, run: Run, links: Mapping[str, Link]) -> Run:
+    def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run:
         return run
 
     def nodes_at(self, record: Run, host: str) -> list[str]:
         return list(record.nodes)
 
-    def is_over(self, run: Run, links: Mapping[str, Link], *, all_gone: bool) -> bool:
+    def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
         return True
 
 

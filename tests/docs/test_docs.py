@@ -178,6 +178,16 @@ def test_every_key_of_an_inventory_is_explained_by_an_example() -> None:
     assert not from_code().dotted(json_schema()) - shown
 
 
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_each_key_of_an_inventory_that_is_named_is_one(page: str) -> None:
+    text = (ROOT / page).read_text()
+    parts = json_schema()["$defs"]
+    of = {"timings": "Timings", "snapshots": "SnapshotSettings", "job": "Job", "logs": "LogSettings"}
+    for section, part in of.items():
+        named = set(re.findall(rf"`{section}\.(\w+)", text))
+        assert named <= parts[part]["properties"].keys(), section
+
+
 # --- programs -----------------------------------------------------------------------------------------------
 
 

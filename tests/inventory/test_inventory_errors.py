@@ -444,14 +444,19 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=8,
 )
-FILES = st.dictionaries(
-    st.sampled_from(KEYS),
-    VALUES | st.dictionaries(st.sampled_from(KEYS), VALUES | st.dictionaries(st.sampled_from(KEYS), VALUES)),
-)
+
+
+def tables(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A few keys, of which some mean something there."""
+    return st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
+
+
+FILES = tables(VALUES | tables(VALUES | tables(VALUES)))
 MARKS = "ab:-?[]{},&*!|>'\"%@#~<=. \n\t\\0149\x00\x85\u2028é"
 JUNK = st.text(alphabet=st.sampled_from(MARKS)) | st.text()
 

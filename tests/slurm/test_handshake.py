@@ -11,7 +11,7 @@ import pytest
 from agents import until
 
 from nodekit.deploy.agent.agent_wire import Wire
-from nodekit.deploy.connect.link import LinkLost
+from nodekit.deploy.connect.channel import ChannelLost
 from nodekit.inventory.schema import Host
 from nodekit.slurm.allocation import allocation
 from nodekit.slurm.allocation.handshake import Tasks
@@ -89,11 +89,11 @@ def host() -> Host:
 
 
 def test_a_task_is_a_link_to_its_node_and_its_secret_does_not_travel(tasks: Tasks, called: Relay) -> None:
-    link = tasks.open(host())
+    channel = tasks.open(host())
     text = "x" * (1 << 20)
-    done = link.call("execute", timeout_s=10, limit_s=10, argv=["cat"], text=text)
+    done = channel.call("execute", timeout_s=10, limit_s=10, argv=["cat"], text=text)
     assert done["out"] == text
-    link.close()
+    channel.close()
     assert called.has_task_left.wait(10)
     assert TOKEN.encode() not in called.heard
 
@@ -110,12 +110,12 @@ def test_what_a_stranger_says_after_the_leaders_proof_is_not_run(
 
 
 def test_a_link_whose_answers_were_changed_is_lost(tasks: Tasks, called: Relay) -> None:
-    link = tasks.open(host())
+    channel = tasks.open(host())
     called.is_cut = True
     called._leader.sendall(struct.pack("!I", 40) + bytes(32) + b'{"id": 0, "result": "a stranger\'s word"}')
-    with pytest.raises(LinkLost):
-        link.call("read_file", timeout_s=10, path="/dev/null")
-    link.close()
+    with pytest.raises(ChannelLost):
+        channel.call("read_file", timeout_s=10, path="/dev/null")
+    channel.close()
 
 
 @pytest.mark.parametrize(

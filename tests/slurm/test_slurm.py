@@ -30,7 +30,7 @@ from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 from test_curves import points
 
-from nodekit.deploy.connect.link import on_all
+from nodekit.deploy.connect.channel import on_all
 from nodekit.deploy.records import runs
 from nodekit.slurm.allocation import allocation, handshake, requeue
 

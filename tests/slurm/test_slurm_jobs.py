@@ -57,7 +57,7 @@ def settings(**given: Any) -> SlurmSettings:
 
 
 class Recorded:
-    """A link that answers each command with what was recorded."""
+    """A channel that answers each command with what was recorded."""
 
     host = "login"
 

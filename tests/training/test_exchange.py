@@ -56,9 +56,10 @@ with World.from_env() as world:
             here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
         if (path := scenario / f"rank {world.rank} keeps").exists():
-            age = tuple(map(int, path.read_text().split()))
+            *age, attempt = path.read_text().split()
+            age = tuple(map(int, age))
             state = {"step": age[1], "weights": torch.full((2000,), world.rank)}
-            here = replace(here, kept=Kept(state, age, lambda: False))
+            here = replace(here, kept=Kept(state, age, lambda: False, attempt))
         try:
             found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
             said["weights"] = found and float(found.state["weights"][-1])
@@ -70,8 +71,10 @@ with World.from_env() as world:
 """
 
 
-def hold(folder: Path, step: int) -> None:
-    assert Snapshots(folder, generation=0).save({"step": step, "weights": torch.randn(2000)}, step=step)
+def hold(folder: Path, step: int, attempt: str = "") -> None:
+    snapshots = Snapshots(folder, generation=0)
+    snapshots.attempt = attempt
+    assert snapshots.save({"step": step, "weights": torch.randn(2000)}, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +88,20 @@ def outcome(
             (folder / name / node).mkdir(parents=True)
         hold(folder / name / "node1" / "snapshots", 6)
     kept = {
-        "kept": {1: (1, 5), 2: (1, 4)},
-        "kept by all": dict.fromkeys(range(4), (1, 5)),
-        "kept, and a snapshot is newer": {1: (0, 5), 2: (0, 5)},
-        "kept, and a folder cannot be read": {3: (0, 5)},
+        "kept": {1: (1, 5, "a"), 2: (1, 4, "a")},
+        "kept by all": dict.fromkeys(range(4), (1, 5, "a")),
+        "kept of two attempts": {0: (1, 5, "a"), 1: (1, 5, "a"), 2: (1, 5, "b"), 3: (1, 5, "b")},
+        "kept, and a snapshot is newer": {1: (0, 5, "a"), 2: (0, 5, "a")},
+        "kept, and a folder cannot be read": {3: (0, 5, "a")},
     }
     for name, ranks in kept.items():
         (folder / name / "node0").mkdir(parents=True)
         hold(folder / name / "node1" / "snapshots", 6)
-        for rank, age in ranks.items():
-            (folder / name / f"rank {rank} keeps").write_text(f"{age[0]} {age[1]}")
+        for rank, made in ranks.items():
+            (folder / name / f"rank {rank} keeps").write_text(" ".join(map(str, made)))
     (folder / "kept, and a folder cannot be read" / "node1 cannot be read").touch()
+    for node in ("node0", "node1"):
+        hold(folder / "two attempts" / node / "snapshots", 6, attempt=node)
     for name in ("one cannot be read", "none can be read", "was there", "a newer kit's"):
         for node in ("node0", "node1"):
             (folder / name / node).mkdir(parents=True)
@@ -158,6 +164,18 @@ def test_a_joining_node_writes_it_to_its_disk_and_its_other_ranks_read_it_there(
     assert not list((folder / "joins").glob("*/snapshots/.tmp-*"))
 
 
+def test_of_one_step_that_two_attempts_have_made_all_ranks_load_the_same(outcome: Outcome) -> None:
+    """It was done again, in another rounding, while a node was out of reach."""
+    folder, said, _ = outcome
+    ranks = said["two attempts"]
+    assert len({rank["weights"] for rank in ranks}) == 1
+    first, second = (
+        Snapshots(folder / "two attempts" / node / "snapshots").manifests() for node in ("node0", "node1")
+    )
+    assert first == second
+    assert [each.attempt for each in first] == ["node0"]
+
+
 def test_a_node_that_cannot_write_it_keeps_it_in_memory(outcome: Outcome) -> None:
     _, said, outputs = outcome
     ranks = said["cannot write"]
@@ -217,6 +235,7 @@ def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
     ("scenario", "step", "weights", "source"),
     [
         ("kept", 5, [1.0] * 4, "what rank 1 has kept in memory"),
+        ("kept of two attempts", 5, [0.0, 1.0, 0.0, 0.0], "what rank 0 has kept in memory"),
         ("kept by all", 5, [0.0, 1.0, 2.0, 3.0], "what rank 0 has kept in memory"),
         ("kept, and a folder cannot be read", 5, [3.0] * 4, "what rank 3 has kept in memory"),
         ("kept, and a snapshot is newer", 6, None, "g0000-s000000006"),

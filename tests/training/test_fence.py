@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nodekit.training import Fenced, Snapshots
-from nodekit.training.snapshots import snapshot
+from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.commit import place
 from nodekit.training.snapshots.fence import Fence
 
@@ -52,7 +52,7 @@ def test_a_fence_that_goes_up_while_the_payload_is_written_keeps_the_manifest_ou
         num_placed += 1
         place(temporary, file, name, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(snapshot, "place", placed)
+    monkeypatch.setattr(commit, "place", placed)
     with pytest.raises(Fenced):
         stale.save({"weights": torch.ones(100)}, step=6)
     assert num_placed == 2, "the payload and the manifest"

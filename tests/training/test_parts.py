@@ -27,12 +27,12 @@ from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from nodekit.training import Snapshots, World, newest_of_all
-from nodekit.training.snapshots import commit, parts, peers, snapshot
+from nodekit.training.snapshots import commit, parts, peers
 from nodekit.training.snapshots.sharded import ShardedSnapshots
 from nodekit.training.snapshots.shards import files_of, read_into
 peers._CHUNK_BYTES, commit.RETRY_S = 1000, 0.3
 logging.basicConfig()
-fault, verify, place, read_part = os.environ.get("FAULT"), parts.verify, snapshot.place, peers.read_part
+fault, verify, place, read_part = os.environ.get("FAULT"), parts.verify, commit.place, peers.read_part
 
 def verified(folder, manifest, name):
     if (folder / "cannot be read").exists():
@@ -78,7 +78,7 @@ def load(found, mesh):
 with World.from_env() as world:
     mesh = init_device_mesh("cpu", (world.world_size,))
     if world.rank == 2:
-        parts.verify, snapshot.place, peers.read_part = verified, placed, read
+        parts.verify, commit.place, peers.read_part = verified, placed, read
     for scenario in sorted(Path(sys.argv[2]).iterdir()):
         snapshots = Snapshots(scenario / f"node{world.node_rank}", generation=0, leave_shards="WHOLE" not in os.environ)
         said = {"scenario": scenario.name}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from nodekit.training.kept import Made
 from nodekit.training.sampler import ElasticSampler
 from nodekit.training.snapshots.exchange import source_of_all
 
@@ -21,6 +22,8 @@ class State:
     step: int = 0
     batches: tuple[tuple[int, frozenset[int]], ...] = ()
     place: tuple[int, int] = (0, 0)
+    made_in: tuple[int, ...] = ()
+    """The attempt of each step: one that is done again has another rounding."""
 
 
 @functools.cache
@@ -47,7 +50,7 @@ class Node:
     """A host with one rank, and a disk that outlives it."""
 
     disk: dict[tuple[int, int], State] = field(default_factory=dict)
-    kept: tuple[tuple[int, int], State] | None = None
+    kept: tuple[Made, State] | None = None
     is_here: bool = True
 
 
@@ -59,7 +62,7 @@ class Job:
         self.nodes = [Node() for _ in range(self.rng.randint(2, 5))]
         self.generation = 0
         self.num_faults = self.rng.randint(1, 12)
-        self.num_resets = 0
+        self.attempt_number = 0
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -74,13 +77,16 @@ class Job:
     def attempt(self) -> State | None:
         """Meet, agree on a state, and train until somebody is lost."""
         faults = self.num_faults > 0
+        self.attempt_number += 1
         for node in self.nodes:  # one that was lost may be back, one that is here may be lost while it joins
             node.is_here = not faults or self.chance(0.8)
         if faults and self.chance(0.1):
             self.generation += 1  # the rendezvous host was lost
         members = [node for node in self.nodes if node.is_here]
         for node in self.nodes:
-            if not node.is_here:
+            if not node.is_here and self.chance(
+                0.5
+            ):  # else it is only out of reach, and may come back with it
                 node.kept = None
         if not members:
             self.num_faults -= 1
@@ -90,13 +96,16 @@ class Job:
             self.lose(members)
             return None
         for node in members:
-            node.kept = ((self.generation, state.step), state)
+            node.kept = self.made(state)
         return self.train(members, state)
 
+    def made(self, state: State) -> tuple[Made, State]:
+        return Made((self.generation, state.step), str(self.attempt_number)), state
+
     def agreed(self, members: list[Node]) -> State:
-        ages = [node.kept[0] if node.kept else None for node in members]
+        made = [node.kept[0] if node.kept else None for node in members]
         on_disk = [max(node.disk, default=None) for node in members]
-        source = source_of_all(ages, on_disk)
+        source = source_of_all(made, on_disk)
         if source is not None:
             kept = members[source].kept
             assert kept is not None
@@ -107,8 +116,8 @@ class Job:
             newest = max((age for age in on_disk if age), default=None)
             holder = next((node for node in members if newest in node.disk), None)
             found = holder.disk[newest] if holder and newest else State()
-        if any(node.kept for node in members):
-            assert found.step >= max(node.kept[1].step for node in members if node.kept), "a step is lost"
+        ages = [node.kept[0].age for node in members if node.kept]
+        assert not ages or found.step >= max(ages)[1], "a step is lost"
         return found
 
     def train(self, members: list[Node], state: State) -> State | None:
@@ -119,14 +128,14 @@ class Job:
                 may_end = self.chance(0.5)
                 for node in members:
                     if may_end and self.chance(0.5):
-                        node.kept = ((self.generation, following.step), following)
+                        node.kept = self.made(following)
                     if self.chance(0.1):  # it was within its update, and is ended: its weights are of no step
                         node.kept = None
                 self.lose(members)
                 return None
             state = following
             for node in members:
-                node.kept = ((self.generation, state.step), state)
+                node.kept = self.made(state)
             if state.step % 4 == 0:
                 for node in members:
                     if self.chance(0.9):  # it may not have come to the disk
@@ -139,7 +148,8 @@ class Job:
     def stepped(self, members: list[Node], state: State) -> State:
         """What all ranks have after their common update."""
         batch, place = shared_out(*state.place, len(members))
-        return State(state.step + 1, (*state.batches, (state.place[0], batch)), place)
+        made_in = (*state.made_in, self.attempt_number)
+        return State(state.step + 1, (*state.batches, (state.place[0], batch)), place, made_in)
 
     def lose(self, members: list[Node]) -> None:
         self.num_faults -= 1
@@ -175,4 +185,5 @@ def test_whoever_is_lost_whenever_all_go_on_with_one_state_and_each_sample_once(
 def test_the_newest_state_of_all_is_the_source(
     kept: list[tuple[int, int] | None], on_disk: list[tuple[int, int] | None], source: int | None
 ) -> None:
-    assert source_of_all(kept, on_disk) == source
+    made = [Made(age, str(rank)) if age else None for rank, age in enumerate(kept)]
+    assert source_of_all(made, on_disk) == source

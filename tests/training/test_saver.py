@@ -15,7 +15,7 @@ import torch
 from places import ROOT
 
 from nodekit.training import Fenced, Snapshots, World
-from nodekit.training.snapshots import saver, snapshot
+from nodekit.training.snapshots import commit, saver, snapshot
 from nodekit.training.snapshots.commit import written_beside
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.snapshots.saver import Saver, interval_s
@@ -30,7 +30,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert is_ready.wait(30)
         return written_beside(folder)
 
-    monkeypatch.setattr(snapshot, "written_beside", slowly)
+    monkeypatch.setattr(commit, "written_beside", slowly)
     yield is_ready
     is_ready.set()
 

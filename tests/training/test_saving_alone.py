@@ -166,22 +166,28 @@ def test_buffers_that_changed_after_the_step_stay() -> None:
     assert torch.equal(after, module.running_mean)  # type: ignore[arg-type]
 
 
-def test_a_rank_in_a_collective_is_woken_by_leaving_the_others() -> None:
+@pytest.mark.parametrize("made_later", [False, True])
+def test_a_rank_in_a_collective_is_woken_by_leaving_the_others(made_later: bool) -> None:
     """The other rank never comes, as one whose cable is cut; this process's other sockets stay."""
+
+    def join(rank: int, store: dist.TCPStore) -> dist.ProcessGroup | None:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        return dist.new_group() if made_later else None
+
     port = free_port()
     reader, writer = socket.socketpair()
     silent = os.fork()
     if silent == 0:
-        store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
-        dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+        join(1, dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20)))
         signal.pause()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=20))
-        with connections.opened():
-            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=60))
+
+        connections.remember()
+        group = join(0, store)
         threading.Timer(0.3, connections.shut_down).start()
         with pytest.raises(RuntimeError) as error:
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1), group=group)
         assert connections.is_lost_rank(error.value)
         writer.send(b"x")
         assert reader.recv(1) == b"x"
@@ -194,6 +200,8 @@ def test_a_rank_in_a_collective_is_woken_by_leaving_the_others() -> None:
 
 
 def test_an_error_of_ones_own_is_no_lost_rank() -> None:
+    gone = "Horovod has been shut down. This was caused by an exception on one of the ranks"
+    assert connections.is_lost_rank(RuntimeError(gone)), "what waited when its threads had ended"
     assert not connections.is_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not connections.is_lost_rank(ConnectionError("Connection refused"))
     assert not connections.is_lost_rank(None)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 TASK = '''
 import os, resource, signal, threading
 from torch import nn
-from nodekit.training.snapshots import sharded, snapshot
+from nodekit.training.snapshots import commit, sharded
 from nodekit.training.tasks.digits import Digits, Pixels
 
 RANK, FAULT = os.environ.get("RANK", "0"), os.environ.get("FAULT")
@@ -37,11 +37,11 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if FAULT == "manifest" and RANK == "0":
-    def place(temporary, file, name, *, place=snapshot.place, **more):
+    def place(temporary, file, name, *, place=commit.place, **more):
         if name.endswith("12.json"):
             die()
         place(temporary, file, name, **more)
-    snapshot.place = place
+    commit.place = place
 
 if FAULT == "shard" and RANK == "1":
     class Stream(sharded._Stream):

@@ -34,11 +34,11 @@ PLAIN = "PLAIN" in os.environ
 
 if "SLOW_DISK" in os.environ:
     import time
-    from nodekit.training.snapshots import snapshot
-    def slowly(*arguments, place=snapshot.place, **more):
+    from nodekit.training.snapshots import commit
+    def slowly(*arguments, place=commit.place, **more):
         time.sleep(float(os.environ["SLOW_DISK"]))
         place(*arguments, **more)
-    snapshot.place = slowly
+    commit.place = slowly
 
 class Noisy(Pixels):
     def __getitem__(self, index):

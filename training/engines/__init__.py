@@ -2,8 +2,8 @@
 
 An engine gets a plain module and a plain torch optimizer that have the snapshot's state already, and returns such plain
 state, so that any engine can load what another has saved. They are on the rank's device, or on the CPU for engines that
-share them out (``load.begins_on_cpu``). An engine may import `snapshots` and what is below that. To add one, write its
-file, an entry in ``engine_info.ENGINES``, and its name in ``options.py`` at options that it cannot follow.
+share them out (``load.begins_on_cpu``). An engine may import `snapshots` and what is below that. What a new
+one takes is in CONTRIBUTING.md.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,12 @@ class Engine(Protocol):
 
     def backward(self, loss: "torch.Tensor") -> None:
         """Add a loss's gradients; the loss is weighted so that its mean over the ranks is the global batch's."""
+
+    def average(self) -> None:
+        """Average the step's gradients over the ranks, where the backward pass has not done so.
+
+        If another rank is lost meanwhile, the weights are still those of the step before.
+        """
 
     def update(self, clip: float | None) -> None:
         """Clip the gradients to this norm, step the optimizer and clear the gradients.

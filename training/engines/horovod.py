@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from nodekit.training import connections
 from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engine_info import BUILD_HOROVOD, EngineError
 from nodekit.training.engines import single
@@ -27,6 +28,9 @@ from nodekit.training.world import World
 
 _LEAVE_S = 5.0
 """How long a process waits at its end for the other ranks' threads: one of them may be stopped for good."""
+
+_connections: connections.Connections = set()
+"""Of Horovod in the present attempt."""
 
 _SLOT = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 """What Horovod has to know of a rank's place."""
@@ -43,13 +47,10 @@ class Engine(single.Engine):
         broadcast_from_first(module.state_dict().values(), self.world.device)
         return module
 
-    def update(self, clip: float | None) -> None:
-        """Average the gradients, once in a step, whatever the number of micro-batches, then step."""
-        if not self.options.local_steps:
-            self._average()
-        super().update(clip)
-
-    def _average(self) -> None:
+    def average(self) -> None:
+        """Once in a step, whatever the number of micro-batches."""
+        if self.options.local_steps:
+            return
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         # Ranks may differ in which parameters their loss uses. One that no rank uses gets no gradient, as with ddp.
         share = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float32)
@@ -93,6 +94,13 @@ def _init(options: Options, world: World) -> Any:
         raise EngineError(
             f"--engine horovod: the Horovod here was not built for this python and torch ({error}): {BUILD_HOROVOD}"
         ) from error
+    if hvd.is_initialized():  # in an earlier attempt, with other ranks
+        leaving = _leave(hvd, 1.0)
+        if leaving.is_alive():  # its threads wait for those of the other ranks
+            connections.shut_down(_connections)
+            leaving.join(_LEAVE_S)
+        if leaving.is_alive():
+            raise RuntimeError(f"horovod: its threads of the last attempt have not ended in {_LEAVE_S:g} s")
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
     interface, address = _own_address(options, world)
     addresses = world.gather((world.node_rank, address))
@@ -116,8 +124,12 @@ def _init(options: Options, world: World) -> Any:
             HOROVOD_GLOO_TIMEOUT_SECONDS=str(math.ceil(world.timeout_s)),
             **{f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in _SLOT},
         )
-        hvd.init()
+        with connections.opened() as own:
+            hvd.init()
+        _connections.clear()
+        _connections.update(own)
         atexit.unregister(hvd.shutdown)
+        atexit.unregister(_leave)  # of an earlier attempt
         atexit.register(_leave, hvd)
         world.gather(None)  # all ranks have used the server
     return hvd
@@ -168,8 +180,9 @@ def _served(address: str, slots: list[Any]) -> Iterator[int]:
             thread.join()
 
 
-def _leave(hvd: Any) -> None:
-    """Leave Horovod, so that other ranks do not report an error; wait no longer than `_LEAVE_S`."""
+def _leave(hvd: Any, timeout_s: float = _LEAVE_S) -> threading.Thread:
+    """Leave Horovod, so that other ranks do not report an error, in a thread; wait for it no longer than that."""
     leaving = threading.Thread(target=hvd.shutdown, name="horovod-leaves", daemon=True)
     leaving.start()
-    leaving.join(_LEAVE_S)
+    leaving.join(timeout_s)
+    return leaving

@@ -50,6 +50,9 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
+    def average(self) -> None:
+        pass
+
     def update(self, clip: float | None) -> None:
         if clip is not None:
             self.scaler.unscale_(self.optimizer)  # the norm is that of the gradients themselves

@@ -1,6 +1,7 @@
 """Writing files atomically, whatever kills the process or fills the disk."""
 
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+
+log = logging.getLogger("nodekit.training")
 
 T = TypeVar("T")
 
@@ -38,6 +41,15 @@ def retried(read: Callable[[], T], until_s: float | None = None) -> T:
             if time.monotonic() >= until_s:
                 raise
             time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def warned(text: str) -> Iterator[None]:
+    """Log an OSError after the text, and go on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", text, error)
 
 
 @contextmanager

@@ -59,14 +59,16 @@ class LastWholeStep:
         return self._step
 
 
-def save_alone(snapshots: Snapshots, world: World, state: Callable[[], Any], *, step: int) -> bool:
+def save_alone(
+    snapshots: Snapshots, world: World, state: Callable[[], Any], *, step: int, attempt: str | None = None
+) -> bool:
     """Save what ``state`` returns without the other ranks, and have kit wait for it; False if it failed.
 
-    Any number of ranks may do so: in each folder the first one saves.
+    Any number of ranks may do so: in each folder the first one saves. ``attempt`` is for a state of an earlier one.
     """
     world.stage(KEEPING, step=step)
     try:
-        snapshots.save_if_newest(state(), step=step, world_size=world.world_size)
+        snapshots.save_if_newest(state(), step=step, world_size=world.world_size, attempt=attempt)
     except Exception as error:  # the one that has led here is the one to be raised
         log.warning("step %d was not saved by this rank alone: %s", step, error)
         return False
@@ -90,7 +92,7 @@ class EmergencySave:
 
     For ranks that have all of the state, as with DistributedDataParallel, over gloo. Without it, all steps since the
     newest snapshot are done again. Every rank that is left saves, unless its folder has this step already. It has until
-    the grace is over (``timings.grace``, and that of `Stop`).
+    the grace is over (30 s by kit, and that of `Stop`).
     """
 
     def __init__(
@@ -184,9 +186,10 @@ class EmergencySave:
         self._world.stage(PAUSING, step=self._last.newest)
 
     def _kept(self, step: int) -> Kept:
-        state = self._state()
+        state, attempt = self._state(), self._snapshots.attempt
         return Kept(
             state,
             (self._world.generation or 0, step),
-            partial(save_alone, self._snapshots, self._world, lambda: state, step=step),
+            partial(save_alone, self._snapshots, self._world, lambda: state, step=step, attempt=attempt),
+            attempt,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nodekit.training.kept import Kept
+from nodekit.training.kept import Kept, Made
 from nodekit.training.snapshots.commit import NOT_FOUND, retried
 from nodekit.training.snapshots.fence import Fence, Fenced
 from nodekit.training.snapshots.found import Found, check_loss
@@ -59,12 +59,12 @@ def newest_of_all(
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     lost: dict[str, str] = {}  # payload → why it is of no use
     kept = world.kept if world.kept and world.kept.is_held else None
-    said = world.gather((world.expected_snapshot, kept.age if kept else None))
-    if any(age for _, age in said) and (
-        loaded := _from_memory(snapshots, world, kept, [age for _, age in said])
-    ):
+    said = world.gather((world.expected_snapshot, kept.made if kept else None, secrets.token_hex(8)))
+    snapshots.attempt = said[0][2]
+    made = [each for _, each, _ in said]
+    if any(made) and (loaded := _from_memory(snapshots, world, kept, made)):
         return loaded
-    known, expected = max(text for text, _ in said), ""
+    known, expected = max(text for text, *_ in said), ""
     while True:
         is_first = world.is_first_on_node
         here = Found()
@@ -96,28 +96,28 @@ def newest_of_all(
 
 
 def _from_memory(
-    snapshots: Snapshots, world: World, kept: Kept | None, ages: Sequence[tuple[int, int] | None]
+    snapshots: Snapshots, world: World, kept: Kept | None, made: Sequence[Made | None]
 ) -> Loaded | None:
     """The newest state that ranks have kept, on every rank; None on every rank if a snapshot is newer."""
     here = None
     if world.is_first_on_node:
         with suppress(OSError):  # at worst, a step is done again
             here = snapshots.newest_age()
-    source = source_of_all(ages, world.gather(here))
+    source = source_of_all(made, world.gather(here))
     if source is None:
         return None
-    newest = ages[source]
+    newest = made[source]
     assert newest is not None
     manifest = Manifest(
-        generation=newest[0],
-        step=newest[1],
+        generation=newest.age[0],
+        step=newest.age[1],
         world_size=world.world_size,
         sha256={},
         size_bytes={},
         saved_at="",
     )
-    state = kept.state if kept and kept.age == newest else None
-    if set(ages) != {newest}:
+    state = kept.state if kept and kept.made == newest else None
+    if set(made) != {newest}:
         data, payload = io.BytesIO(), None
         if world.rank == source:
             payload = save_payload(state, data)
@@ -134,19 +134,18 @@ def _from_memory(
     return Loaded(state, manifest, f"what rank {source} has kept in memory")
 
 
-def source_of_all(
-    kept: Sequence[tuple[int, int] | None], on_disk: Sequence[tuple[int, int] | None]
-) -> int | None:
+def source_of_all(kept: Sequence[Made | None], on_disk: Sequence[tuple[int, int] | None]) -> int | None:
     """The rank whose kept state all ranks go on from; None: they go on from a snapshot. The same on all; pure.
 
     Args:
-        kept: of each rank, (generation, step) of what it has in memory; None for nothing.
-        on_disk: of each rank, the same of its folder's newest snapshot.
+        kept: of each rank, what it has in memory; None for nothing.
+        on_disk: of each rank, (generation, step) of its folder's newest snapshot.
     """
-    newest = max((age for age in kept if age), default=None)
+    ages = [made.age if made else None for made in kept]
+    newest = max((age for age in ages if age), default=None)
     if newest is None or newest < max((age for age in on_disk if age), default=newest):
         return None
-    return kept.index(newest)
+    return ages.index(newest)
 
 
 def _newest_fence(snapshots: Snapshots, world: World) -> int:
@@ -235,7 +234,7 @@ def _everywhere(
     is_mapped: bool,
 ) -> Loaded | None:
     """The snapshot on every rank, or None on every rank."""
-    is_here = own is not None and own.manifest.age == manifest.age and not own.manifest.is_sharded
+    is_here = own is not None and own.manifest.made == manifest.made and not own.manifest.is_sharded
     loaded = own if is_here else None
     loaded = _from_node(snapshots, world, manifest, loaded, is_mapped=is_mapped)
     if all(world.gather(loaded is not None)):

@@ -14,6 +14,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from nodekit.training.errors import refuse_unsafe
+from nodekit.training.kept import Made
 from nodekit.training.snapshots.commit import HashingFile
 from nodekit.training.snapshots.hostcopy import map_tensors
 
@@ -61,6 +62,8 @@ class Manifest:
     """When, ISO 8601, UTC; for people only."""
     kept_by: dict[str, list[str]] = field(default_factory=dict)
     """File name → the nodes that keep it, as text for people; empty where every node's folder has all files."""
+    attempt: str = ""
+    """Which attempt has made the step (`Made`); "" where the ranks have not drawn a number."""
 
     @classmethod
     def of(cls, text: str, name: str) -> "Manifest":
@@ -83,16 +86,22 @@ class Manifest:
         return manifest
 
     def to_json(self) -> str:
-        """The content of its file; without the nodes if there are none, as older versions read it."""
+        """The content of its file; without the nodes or the attempt if there are none, as older versions read it."""
         values = asdict(self)
-        if not self.kept_by:
-            del values["kept_by"]
+        for name in ("kept_by", "attempt"):
+            if not values[name]:
+                del values[name]
         return json.dumps(values, indent=1)
 
     @property
     def age(self) -> tuple[int, int]:
         """(generation, step): the greater is the newer."""
         return self.generation, self.step
+
+    @property
+    def made(self) -> Made:
+        """Which state it is."""
+        return Made(self.age, self.attempt)
 
     @property
     def stem(self) -> str:

@@ -83,7 +83,7 @@ class ShardedSnapshots(Snapshots):
         ``model`` and ``optimizer`` may hold DTensors; all else is taken from rank 0.
         """
         self.wait()
-        return self._save(self._staged(state), step=step, world_size=world_size)
+        return self._save(self._staged(state), step=step, world_size=world_size, attempt=self.attempt)
 
     def prepare(self, state: Any) -> None:
         """As ``Snapshots.prepare``, for this rank's own part."""
@@ -107,7 +107,7 @@ class ShardedSnapshots(Snapshots):
             copied, self._mesh, source.placements, run_check=False, shape=source.shape, stride=source.stride()
         )
 
-    def _commit(self, state: Any, *, step: int, world_size: int) -> Manifest:
+    def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         tensors, others = state
         together = self.peers.together
         folder = self.folder / together(partial(self._begin, step))[self._leader]
@@ -128,7 +128,8 @@ class ShardedSnapshots(Snapshots):
                 return None
             writer.finish(metadata, [written for written, _ in results])
             self._finish(folder, others, files)
-            return self._manifest_of(folder.name, [*parts, files.written], step=step, world_size=world_size)
+            written = [*parts, files.written]
+            return self._manifest_of(folder.name, written, step=step, world_size=world_size, attempt=attempt)
 
         manifest = together(finish)[self._leader]
         assert manifest
@@ -160,10 +161,10 @@ class ShardedSnapshots(Snapshots):
         files.written[REST] = payload.sha256, payload.size_bytes
 
     def _manifest_of(
-        self, folder: str, written: Sequence[Written], *, step: int, world_size: int
+        self, folder: str, written: Sequence[Written], *, step: int, world_size: int, attempt: str
     ) -> Manifest:
         files = {f"{folder}/{name}": entry for each in written for name, entry in each.items()}
-        manifest = self._manifest(files, step=step, world_size=world_size)
+        manifest = self._manifest(files, step=step, world_size=world_size, attempt=attempt)
         if len(self._committers) > 1:
             for rank, names in enumerate(written[:-1]):
                 keeper = self._keepers[rank]

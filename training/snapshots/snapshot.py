@@ -23,7 +23,6 @@ import torch
 from nodekit.training.errors import refuse_unsafe
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
-from nodekit.training.snapshots.commit import TEMPORARY, HashingFile, locked, place, retried, written_beside
 from nodekit.training.snapshots.fence import Fence
 from nodekit.training.snapshots.found import Found, check_loss
 from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
@@ -96,6 +95,8 @@ class Snapshots:
         self.leave_shards = leave_shards
         self.allow_nan = allow_nan
         self.fence = Fence(self.folder)
+        self.attempt = ""
+        """Goes into the manifests of what is saved from then on: see ``Made``; ``newest_of_all`` sets it."""
         self.num_failed = 0
         """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
@@ -121,16 +122,21 @@ class Snapshots:
             Fenced: a newer generation has taken over; nothing was changed.
         """
         self.wait()
-        return self._save(state, step=step, world_size=world_size)
+        return self._save(state, step=step, world_size=world_size, attempt=self.attempt)
 
-    def save_if_newest(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
+    def save_if_newest(
+        self, state: Any, *, step: int, world_size: int = 1, attempt: str | None = None
+    ) -> Manifest | None:
         """As ``save``, by a rank that has lost others and does not know who else saves here.
+
+        ``attempt`` is for a state of an earlier one than the present.
 
         None also where there is a snapshot of this step or a later one, and, whatever ``allow_nan`` says, for a state
         with nan in it.
         """
         self.wait()
-        return self._save(state, step=step, world_size=world_size, if_newest=True)
+        attempt = self.attempt if attempt is None else attempt
+        return self._save(state, step=step, world_size=world_size, attempt=attempt, if_newest=True)
 
     def prepare(self, state: Any) -> None:
         """Make the memory for copies of such a state, in a thread: the first ``save_async`` then waits less."""
@@ -143,7 +149,8 @@ class Snapshots:
         (see ``is_saving``). What a save raises is raised by the next call of ``check``, ``wait``, ``save`` or this.
         """
         self.wait()
-        self._writer.start(partial(self._save, self._staged(state), step=step, world_size=world_size))
+        save = partial(self._save, step=step, world_size=world_size, attempt=self.attempt)
+        self._writer.start(partial(save, self._staged(state)))
 
     @property
     def is_saving(self) -> bool:
@@ -159,7 +166,7 @@ class Snapshots:
         self._writer.check()
 
     @contextmanager
-    def receiving(self, manifest: Manifest) -> Iterator[HashingFile]:
+    def receiving(self, manifest: Manifest) -> Iterator[commit.HashingFile]:
         """A file for another node's payload, committed at the block's end if its SHA-256 is the manifest's.
 
         Else a warning is logged. Writing to the file never raises, so that a node with a full disk still takes part in
@@ -169,12 +176,12 @@ class Snapshots:
             try:
                 self.fence.check(self._own_generation())
                 self._make_folder()
-                temporary, file = stack.enter_context(written_beside(self.folder))
-                payload = HashingFile(file)
+                temporary, file = stack.enter_context(commit.written_beside(self.folder))
+                payload = commit.HashingFile(file)
             except OSError as error:
-                payload = HashingFile(io.BytesIO(), error)
+                payload = commit.HashingFile(io.BytesIO(), error)
             yield payload
-            with _warning(
+            with commit.warned(
                 f"no snapshot of step {manifest.step}, sent by another node, in {self.folder}, and going on without"
             ):
                 payload.finish()
@@ -239,18 +246,18 @@ class Snapshots:
         problems: list[str] = []
         newer_kit = None
         try:
-            names = retried(partial(self._listed, expected), until_s)
+            names = commit.retried(partial(self._listed, expected), until_s)
         except OSError as error:
             return Found(problems=(f"{self.folder}: {error}",))
         for name in names:
             try:
-                manifest = retried(partial(self._manifest_in, name), until_s)
+                manifest = commit.retried(partial(self._manifest_in, name), until_s)
                 if manifest.payload in but:
                     continue
                 if manifest.is_sharded and leave_parts:
                     loaded = Loaded(None, manifest, str(self.folder / manifest.payload))
                 else:
-                    loaded = retried(partial(self._load, manifest, is_mapped=is_mapped), until_s)
+                    loaded = commit.retried(partial(self._load, manifest, is_mapped=is_mapped), until_s)
                 return Found(loaded, tuple(problems), newer_kit)
             except FileNotFoundError:  # another process has removed it since
                 pass
@@ -274,8 +281,8 @@ class Snapshots:
         """
         name = f"{stem_of(*age)}.json"
         try:
-            manifest = retried(partial(self._manifest_in, name))
-            return retried(partial(self._load, manifest, is_verified=is_verified, is_mapped=is_mapped))
+            manifest = commit.retried(partial(self._manifest_in, name))
+            return commit.retried(partial(self._load, manifest, is_verified=is_verified, is_mapped=is_mapped))
         except FileNotFoundError:
             return None
         except (NewerKit, Damaged, Elsewhere, OSError) as error:
@@ -336,7 +343,7 @@ class Snapshots:
 
     def adopt(self, manifest: Manifest) -> None:
         """Commit a sharded one whose files other nodes have sent, unless it is committed here."""
-        with _warning(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
+        with commit.warned(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
             if manifest not in self.manifests():
                 commit.sync_folder(self.folder)
                 self._announce(manifest)
@@ -355,7 +362,9 @@ class Snapshots:
     def _staged(self, state: Any) -> Any:
         return self._host_copy.take(state)
 
-    def _save(self, state: Any, *, step: int, world_size: int, if_newest: bool = False) -> Manifest | None:
+    def _save(
+        self, state: Any, *, step: int, world_size: int, attempt: str, if_newest: bool = False
+    ) -> Manifest | None:
         if (if_newest or not self.allow_nan) and (name := nan_in(state)):
             log.warning(
                 "no snapshot of step %d in %s, and going on without: %s holds nan; the snapshots before it are kept",
@@ -364,11 +373,11 @@ class Snapshots:
                 name,
             )
             return None
-        with _warning(f"no snapshot of step {step} in {self.folder}, and going on without"):
+        with commit.warned(f"no snapshot of step {step} in {self.folder}, and going on without"):
             self.num_failed += 1
             started_s = time.monotonic()
-            commit = self._commit_if_newest if if_newest else self._commit
-            manifest = commit(state, step=step, world_size=world_size)
+            write = self._commit_if_newest if if_newest else self._commit
+            manifest = write(state, step=step, world_size=world_size, attempt=attempt)
             self.last_save_s = time.monotonic() - started_s
             if self.num_failed > 1:
                 log.warning(
@@ -381,42 +390,44 @@ class Snapshots:
             return manifest
         return None
 
-    def _commit_if_newest(self, state: Any, *, step: int, world_size: int) -> Manifest | None:
+    def _commit_if_newest(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest | None:
         with self._locked_folder() as is_free:
             if not is_free:  # a rank that saves still: what it has written must not be taken for a leftover
                 raise BlockingIOError(errno.EWOULDBLOCK, "another rank is saving there", str(self.folder))
             if any(each.age >= (self._own_generation(), step) for each in self.manifests()):
                 return None
-            return self._write_whole(state, step=step, world_size=world_size)
+            return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
-    def _commit(self, state: Any, *, step: int, world_size: int) -> Manifest:
+    def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         with self._locked_folder():
-            return self._write_whole(state, step=step, world_size=world_size)
+            return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
     @contextmanager
     def _locked_folder(self) -> Iterator[bool]:
         self.fence.check(self._own_generation())
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(self.folder) as is_free:
+        with commit.locked(self.folder) as is_free:
             if is_free:
                 self._remove_leftovers()
             yield is_free
 
-    def _write_whole(self, state: Any, *, step: int, world_size: int) -> Manifest:
-        with written_beside(self.folder) as (temporary, file):
+    def _write_whole(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
+        with commit.written_beside(self.folder) as (temporary, file):
             payload = self._write(state, file, temporary)
             name = f"{stem_of(self._own_generation(), step)}-{payload.sha256[:16]}.pt"
             files = {name: (payload.sha256, payload.size_bytes)}
-            manifest = self._manifest(files, step=step, world_size=world_size)
+            manifest = self._manifest(files, step=step, world_size=world_size, attempt=attempt)
             self._place(manifest, temporary, file)
         return manifest
 
-    def _write(self, state: Any, file: BinaryIO, path: Path) -> HashingFile:
+    def _write(self, state: Any, file: BinaryIO, path: Path) -> commit.HashingFile:
         payload = save_payload(state, file)
         self._refuse_what_cannot_be_loaded(path)
         return payload
 
-    def _manifest(self, files: Mapping[str, tuple[str, int]], *, step: int, world_size: int) -> Manifest:
+    def _manifest(
+        self, files: Mapping[str, tuple[str, int]], *, step: int, world_size: int, attempt: str
+    ) -> Manifest:
         return Manifest(
             generation=self._own_generation(),
             step=step,
@@ -424,20 +435,21 @@ class Snapshots:
             sha256={name: sha256 for name, (sha256, _) in files.items()},
             size_bytes={name: size_bytes for name, (_, size_bytes) in files.items()},
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            attempt=attempt,
         )
 
     def _place(self, manifest: Manifest, payload: Path, file: BinaryIO) -> None:
         """Commit a payload."""
-        place(payload, file, manifest.payload)
+        commit.place(payload, file, manifest.payload)
         self._announce(manifest)
 
     def _announce(self, manifest: Manifest) -> None:
         """Write the manifest of a payload on the disk, if this generation still may, and remove old snapshots."""
         generation = self._own_generation()
         self.fence.raise_to(generation)
-        with written_beside(self.folder) as (temporary, beside):
+        with commit.written_beside(self.folder) as (temporary, beside):
             beside.write(manifest.to_json().encode())
-            place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
+            commit.place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
         self._damaged.discard(manifest.name)
         self._prune(manifest)
 
@@ -456,7 +468,7 @@ class Snapshots:
 
     def _prune(self, committed: Manifest) -> None:
         """Remove damaged snapshots and all but the newest ``keep``; never the one just committed."""
-        with _warning(f"cannot clear up {self.folder}, which is put off to the next save"):
+        with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
             for name in {*good[self.keep :], *self._damaged} - {committed.name}:
                 (self.folder / name).unlink(missing_ok=True)
@@ -469,7 +481,7 @@ class Snapshots:
         Payloads of newer generations stay: their manifests may be about to be written. So do payloads whose manifest
         cannot be read.
         """
-        with _warning(f"cannot clear up {self.folder}, which is put off to the next save"):
+        with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             names = self._names()
             read = {manifest.stem: manifest.payload for manifest in self.manifests()}
             unread = {name.removesuffix(".json") for name in names if MANIFEST.fullmatch(name)} - read.keys()
@@ -483,14 +495,5 @@ class Snapshots:
                 )
                 if is_left and path.is_dir():
                     shutil.rmtree(path)
-                elif is_left or TEMPORARY.fullmatch(name):
+                elif is_left or commit.TEMPORARY.fullmatch(name):
                     path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _warning(text: str) -> Iterator[None]:
-    """Log an OSError after the text, and go on."""
-    try:
-        yield
-    except OSError as error:
-        log.warning("%s: %s", text, error)

@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """The variables by which ranks leave their dumps in `folder`; what the user has set stays."""
-    is_new = tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 9)
+    is_new = tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 8)
     # Either version warns where it finds the other's name.
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
     if not is_new:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ def stacks(
     that has faulthandler enabled is made to write its stack there by SIGABRT, **which ends it**.
     """
     found = {rank: Stack(rank, pid, _state(pid), "none") for rank, pid in pids.items()}
-    spy = _find_spy(python)
+    spy = find_spy(python)
     if spy is None:
         found = {rank: replace(stack, text="no stack: there is no py-spy") for rank, stack in found.items()}
     else:
@@ -95,7 +95,7 @@ def _of_each(
     return dict(results)
 
 
-def _find_spy(python: str) -> str | None:
+def find_spy(python: str) -> str | None:
     """A program without a module: beside the interpreter, on PATH, or where pip --user puts it."""
     folders = (
         Path(python).expanduser().parent,
@@ -150,7 +150,7 @@ def _spy_on(stack: Stack, spy: str, timeout_s: float) -> Iterator[Stack]:
                 stack = replace(stack, how="py-spy", state=state, frames=frames)
         stack = replace(stack, text="\n".join(text))
         yield stack
-    yield _with_code(stack)
+    yield replace(stack, frames=with_code(stack.frames, stack.pid))
 
 
 def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[str, Any]], str]:
@@ -178,16 +178,16 @@ def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[st
     return [], error
 
 
-def _with_code(stack: Stack) -> Stack:
+def with_code(frames: Iterable[Frame], pid: int) -> tuple[Frame, ...]:
     """With the lines themselves, read last: they may lie where the rank waits for them."""
-    cwd, frames = "", []
+    cwd, found = "", []
     with contextlib.suppress(OSError):
-        cwd = str(Path(f"/proc/{stack.pid}/cwd").readlink())
-    for frame in stack.frames:
+        cwd = str(Path(f"/proc/{pid}/cwd").readlink())
+    for frame in frames:
         file = str(Path(cwd, frame.file))
         linecache.checkcache(file)
-        frames.append(frame._replace(code=linecache.getline(file, frame.line).strip()))
-    return replace(stack, frames=tuple(frames))
+        found.append(frame._replace(code=linecache.getline(file, frame.line).strip()))
+    return tuple(found)
 
 
 def _abort(stacks: Mapping[int, Stack], logs: Mapping[int, Path], timeout_s: float) -> dict[int, Stack]:
@@ -238,7 +238,7 @@ def _from_log(stack: Stack, log: Path, start: int) -> Iterator[Stack]:
             shown = text.partition("\nExtension modules")[0].strip()
             stack = replace(stack, how="faulthandler", frames=frames, text=shown)
             yield stack
-            yield _with_code(stack)
+            yield replace(stack, frames=with_code(stack.frames, stack.pid))
 
 
 def parse_faulthandler(text: str) -> tuple[Frame, ...]:

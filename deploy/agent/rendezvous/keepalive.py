@@ -1,4 +1,4 @@
-"""Tells at once when a node is gone: a TCP connection from every agent to the rendezvous host's, hardly used.
+"""Tells at once when a node is gone: a TCP connection from every agent to the rendezvous host's, of a few bytes.
 
 A process that dies closes it. Both ends send a few bytes every ``keep_alive_s`` seconds, and where a cable is cut the
 kernel, which repeats them, ends the connection once they are not acknowledged: at most ``keep_alive_s * lost_after``

@@ -2,7 +2,7 @@
 
 kit's training module says how long its ranks wait (training/reporting/waits.py). Of other scripts the kernel knows:
 a rank's main thread sleeps in a collective of gloo, and runs or wants a core when it works. Where NCCL waits the thread
-spins, and nobody stands out.
+spins: there stacks are sampled.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from nodekit.deploy.agent.stragglers.naming import NodeWindow, RankShare
+from nodekit.deploy.agent.stragglers.sampled import Sampled
 
 WAITS = ".waits"
 """Beside the progress files: what a rank has waited so far."""
@@ -38,18 +39,31 @@ class _Totals(NamedTuple):
 class Measure:
     """Of one attempt: begun with its ranks, asked for a window now and then."""
 
-    def __init__(self, pids: Mapping[int, int], progress: Path, peers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        progress: Path,
+        peers: Mapping[str, str],
+        samples: Callable[[], Mapping[int, Sampled]] | None = None,
+    ) -> None:
         """Nothing is measured yet.
 
         Args:
             pids: rank → process.
             progress: the folder of the progress files.
             peers: address → node, of the others.
+            samples: of ranks on GPUs, what the present window's samples say of those that tell nothing themselves.
         """
         self._pids, self._progress, self._peers = dict(pids), progress, dict(peers)
+        self._samples = samples
         self._number = self._num_looks = 0
         self._queued: dict[str, int] = {}
         self._totals = {rank: self._total(rank) for rank in self._pids}
+
+    @property
+    def all_tell(self) -> bool:
+        """Whether all ranks have said by the last window how long they wait."""
+        return all(total.waits for total in self._totals.values())
 
     def look(self) -> None:
         """See whether data waits to be sent; once a second."""
@@ -60,9 +74,14 @@ class Measure:
     def window(self, clock: float | None = None) -> NodeWindow:
         """What was measured since the last; `clock` of the node's slowest GPU."""
         ranks = {}
+        samples = None if self._samples is None else self._samples()
         for rank, before in self._totals.items():
             self._totals[rank] = now = self._total(rank)
-            if (share := _share(before, now)) is not None:
+            share = _share(before, now)
+            if share is not None and samples is not None and not now.waits:
+                found = samples.get(rank)
+                share = share._replace(own=found.own, loading=found.loading) if found else None
+            if share is not None:
                 ranks[rank] = share
         queued = {
             peer: round(self._queued.get(peer, 0) / max(1, self._num_looks), 3)

@@ -1,7 +1,7 @@
 """The ranks' logs of one node, read on that node: lines with their times, in their order, picked before they travel.
 
-Offered to the links (deploy/connect/link.py), and used here for copies that were fetched. Standard library only, Python
-3.8.
+Offered to the channels (deploy/connect/channel.py), and used here for copies that were fetched. Standard library only,
+Python 3.8.
 """
 
 from __future__ import annotations

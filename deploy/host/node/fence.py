@@ -29,7 +29,7 @@ def fence(node_dir: str, generation: int) -> NodeStatus:
 def locked(node_dir: str) -> Iterator[None]:
     """Hold the node's lock while its promises are read and then written: an older request must not come last.
 
-    Each request has a thread of its own, and a link that was lost may have left one under way.
+    Each request has a thread of its own, and a channel that was lost may have left one under way.
     """
     handle = os.open(node_dir, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -69,7 +69,7 @@ def remove(
     keep_snapshots: bool,
     part: Callable[[Any], None],
 ) -> None:
-    """Remove what `look` has found, or all of it but the snapshots; nothing where there is nothing.
+    """Remove what `list_run` has found, or all of it but the snapshots; nothing where there is nothing.
 
     Raises:
         RuntimeError: it must not be, and why.
@@ -91,7 +91,7 @@ def remove(
 
 
 def _take_away(place: Path) -> None:
-    """Remove a folder: out of sight in one step, so that what is left of it, should this be broken off, is no run."""
+    """Remove a folder: it is renamed first, so that an interrupted removal leaves no half of a run."""
     half = _half(place)
     _delete(half)
     with contextlib.suppress(FileNotFoundError):  # another host that has the same folder was faster
@@ -158,7 +158,7 @@ def _load(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _runs(place: Path, run_id: str) -> list[dict[str, Any]]:
+def _runs(place: Path, run_id: str) -> list[leftovers.Remains]:
     return [each for each in leftovers.runs(str(place.parent.parent)) if each["run"] == run_id]
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, TypedDict
 
 from nodekit.deploy.host import current_status, errors, files, processes
 from nodekit.deploy.host.probes import netstate
@@ -16,12 +16,42 @@ from nodekit.deploy.host.processes import Process
 from nodekit.deploy.host.schema import Worker
 
 
-def runs(workdir: str) -> List[Dict[str, Any]]:
-    """Each run of ours that has something alive on this host: ``run``, ``node``, ``node_dir``, and what it is.
+class LeftProcess(TypedDict):
+    """A recorded worker, or what belongs to its process group."""
 
-    ``agent`` is the agent's pid if exactly the recorded one runs. ``processes`` are the recorded workers and what
-    belongs to their process groups, ``shm`` the shared memory that a recorded worker made and nobody has open.
-    """
+    pid: int
+    start_time: Optional[int]
+    rank: Optional[int]
+    rss_bytes: int
+    ports: List[int]
+    """It listens at these."""
+
+
+class Segment(TypedDict):
+    """Shared memory that a recorded worker made and nobody has open."""
+
+    path: str
+    inode: int
+    size_bytes: int
+
+
+class Remains(TypedDict):
+    """What of a run is alive on this host."""
+
+    run: str
+    node: str
+    node_dir: str
+    state: str
+    agent: Optional[int]
+    """Its pid, if exactly the recorded one runs."""
+    processes: List[LeftProcess]
+    shm: List[Segment]
+    quiet_s: float
+    """Since its ranks have last said anything."""
+
+
+def runs(workdir: str) -> List[Remains]:
+    """Each run of ours that has something alive on this host."""
     found = []
     there: Optional[Dict[int, Process]] = None
     pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", "*", "*", "agent.json")
@@ -50,7 +80,7 @@ def _running() -> Dict[int, Process]:
     return {pid: each for pid, each in processes.all_of_them().items() if not each.has_ended}
 
 
-def _run(node_dir: str, record: Mapping[str, Any], there: Mapping[int, Process]) -> Dict[str, Any]:
+def _run(node_dir: str, record: Mapping[str, Any], there: Mapping[int, Process]) -> Remains:
     node, run_id = os.path.basename(node_dir), os.path.basename(os.path.dirname(node_dir))
     status = current_status.statuses(node_dir).get(node, {})
     agent = _same(record, there)
@@ -122,7 +152,7 @@ def _target(link: str) -> str:
         return ""
 
 
-def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Dict[str, Any]]:
+def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Segment]:
     """Segments of recorded workers that have ended: torch names one by the pid that made it."""
     segments = glob.glob("/dev/shm/torch_*_*")  # noqa: S108  # where shared memory is, not a temporary file
     if not segments:
@@ -139,7 +169,7 @@ def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Dict[str
             except (ValueError, KeyError):
                 pass  # a line that was being written when the disk was full
     ended = _last_sign(node_dir)
-    found = []
+    found: List[Segment] = []
     for path in segments:
         match = re.match(r"torch_(\d+)_", os.path.basename(path))
         pid = int(match.group(1)) if match else 0
@@ -175,7 +205,7 @@ def _last_sign(node_dir: str) -> float:
     return last
 
 
-def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[Dict[str, Any]]:
+def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[Remains]:
     """End what is left of runs whose agent is gone, each named by run and node; what was ended, as of `runs`.
 
     Everything is looked up anew by its record, so that nothing is ended that took a pid meanwhile: asked first, and

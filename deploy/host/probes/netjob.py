@@ -82,7 +82,7 @@ def hold(session: str, address: str, port: int) -> int:
 def start_job(
     session: str, argv: Sequence[str], program: str, settings: Dict[str, Any], env: Mapping[str, str]
 ) -> int:
-    """Start a python program, which comes with its settings on its stdin (`deploy/connect/link.py`'s BOOT reads it)."""
+    """Start a python program, which comes with its settings on stdin (read by BOOT, `deploy/connect/channel.py`)."""
     held = _held.pop(session, None)
     if held is not None:
         settings = dict(settings, listen_fd=held.fileno())

@@ -2,7 +2,7 @@
 
 `begin` listens on some ports, `try_peers` connects to the others' and sends them datagrams that may not be cut up,
 `arrived` says whose datagrams came, `finish` lets go. All of it is sockets of the server's own process: when the
-link ends, they do.
+channel ends, they do.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple, TypedDict
 
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.probes import netjob, netstate
-from nodekit.deploy.host.probes.nics import nics
+from nodekit.deploy.host.probes.nics import Nic, nics
 
 SMALL_BYTES = 256  # a datagram that passes wherever any does
 _HELLO = b"nodekit "
@@ -40,6 +40,50 @@ _HEADERS_BYTES: Dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP
 _sessions: Dict[str, "_Session"] = {}
 
 
+class Peer(TypedDict):
+    """A host to connect to."""
+
+    name: str
+    address: str
+    ports: Sequence[int]
+    udp_port: Optional[int]
+    sizes: Sequence[int]
+    """Of the datagrams to send it, IP header and all."""
+
+
+class Tried(TypedDict):
+    """What came of connecting to a peer."""
+
+    connects: List[int]
+    """Its ports that answered."""
+    failed: Dict[str, List[int]]
+    """Outcome → its ports."""
+    words: Dict[str, str]
+    """Outcome → the kernel's words, or the peer's."""
+    source: Optional[str]
+    """The address that we had."""
+    unsent: Dict[str, str]
+    """Size of a datagram → why it was not sent."""
+    dropped_from: List[int]
+    """Our ports of the calls that got no answer."""
+
+
+class Here(TypedDict):
+    """What a host that listens says of itself."""
+
+    nics: List[Nic]
+    neighbours: Dict[str, netstate.NeighbourTable]
+    rdma: List[netstate.RdmaPort]
+    range: List[int]
+    """The first and the last port that the kernel gives out."""
+    ports: List[int]
+    """It listens on these."""
+    udp_port: Optional[int]
+    """Of its datagrams."""
+    taken: Optional[netstate.Taken]
+    """Who holds the rendezvous port."""
+
+
 def begin(
     session: str,
     name: str,
@@ -48,7 +92,7 @@ def begin(
     port: Optional[int],
     num_sampled: int,
     lifetime_s: float,
-) -> Dict[str, Any]:
+) -> Here:
     """Listen at `address` on `port` and on some ports of the range that the kernel gives out; say what is here.
 
     Args:
@@ -61,7 +105,7 @@ def begin(
         lifetime_s: when to let go at the latest.
     """
     low, high = netstate.port_range()
-    found: Dict[str, Any] = {
+    found: Here = {
         "nics": nics(),
         "neighbours": netstate.neighbours(),
         "rdma": netstate.rdma_ports(),
@@ -255,7 +299,7 @@ def finish(session: str) -> None:
 class _Attempt:
     """One connection on its way."""
 
-    def __init__(self, peer: Mapping[str, Any], port: int, until: float) -> None:
+    def __init__(self, peer: Peer, port: int, until: float) -> None:
         self.peer = peer
         self.port = port
         self.until = until
@@ -264,21 +308,17 @@ class _Attempt:
         self.said = b""
 
 
-def try_peers(
-    session: str, peers: Sequence[Mapping[str, Any]], answer_s: float, limit_s: float
-) -> Dict[str, Dict[str, Any]]:
+def try_peers(session: str, peers: Sequence[Peer], answer_s: float, limit_s: float) -> Dict[str, Tried]:
     """Connect to every port of every peer, and send it datagrams.
 
     Args:
         session: that of `begin`.
-        peers: each with ``name``, ``address``, ``ports``, ``udp_port`` and ``sizes`` of datagrams, IP header and all.
+        peers: to connect to.
         answer_s: how long to wait for a connection, and then for the answer.
         limit_s: how long all of it may take.
 
     Returns:
-        peer's name → ``connects`` (ports), ``failed`` (outcome → ports), ``words`` (outcome → the kernel's, or the
-        peer's), ``source`` (the address we had), ``dropped_from`` (our ports of the calls that got no answer) and
-        ``unsent`` (size → why not).
+        peer's name → what came of it.
     """
     own = _sessions[session]
     end = time.monotonic() + limit_s
@@ -291,8 +331,8 @@ def try_peers(
 class _Calls:
     """Connections to all ports of all peers, so many at once."""
 
-    def __init__(self, token: str, peers: Sequence[Mapping[str, Any]], answer_s: float) -> None:
-        nothing: Dict[str, Any] = {
+    def __init__(self, token: str, peers: Sequence[Peer], answer_s: float) -> None:
+        nothing: Tried = {
             "connects": [],
             "failed": {},
             "words": {},
@@ -300,12 +340,12 @@ class _Calls:
             "unsent": {},
             "dropped_from": [],
         }
-        self.found: Dict[str, Dict[str, Any]] = {peer["name"]: copy.deepcopy(nothing) for peer in peers}
+        self.found: Dict[str, Tried] = {peer["name"]: copy.deepcopy(nothing) for peer in peers}
         self._token = token
         self._answer_s = answer_s
         self._most = OPEN_AT_ONCE
         longest = max((len(peer["ports"]) for peer in peers), default=0)
-        self._wanted: Deque[Tuple[Mapping[str, Any], int]] = collections.deque(
+        self._wanted: Deque[Tuple[Peer, int]] = collections.deque(
             (peer, peer["ports"][index])
             for index in range(longest)
             for peer in peers
@@ -314,7 +354,7 @@ class _Calls:
         self._waiting: Dict[socket.socket, _Attempt] = {}
         self._selector = selectors.DefaultSelector()
 
-    def run(self, end: float) -> Dict[str, Dict[str, Any]]:
+    def run(self, end: float) -> Dict[str, Tried]:
         """Make them all, until `end` at most; what was found of each peer."""
         with self._selector:
             while self._wanted or self._waiting:
@@ -338,7 +378,7 @@ class _Calls:
                     break
         return self.found
 
-    def _call(self, peer: Mapping[str, Any], port: int) -> None:
+    def _call(self, peer: Peer, port: int) -> None:
         try:
             connection = socket.socket(ports.family_of(peer["address"]), socket.SOCK_STREAM)
         except OSError:  # no more file handles
@@ -383,7 +423,7 @@ class _Calls:
         connection.close()
         self._note(attempt.peer, attempt.port, outcome, words)
 
-    def _note(self, peer: Mapping[str, Any], port: int, outcome: str, words: str = "") -> None:
+    def _note(self, peer: Peer, port: int, outcome: str, words: str = "") -> None:
         found = self.found[peer["name"]]
         if outcome == "connects":
             found["connects"].append(port)
@@ -410,9 +450,9 @@ def _outcome(code: int) -> Tuple[str, str]:
     return "unreachable", os.strerror(code)
 
 
-def _send_datagrams(own: _Session, peer: Mapping[str, Any]) -> Dict[int, str]:
+def _send_datagrams(own: _Session, peer: Peer) -> Dict[str, str]:
     """A datagram of each size that may not be fragmented; returns which could not even be sent, and why."""
-    unsent: Dict[int, str] = {}
+    unsent: Dict[str, str] = {}
     if own.datagrams is None or peer["udp_port"] is None:
         return unsent
     headers = _HEADERS_BYTES[ports.family_of(peer["address"])]
@@ -421,8 +461,8 @@ def _send_datagrams(own: _Session, peer: Mapping[str, Any]) -> Dict[int, str]:
         for _ in range(2):  # the first may be told of what became of an earlier one
             try:
                 own.datagrams.sendto(text.ljust(size - headers, b"\0"), (peer["address"], peer["udp_port"]))
-                unsent.pop(size, None)
+                unsent.pop(str(size), None)
                 break
             except OSError as error:
-                unsent[size] = errno.errorcode.get(error.errno or 0, "")
+                unsent[str(size)] = errno.errorcode.get(error.errno or 0, "")
     return unsent

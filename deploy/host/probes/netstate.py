@@ -12,7 +12,7 @@ import struct
 import subprocess
 import threading
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple, TypedDict
 
 from nodekit.deploy.host import files
 from nodekit.deploy.host.probes import nics
@@ -22,6 +22,70 @@ _LISTEN = "0A"  # as /proc/net/tcp has it
 # Of linux/neighbour.h: ask for the tables of neighbours, and what an answer has in it.
 _GET_TABLES = 66
 _TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS = 1, 4, 5, 7
+
+
+class Holder(TypedDict):
+    """Who has a port, as far as we may see it."""
+
+    user: str
+    pid: Optional[int]
+    command: str
+    listens: bool
+
+
+class Taken(Holder):
+    """A port that cannot be had."""
+
+    problem: str
+
+
+class RdmaPort(TypedDict):
+    """A port of an RDMA device."""
+
+    device: str
+    port: int
+    state: str
+    """As "ACTIVE"."""
+    physical: str
+    link_layer: str
+    rate: str
+    interfaces: List[str]
+    """The kernel's that lie on the device."""
+
+
+class NeighbourTable(TypedDict):
+    """A table of who has which address; it is one for all of a machine's containers."""
+
+    entries: int
+    most: int
+    """gc_thresh3."""
+    overflows: int
+    """Since the start of the machine."""
+    is_ours: bool
+    """False: its limits are set elsewhere, on the machine that this host is a container of."""
+
+
+class OwnName(TypedDict):
+    """What this host's resolver says."""
+
+    name: str
+    """The host's own."""
+    addresses: Optional[List[str]]
+    """That this name has here; None: the resolver did not answer in time."""
+    names_peers: bool
+    """It says in time which name the address of another host has, or that it has none."""
+    neighbours: Dict[str, NeighbourTable]
+    """As they are now."""
+
+
+class Firewall(TypedDict, total=False):
+    """What filters packets."""
+
+    tool: str
+    """"firewalld", "ufw", "nftables", "iptables" or ""."""
+    rules: str
+    """nft's, with handles; "" where we may not see them."""
+    may_see: bool
 
 
 def port_range() -> Tuple[int, int]:
@@ -34,7 +98,7 @@ def port_range() -> Tuple[int, int]:
         return 32768, 60999
 
 
-def taken(port: int) -> Optional[Dict[str, Any]]:
+def taken(port: int) -> Optional[Taken]:
     """None if a rendezvous could listen on a port, on all addresses as torch does; else who holds it."""
     try:
         _bind_all(socket.AF_INET6, port)
@@ -47,7 +111,7 @@ def taken(port: int) -> Optional[Dict[str, Any]]:
             return None
         except OSError as error:
             problem = error
-    return {"problem": problem.strerror, **holder(port)}
+    return {"problem": problem.strerror or str(problem), **holder(port)}
 
 
 def _bind_all(family: int, port: int) -> None:
@@ -77,8 +141,8 @@ def sockets() -> List[Socket]:
     return found
 
 
-def holder(port: int) -> Dict[str, Any]:
-    """Who has a TCP port of this host: ``user``, ``pid`` and ``command``, as far as we may see them."""
+def holder(port: int) -> Holder:
+    """Who has a TCP port of this host."""
     inodes: Dict[str, int] = {}
     listening = False
     for each in sockets():
@@ -87,7 +151,7 @@ def holder(port: int) -> Dict[str, Any]:
                 listening, inodes = True, {}
             if listening == each.listens:
                 inodes[each.inode] = each.uid
-    found: Dict[str, Any] = {"user": "", "pid": None, "command": "", "listens": listening}
+    found: Holder = {"user": "", "pid": None, "command": "", "listens": listening}
     for uid in inodes.values():
         try:
             found["user"] = pwd.getpwuid(uid).pw_name
@@ -103,17 +167,15 @@ def holder(port: int) -> Dict[str, Any]:
                 words = file.read().split(b"\0")[:-1]
         except OSError:  # ended meanwhile, or another user's
             continue
-        found.update(pid=pid, command=" ".join(word.decode("utf-8", "replace") for word in words)[:200])
+        found["pid"] = pid
+        found["command"] = " ".join(word.decode("utf-8", "replace") for word in words)[:200]
         break
     return found
 
 
-def rdma_ports(sys: str = "/sys") -> List[Dict[str, Any]]:
-    """The ports of this host's RDMA devices: ``device``, ``port``, ``state`` (as "ACTIVE"), ``link_layer``, ``rate``.
-
-    And ``interfaces``: those of the kernel's that lie on the device.
-    """
-    found = []
+def rdma_ports(sys: str = "/sys") -> List[RdmaPort]:
+    """The ports of this host's RDMA devices."""
+    found: List[RdmaPort] = []
     for folder in sorted(glob.glob(os.path.join(glob.escape(sys), "class/infiniband/*/ports/*"))):
         device = os.path.dirname(os.path.dirname(folder))
         found.append(
@@ -134,15 +196,12 @@ def _line(folder: str, name: str) -> str:
     return files.read_text(os.path.join(folder, name)).partition("\n")[0].strip()
 
 
-def neighbours() -> Dict[str, Dict[str, Any]]:
+def neighbours() -> Dict[str, NeighbourTable]:
     """The kernel's tables of who has which address, ``arp_cache`` and ``ndisc_cache``; {} where it does not say.
 
-    Each with ``entries``, ``most`` (gc_thresh3), ``overflows`` (since the start of the machine) and ``is_ours``
-    (False: its limits are set elsewhere, on the machine that this host is a container of). The tables are one for
-    all of a machine's containers. The log of the kernel, which not everybody may read, has a line for an overflow;
-    the count is everybody's.
+    The log of the kernel, which not everybody may read, has a line for an overflow; the count is everybody's.
     """
-    found: Dict[str, Dict[str, Any]] = {}
+    found: Dict[str, NeighbourTable] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
             kernel.settimeout(1)
@@ -153,7 +212,7 @@ def neighbours() -> Dict[str, Dict[str, Any]]:
     return found
 
 
-def _table(parts: Dict[int, bytes]) -> Dict[str, Dict[str, Any]]:
+def _table(parts: Dict[int, bytes]) -> Dict[str, NeighbourTable]:
     """One table, from the attributes of a netlink message; {} for a message of a single interface's settings."""
     if not {_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS} <= set(parts):
         return {}
@@ -169,14 +228,10 @@ def _table(parts: Dict[int, bytes]) -> Dict[str, Dict[str, Any]]:
     }
 
 
-def own_name(limit_s: float, peer: str) -> Dict[str, Any]:
-    """This host's name and the addresses that it has here; None: the resolver did not answer in time.
-
-    And ``names_peers``, whether it says in time which name the address of another host has, or that it has none, and
-    ``neighbours``, as they are now.
-    """
+def own_name(limit_s: float, peer: str) -> OwnName:
+    """What the resolver says of this host's name, and of `peer`, the address of another."""
     name = socket.gethostname()
-    found: Dict[str, Any] = {
+    found: OwnName = {
         "name": name, "addresses": None, "names_peers": False, "neighbours": neighbours(),
     }  # fmt: skip
 
@@ -202,14 +257,11 @@ def own_name(limit_s: float, peer: str) -> Dict[str, Any]:
         thread.start()
     for thread in threads:
         thread.join(max(0, until - time.monotonic()))
-    return dict(found)
+    return found.copy()
 
 
-def firewall() -> Dict[str, Any]:
-    """What filters packets here: ``tool`` ("firewalld", "ufw", "nftables", "iptables" or "") and ``rules``.
-
-    The rules are nft's, with handles, "" where we may not see them.
-    """
+def firewall() -> Firewall:
+    """What filters packets here."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
     def say(*argv: str) -> str:

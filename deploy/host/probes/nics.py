@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import struct
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple, TypedDict
 
 _NETLINK_ROUTE = 0
 _RTM_GETLINK, _RTM_GETADDR = 18, 22
@@ -43,15 +43,29 @@ _KINDS = {
 }
 
 
-def nics() -> List[Dict[str, Any]]:
-    """Each interface, sorted by name.
+class Nic(TypedDict):
+    """An interface."""
 
-    Keys: ``name``, ``up`` (it is switched on), ``carrier`` (and its cable has a link), ``kind`` ("physical",
-    "infiniband", "bond", "vlan", "bridge", "virtual" or "loopback"), ``driver`` (for what is not physical, the
-    kernel's own word, as "veth"; else ""), ``mtu``, ``speed_mbit`` (None where it is not known), ``master`` (the
-    bridge or bond that it is a part of, or None) and ``addresses`` with their prefix length, as "10.0.0.1/24",
-    IPv4 first; those of IPv6 that need a zone are left out.
-    """
+    name: str
+    up: bool
+    """It is switched on."""
+    carrier: bool
+    """And its cable has a link."""
+    kind: str
+    """"physical", "infiniband", "bond", "vlan", "bridge", "virtual" or "loopback"."""
+    driver: str
+    """For what is not physical, the kernel's own word, as "veth"; else ""."""
+    mtu: int
+    speed_mbit: Optional[int]
+    """None where it is not known."""
+    master: Optional[str]
+    """The bridge or bond that it is a part of."""
+    addresses: List[str]
+    """With their prefix length, as "10.0.0.1/24", IPv4 first; without those of IPv6 that need a zone."""
+
+
+def nics() -> List[Nic]:
+    """Each interface, sorted by name."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
         kernel.settimeout(_ANSWER_TIMEOUT_S)
         # The rest of either header is zeros: no filter.
@@ -61,18 +75,18 @@ def nics() -> List[Dict[str, Any]]:
             index, address = _address(body)
             if address is not None:
                 addresses.setdefault(index, []).append(address)
-    names = {link["index"]: link["name"] for link in links}
-    links.sort(key=lambda link: str(link["name"]))
-    for link in links:
-        link["master"] = names.get(link["master"])
-        is_known = link["driver"] not in _MADE_UP_SPEED
-        link["speed_mbit"] = _speed_mbit(link["name"], link["kind"]) if is_known else None
-        link["addresses"] = sorted(addresses.get(link.pop("index"), []), key=lambda address: ":" in address)
-    for link in links:
-        if link["kind"] == "bridge":  # it has none but its parts'
-            speeds = [part["speed_mbit"] or 0 for part in links if part["master"] == link["name"]]
-            link["speed_mbit"] = max(speeds, default=0) or None
-    return links
+    names = {index: nic["name"] for index, _, nic in links}
+    for index, master, nic in links:
+        nic["master"] = names.get(master)
+        if nic["driver"] not in _MADE_UP_SPEED:
+            nic["speed_mbit"] = _speed_mbit(nic["name"], nic["kind"])
+        nic["addresses"] = sorted(addresses.get(index, []), key=lambda address: ":" in address)
+    found = sorted((nic for _, _, nic in links), key=lambda nic: nic["name"])
+    for nic in found:
+        if nic["kind"] == "bridge":  # it has none but its parts'
+            speeds = [part["speed_mbit"] or 0 for part in found if part["master"] == nic["name"]]
+            nic["speed_mbit"] = max(speeds, default=0) or None
+    return found
 
 
 def dump(kernel: socket.socket, what: int, header_bytes: int) -> Iterator[bytes]:
@@ -108,7 +122,8 @@ def attributes_in(data: bytes) -> Dict[int, bytes]:
     return found
 
 
-def _link(body: bytes) -> Dict[str, Any]:
+def _link(body: bytes) -> Tuple[int, int, Nic]:
+    """The interface's index, that of its master, and what its message says of it."""
     _, hardware, index, flags, _ = struct.unpack_from("=BxHiII", body)
     attributes = attributes_in(body[16:])
     info = attributes_in(attributes.get(_IFLA_LINKINFO, b""))
@@ -119,16 +134,18 @@ def _link(body: bytes) -> Dict[str, Any]:
         kind = "infiniband"
     else:
         kind = _KINDS.get(driver, "virtual") if driver else "physical"
-    return {
-        "index": index,
+    nic: Nic = {
         "name": os.fsdecode(attributes[_IFLA_IFNAME].split(b"\0")[0]),
         "up": bool(flags & _IFF_UP),
         "carrier": bool(flags & _IFF_UP) and attributes.get(_IFLA_CARRIER, b"\0")[:1] == b"\1",
         "kind": kind,
         "driver": driver,
         "mtu": _number(attributes.get(_IFLA_MTU)),
-        "master": _number(attributes.get(_IFLA_MASTER)),
+        "speed_mbit": None,
+        "master": None,
+        "addresses": [],
     }
+    return index, _number(attributes.get(_IFLA_MASTER)), nic
 
 
 def _number(data: Optional[bytes]) -> int:

@@ -6,7 +6,8 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from nodekit.deploy.host.probes.netstate import Firewall
 
 _TABLE = re.compile(r"table (\S+) (\S+) \{")
 _CHAIN = re.compile(r"chain (\S+) \{")
@@ -126,7 +127,7 @@ def _has_port(value: str, port: int) -> bool:
 
 
 def cure(
-    found: Mapping[str, Mapping[str, Any]],
+    found: Mapping[str, Firewall],
     *,
     source: str,
     target: str,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from secrets import token_hex
-from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link, on_all
+from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.host.probes.netprobe import Here
+from nodekit.deploy.host.probes.netstate import OwnName
+from nodekit.deploy.host.probes.nics import Nic
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
@@ -28,7 +30,7 @@ _USUAL_MTU = 1500
 
 
 def network_findings(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     facts: Mapping[str, Facts],
     *,
@@ -38,32 +40,32 @@ def network_findings(
     """Return the network problems between hosts, on the interfaces that a job would use.
 
     Args:
-        links: to the hosts; one that is not among them is left out.
+        channels: to the hosts; one that is not among them is left out.
         inventory: what the cluster is.
         facts: of the same hosts.
         deadline_s: how long it may take; a host that does not answer in time is named.
         port: the one that the job's rendezvous needs. None: any will do, and torchrun's is tried.
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
-    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    hosts = [host for host in inventory.hosts if host.name in channels and host.name in facts]
     if left_s() < _LEAST_S:
         return [nethost.not_tried(host.name, deadline_s) for host in hosts]
     wanted_port = port or RENDEZVOUS_PORT
     peers = cluster.peer_addresses(inventory.hosts)
     chosen, problems = check.choose_interfaces(inventory, hosts, facts, peers)
-    with listening(links, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
+    with listening(channels, hosts, facts, chosen, wanted_port, left_s=left_s) as (session, answers):
         here, silent = netpairs.told_apart(answers)
         nics = {name: _nic(chosen[name], answer) for name, answer in here.items() if name in chosen}
-        unlinked = {name for name, nic in nics.items() if nic is not None and not nic["carrier"]}
+        unlinked = {name: nic for name, nic in nics.items() if nic is not None and not nic["carrier"]}
         ends = {name: end_of(name, chosen[name], here[name]) for name in nics if name not in unlinked}
-        pairs, silent_later = netpairs.measure(links, session, ends, left_s=left_s)
-        names = _own_names(links, {name: chosen[name][1] for name in nics}, left_s=left_s)
+        pairs, silent_later = netpairs.measure(channels, session, ends, left_s=left_s)
+        names = _own_names(channels, {name: chosen[name][1] for name in nics}, left_s=left_s)
         neighbours = _neighbours(here, names, pairs, num_hosts=len(hosts))
         # If the kernel reports the cause, it is not a firewall.
         full = {name for each in neighbours if each.level == "failure" for name in each.hosts}
         pairs = {key: pair for key, pair in pairs.items() if not (pair.failed and full & set(key))}
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
-        firewalls = netpairs.ask_firewalls(links, ill, left_s=left_s)
+        firewalls = netpairs.ask_firewalls(channels, ill, left_s=left_s)
     silent = {**silent_later, **silent}
     found: list[Finding] = []
     for host in hosts:
@@ -73,7 +75,7 @@ def network_findings(
         elif name in problems:
             found.append(nethost.unchosen(host, problems[name], here[name]["nics"], inventory))
         elif name in unlinked:
-            found.append(nethost.no_carrier(name, nics[name]))
+            found.append(nethost.no_carrier(name, unlinked[name]))
     found += neighbours + nethost.port_findings(here, wanted_port, matters=port is not None)
     found += outcomes.findings(pairs, ends, firewalls, port=wanted_port, port_matters=port is not None)
     linked = {name: nic for name, nic in nics.items() if nic is not None and name not in unlinked}
@@ -91,7 +93,7 @@ def network_findings(
 
 
 def _neighbours(
-    here: Mapping[str, Any], names: Mapping[str, Any], pairs: Pairs, *, num_hosts: int
+    here: Mapping[str, Here], names: Mapping[str, OwnName], pairs: Pairs, *, num_hosts: int
 ) -> list[Finding]:
     """Return hosts whose neighbour table is full. Only these hosts know, not those whose packets they drop."""
     before = {name: answer["neighbours"] for name, answer in here.items()}
@@ -101,32 +103,32 @@ def _neighbours(
 
 
 def _own_names(
-    links: Mapping[str, Link], addresses: Mapping[str, str], *, left_s: Callable[[], float]
-) -> dict[str, Any]:
+    channels: Mapping[str, HostChannel], addresses: Mapping[str, str], *, left_s: Callable[[], float]
+) -> dict[str, OwnName]:
     names = list(addresses)
     following = dict(zip(names, [*names[1:], *names[:1]], strict=True))
     limit_s = min(nethost.NAME_S, left_s() / 2)
     if limit_s < _LEAST_S / 10:
         return {}
-    answers = on_all(
-        {name: links[name] for name in names},
-        lambda link: link.call(
-            "netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s, peer=addresses[following[link.host]]
-        ),
-    )
-    return netpairs.told_apart(answers)[0]
+
+    def ask(channel: HostChannel) -> OwnName:
+        peer = addresses[following[channel.host]]
+        told: OwnName = channel.call("netstate.own_name", timeout_s=2 * limit_s, limit_s=limit_s, peer=peer)
+        return told
+
+    return netpairs.told_apart(on_all({name: channels[name] for name in names}, ask))[0]
 
 
 @contextlib.contextmanager
 def listening(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     hosts: Sequence[Host],
     facts: Mapping[str, Facts],
     chosen: Mapping[str, tuple[str, str]],
     port: int | None,
     *,
     left_s: Callable[[], float],
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Mapping[str, Here | Exception]]]:
     """Let every host listen; yields the session and each host's answer. Ends the session on exit."""
     session, token = token_hex(8), token_hex(16)
     num_sampled = max(MIN_SAMPLED, min(MAX_SAMPLED, MAX_CONNECTIONS // max(1, len(hosts))))
@@ -136,28 +138,29 @@ def listening(
         first_at.setdefault((facts[host.name].boot_id, address), host.name)
     limit_s = left_s() * _SHARE_TO_BEGIN
 
-    def begin(link: Link) -> Any:
-        address = chosen[link.host][1] if link.host in chosen else None
-        return link.call(
+    def begin(channel: HostChannel) -> Here:
+        address = chosen[channel.host][1] if channel.host in chosen else None
+        found: Here = channel.call(
             "netprobe.begin",
             timeout_s=limit_s,
             session=session,
-            name=link.host,
+            name=channel.host,
             token=token,
             address=address,
-            port=port if link.host in first_at.values() else None,
+            port=port if channel.host in first_at.values() else None,
             num_sampled=num_sampled,
             lifetime_s=left_s() + FINISH_S,
         )
+        return found
 
-    own = {host.name: links[host.name] for host in hosts}
+    own = {host.name: channels[host.name] for host in hosts}
     try:
         yield session, on_all(own, begin)
     finally:
-        on_all(own, lambda link: link.call("netprobe.finish", timeout_s=FINISH_S, session=session))
+        on_all(own, lambda channel: channel.call("netprobe.finish", timeout_s=FINISH_S, session=session))
 
 
-def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End:
+def end_of(name: str, chosen: tuple[str, str], answer: Here) -> End:
     """Return a listening host, from its answer."""
     nic = _nic(chosen, answer)
     low, high = answer["range"]
@@ -172,5 +175,5 @@ def end_of(name: str, chosen: tuple[str, str], answer: Mapping[str, Any]) -> End
     )
 
 
-def _nic(chosen: tuple[str, str], answer: Mapping[str, Any]) -> Any:
+def _nic(chosen: tuple[str, str], answer: Here) -> Nic | None:
     return next((nic for nic in answer["nics"] if nic["name"] == chosen[0]), None)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import BOOT, Link, on_all, source
+from nodekit.deploy.connect.channel import BOOT, HostChannel, on_all, source
+from nodekit.deploy.host.probes.netstate import Firewall
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
@@ -107,7 +108,7 @@ class Call:
 
 
 def deep_findings(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     inventory: Inventory,
     facts: Mapping[str, Facts],
     *,
@@ -117,14 +118,14 @@ def deep_findings(
     """Run a rendezvous and an all-reduce with a process on every host; nothing is left behind.
 
     Args:
-        links: to the hosts; one that is not among them is left out.
+        channels: to the hosts; one that is not among them is left out.
         inventory: what the cluster is.
         facts: of the same hosts.
         deadline_s: time limit, including the diagnosis of a failure.
         port: of the rendezvous, on the first host; 0: a free one, as a run takes.
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
-    hosts = [host for host in inventory.hosts if host.name in links and host.name in facts]
+    hosts = [host for host in inventory.hosts if host.name in channels and host.name in facts]
     if not hosts:
         return []
     peers = cluster.peer_addresses(inventory.hosts)
@@ -135,7 +136,7 @@ def deep_findings(
     gpus = share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     has_nccl = all(gpus[host.name] and facts[host.name].gpus.row.backend == "nccl" for host in hosts)
     backend = "nccl" if has_nccl else "gloo"
-    with listening(links, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
+    with listening(channels, hosts, facts, chosen, None, left_s=left_s) as (session, answers):
         here, silent = netpairs.told_apart(answers)
         if silent:
             return _failures(
@@ -144,7 +145,7 @@ def deep_findings(
         first = hosts[0].name
         address = chosen[first][1]
         try:
-            port = links[first].call(
+            port = channels[first].call(
                 "netjob.hold", timeout_s=CALL_S, session=session, address=address, port=port
             )
         except HostError as error:
@@ -154,19 +155,19 @@ def deep_findings(
         num_ranks = {host.name: len(gpus[host.name]) if backend == "nccl" else 1 for host in hosts}
         settings = _settings(sum(num_ranks.values()), backend, address, port, limit_s)
         environments = {host.name: _environment(host, inventory, facts, chosen, gpus) for host in hosts}
-        progress = _run(links, session, hosts, facts, settings, environments, num_ranks, limit_s=limit_s)
+        progress = _run(channels, session, hosts, facts, settings, environments, num_ranks, limit_s=limit_s)
         if all(each.is_done for each in progress.values()):
             return _fine(progress, backend, sum(num_ranks.values()))
         on_all(  # ends hanging processes, so that the hosts are free for the diagnosis
-            {host.name: links[host.name] for host in hosts},
-            lambda link: link.call("netjob.end_job", timeout_s=FINISH_S, session=session),
+            {host.name: channels[host.name] for host in hosts},
+            lambda channel: channel.call("netjob.end_job", timeout_s=FINISH_S, session=session),
         )
-        why = _diagnosis(links, session, progress, chosen, here, port=port, left_s=left_s)
+        why = _diagnosis(channels, session, progress, chosen, here, port=port, left_s=left_s)
     return [_summary(progress, backend), *why]
 
 
 def _diagnosis(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     session: str,
     progress: Mapping[str, Progress],
     chosen: Mapping[str, tuple[str, str]],
@@ -179,10 +180,10 @@ def _diagnosis(
     ends = {name: end_of(name, chosen[name], answer) for name, answer in answers.items()}
     broken, calls = _told(progress, chosen, port, {name: end.port_range for name, end in ends.items()})
     ends = {name: end for name, end in ends.items() if not progress[name].lost}
-    pairs, _ = netpairs.measure(links, session, ends, left_s=left_s)
+    pairs, _ = netpairs.measure(channels, session, ends, left_s=left_s)
     ill = {name for key, pair in pairs.items() if pair.failed for name in key}
     ill |= {name for call in calls for name in (call.source, call.target)}
-    firewalls = netpairs.ask_firewalls(links, ill & set(ends), left_s=left_s)
+    firewalls = netpairs.ask_firewalls(channels, ill & set(ends), left_s=left_s)
     called = [_called(call, chosen, firewalls) for call in calls]
     known = {finding.host for finding in called}
     found = outcomes.findings(pairs, ends, firewalls, port=port, port_matters=True)
@@ -221,7 +222,7 @@ def _environment(
 
 
 def _run(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     session: str,
     hosts: Sequence[Host],
     facts: Mapping[str, Facts],
@@ -243,27 +244,27 @@ def _run(
     failed = threading.Event()
     program = source("nodekit.deploy.preflight.network.netdeep_job")
 
-    def follow(link: Link) -> None:
-        own, seen = progress[link.host], 0
+    def follow(channel: HostChannel) -> None:
+        own, seen = progress[channel.host], 0
         grace_s: Callable[[], float] | None = None
         patience_s: Callable[[], float] | None = None
         try:
-            link.call(
+            channel.call(
                 "netjob.start_job",
                 timeout_s=CALL_S,
                 session=session,
-                argv=[facts[link.host].executable, "-c", BOOT],
+                argv=[facts[channel.host].executable, "-c", BOOT],
                 program=program,
                 settings={
                     **settings,
-                    "rank": ranks[link.host],
-                    "num_local_ranks": num_ranks[link.host],
+                    "rank": ranks[channel.host],
+                    "num_local_ranks": num_ranks[channel.host],
                 },
-                env=environments[link.host],
+                env=environments[channel.host],
             )
             while own.status is None and left_s() and not (grace_s and not grace_s()):
                 wait_s = min(_POLL_S, left_s())
-                said = link.call(
+                said = channel.call(
                     "netjob.job_said", timeout_s=wait_s + CALL_S, session=session, seen=seen, wait_s=wait_s
                 )
                 seen += len(said["lines"])
@@ -282,7 +283,7 @@ def _run(
             own.lost = str(error.problem)
             failed.set()
 
-    on_all({host.name: links[host.name] for host in hosts}, follow)
+    on_all({host.name: channels[host.name] for host in hosts}, follow)
     return progress
 
 
@@ -397,9 +398,7 @@ def meant(port: int, low: int, high: int) -> int:
     return swapped if low <= swapped <= high else port
 
 
-def _called(
-    call: Call, chosen: Mapping[str, tuple[str, str]], firewalls: Mapping[str, Mapping[str, Any]]
-) -> Finding:
+def _called(call: Call, chosen: Mapping[str, tuple[str, str]], firewalls: Mapping[str, Firewall]) -> Finding:
     cure, because = firewall.cure(
         firewalls,
         source=call.source,

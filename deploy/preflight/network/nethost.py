@@ -7,8 +7,10 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
+from nodekit.deploy.host.probes.netprobe import Here
+from nodekit.deploy.host.probes.netstate import NeighbourTable, OwnName, RdmaPort
+from nodekit.deploy.host.probes.nics import Nic
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network.outcomes import End
 from nodekit.inventory.errors import HostError
@@ -45,9 +47,7 @@ def not_tried(host: str, deadline_s: float) -> Finding:
     )
 
 
-def unchosen(
-    host: Host, error: HostError, nics: Sequence[Mapping[str, Any]], inventory: Inventory
-) -> Finding:
+def unchosen(host: Host, error: HostError, nics: Sequence[Nic], inventory: Inventory) -> Finding:
     """Return why no interface could be chosen."""
     have = ", ".join(f"{nic['name']} ({nic['addresses'][0]})" for nic in nics if nic["addresses"])
     by_name = {nic["name"]: nic for nic in nics}
@@ -85,12 +85,12 @@ def unchosen(
     )
 
 
-def _has_address_in(nic: Mapping[str, Any], network: str) -> bool:
+def _has_address_in(nic: Nic, network: str) -> bool:
     wanted = ipaddress.ip_network(network)
     return any(ipaddress.ip_interface(address).ip in wanted for address in nic["addresses"])
 
 
-def no_carrier(host: str, nic: Mapping[str, Any]) -> Finding:
+def no_carrier(host: str, nic: Nic) -> Finding:
     """Return the finding of an interface without a carrier."""
     return _failure(
         host,
@@ -101,8 +101,8 @@ def no_carrier(host: str, nic: Mapping[str, Any]) -> Finding:
 
 
 def neighbour_findings(
-    before: Mapping[str, Mapping[str, Any]],
-    after: Mapping[str, Mapping[str, Any]],
+    before: Mapping[str, Mapping[str, NeighbourTable]],
+    after: Mapping[str, Mapping[str, NeighbourTable]],
     *,
     lost: Collection[tuple[str, str]],
     num_hosts: int,
@@ -156,7 +156,7 @@ def neighbour_findings(
     return found
 
 
-def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def mtu_findings(nics: Mapping[str, Nic]) -> list[Finding]:
     """Return hosts whose MTU differs from most others'; pure."""
     counts = collections.Counter(nic["mtu"] for nic in nics.values())
     if len(counts) < 2:
@@ -174,7 +174,7 @@ def mtu_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
-def speed_findings(nics: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def speed_findings(nics: Mapping[str, Nic]) -> list[Finding]:
     """Return hosts whose interface is slower than the fastest, as all wait for the slowest; pure."""
     speeds = {name: nic["speed_mbit"] for name, nic in nics.items() if nic["speed_mbit"]}
     if len(set(speeds.values())) < 2:
@@ -205,7 +205,7 @@ def speed_words(speed_mbit: int) -> str:
     return f"{speed_mbit / 1000:g} Gb/s" if speed_mbit >= 1000 else f"{speed_mbit} Mb/s"
 
 
-def fine(end: End, nic: Mapping[str, Any] | None) -> Finding:
+def fine(end: End, nic: Nic | None) -> Finding:
     """Return the finding of a host without problems, short enough for the table."""
     speed = speed_words(nic["speed_mbit"]) if nic and nic["speed_mbit"] else f"MTU {end.mtu}"
     return Finding(check="network", host=end.host, level="ok", found=f"{end.interface}, {speed}")
@@ -214,7 +214,7 @@ def fine(end: End, nic: Mapping[str, Any] | None) -> Finding:
 # --- names, ports, RDMA ---------------------------------------------------------------------------------------
 
 
-def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Finding]:
+def name_findings(host: str, address: str, answer: OwnName) -> list[Finding]:
     """Return problems with a host's own name; pure."""
     name, addresses = answer["name"], answer["addresses"]
     if addresses is None:
@@ -245,7 +245,7 @@ def name_findings(host: str, address: str, answer: Mapping[str, Any]) -> list[Fi
     ]
 
 
-def peer_name_findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
+def peer_name_findings(host: str, answer: OwnName) -> list[Finding]:
     """Return whether a host waits in vain for the names of others; pure."""
     if answer["names_peers"] or answer["addresses"] is None:  # of the latter `name_findings` tells
         return []
@@ -261,7 +261,7 @@ def peer_name_findings(host: str, answer: Mapping[str, Any]) -> list[Finding]:
     ]
 
 
-def port_findings(here: Mapping[str, Any], port: int, *, matters: bool) -> list[Finding]:
+def port_findings(here: Mapping[str, Here], port: int, *, matters: bool) -> list[Finding]:
     """Return hosts on which the rendezvous port is taken."""
     found = []
     for name, answer in here.items():
@@ -289,8 +289,8 @@ def port_findings(here: Mapping[str, Any], port: int, *, matters: bool) -> list[
 
 
 def rdma_findings(
-    ports: Mapping[str, Sequence[Mapping[str, Any]]],
-    nics: Mapping[str, Mapping[str, Any]],
+    ports: Mapping[str, Sequence[RdmaPort]],
+    nics: Mapping[str, Nic],
     *,
     env: Mapping[str, Mapping[str, str]],
 ) -> list[Finding]:
@@ -332,7 +332,7 @@ def rdma_findings(
     return found
 
 
-def is_chosen_hca(wanted: str, port: Mapping[str, Any]) -> bool:
+def is_chosen_hca(wanted: str, port: RdmaPort) -> bool:
     """Whether NCCL_IB_HCA includes a port: prefixes of names; ``=`` whole names, ``^`` all others."""
     negated, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
     entries = [entry for entry in wanted.lstrip("^=").split(",") if entry]
@@ -346,11 +346,11 @@ def is_chosen_hca(wanted: str, port: Mapping[str, Any]) -> bool:
     return inside != negated
 
 
-def _states(ports: Sequence[Mapping[str, Any]]) -> str:
+def _states(ports: Sequence[RdmaPort]) -> str:
     return ", ".join(f"{port['device']} port {port['port']} is {port['state']}" for port in ports)
 
 
-def _rdma_cure(ports: Sequence[Mapping[str, Any]]) -> str:
+def _rdma_cure(ports: Sequence[RdmaPort]) -> str:
     if not ports:
         return "see whether its driver is loaded: ls /sys/class/infiniband; sudo modprobe mlx5_ib"
     if any(port["state"] == "INIT" for port in ports):
@@ -360,5 +360,5 @@ def _rdma_cure(ports: Sequence[Mapping[str, Any]]) -> str:
     return f"check the cable and the switch: ibstat {ports[0]['device']}"
 
 
-def _inactive(name: str, ports: Sequence[Mapping[str, Any]]) -> Finding:
+def _inactive(name: str, ports: Sequence[RdmaPort]) -> Finding:
     return _failure(name, f"RDMA: {_states(ports)}", "an ACTIVE port", f"on {name}: {_rdma_cure(ports)}")

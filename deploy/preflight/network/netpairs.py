@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
-from nodekit.deploy.connect.link import Link, on_all
-from nodekit.deploy.host.probes.netprobe import OPEN_AT_ONCE, SMALL_BYTES
+from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.host.probes.netprobe import OPEN_AT_ONCE, SMALL_BYTES, Peer, Tried
+from nodekit.deploy.host.probes.netstate import Firewall
 from nodekit.deploy.preflight.network.outcomes import (
     End,
     Group,
@@ -20,6 +21,8 @@ from nodekit.deploy.preflight.network.outcomes import (
     packet,
 )
 from nodekit.inventory.errors import HostError
+
+T = TypeVar("T")
 
 ANSWER_S = 1.2  # a lost SYN is sent again after 1 s
 ATTEMPTS = 2  # attempts of all failures together: a packet may have been lost
@@ -35,7 +38,7 @@ _FIREWALL_S = 4.0
 
 
 def measure(
-    links: Mapping[str, Link], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
+    channels: Mapping[str, HostChannel], session: str, ends: Mapping[str, End], *, left_s: Callable[[], float]
 ) -> tuple[Pairs, dict[str, HostError]]:
     """Let every host connect to every other one; retry failures together, and then each pair alone.
 
@@ -60,13 +63,13 @@ def measure(
         }
         # A busy host may need longer than its limit, and gets extra time if there is some.
         spare_s = max(_SPARE_S, (left_s() - limit_s) / 2)
-        said = on_all(
-            {a: links[a] for a in names if peers[a]},
+        answers = on_all(
+            {a: channels[a] for a in names if peers[a]},
             _calls(session, peers, limit_s=max(limit_s, 0.1), spare_s=spare_s),
         )
         sent = {b: {a: sizes[a, b] for a in names if (a, b) in wanted} for b in names}
-        came = on_all({name: links[name] for name in names}, _asks(session, sent, limit_s=left_s()))
-        (said, not_said), (came, not_come) = told_apart(said), told_apart(came)
+        arrivals = on_all({name: channels[name] for name in names}, _asks(session, sent, limit_s=left_s()))
+        (said, not_said), (came, not_come) = told_apart(answers), told_apart(arrivals)
         silent = {**not_come, **not_said, **silent}
         for a, b in wanted:
             if a in said:
@@ -86,12 +89,12 @@ def measure(
         if not wanted:
             break
     pairs = {key: pair for key, pair in pairs.items() if not set(key) & set(silent)}
-    _try_alone(links, session, ends, pairs, left_s=left_s)
+    _try_alone(channels, session, ends, pairs, left_s=left_s)
     return pairs, silent
 
 
 def _try_alone(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     session: str,
     ends: Mapping[str, End],
     pairs: Pairs,
@@ -125,7 +128,7 @@ def _try_alone(
             return
         num_left = sum(any(each in before for each in group.pairs) for group in groups)
         answer_s = min(ALONE_S, max(LEAST_ALONE_S, there_is_s / num_left))
-        pairs[key] = _tried_alone(links, session, ends, pairs[key], answer_s, left_s, asks=before[key][1])
+        pairs[key] = _tried_alone(channels, session, ends, pairs[key], answer_s, left_s, asks=before[key][1])
         if faults().get(key) == before[key] and pairs[key].is_alone:
             for group in groups:
                 if key in group.pairs:
@@ -134,7 +137,7 @@ def _try_alone(
 
 
 def _tried_alone(
-    links: Mapping[str, Link],
+    channels: Mapping[str, HostChannel],
     session: str,
     ends: Mapping[str, End],
     pair: Pair,
@@ -148,12 +151,14 @@ def _tried_alone(
     ports = [port for ports in pair.failed.values() for port in ports]
     sizes = [SMALL_BYTES, packet(ends, source, target)]
     peers = {source: [_peer(ends[target], ports, sizes)]}
-    said = on_all({source: links[source]}, _calls(session, peers, limit_s=2 * answer_s, answer_s=answer_s))
-    came = on_all(
-        {target: links[target]} if asks else {},
+    answers = on_all(
+        {source: channels[source]}, _calls(session, peers, limit_s=2 * answer_s, answer_s=answer_s)
+    )
+    arrivals = on_all(
+        {target: channels[target]} if asks else {},
         _asks(session, {target: {source: sizes}}, limit_s=max(left_s(), _SPARE_S)),
     )
-    (said, _), (came, _) = told_apart(said), told_apart(came)
+    (said, _), (came, _) = told_apart(answers), told_apart(arrivals)
     if source in said:
         answer = said[source][target]
         is_alone = "untried" not in answer["failed"]
@@ -163,16 +168,21 @@ def _tried_alone(
     return pair
 
 
-def told_apart(answers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HostError]]:
+def told_apart(answers: Mapping[str, T | Exception]) -> tuple[dict[str, T], dict[str, HostError]]:
     """Split results into the answers of hosts, and the errors of those that did not answer."""
-    silent = {name: answer for name, answer in answers.items() if isinstance(answer, HostError)}
-    for answer in answers.values():
-        if isinstance(answer, Exception) and not isinstance(answer, HostError):
+    told: dict[str, T] = {}
+    silent: dict[str, HostError] = {}
+    for name, answer in answers.items():
+        if isinstance(answer, HostError):
+            silent[name] = answer
+        elif isinstance(answer, Exception):
             raise answer  # a bug of ours
-    return {name: answer for name, answer in answers.items() if name not in silent}, silent
+        else:
+            told[name] = answer
+    return told, silent
 
 
-def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any]:
+def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> Peer:
     """Return a host as an argument of `netprobe.try_peers`."""
     return {
         "name": end.host,
@@ -185,18 +195,18 @@ def _peer(end: End, ports: Sequence[int], sizes: Sequence[int]) -> dict[str, Any
 
 def _calls(
     session: str,
-    peers: Mapping[str, Sequence[Mapping[str, Any]]],
+    peers: Mapping[str, Sequence[Peer]],
     *,
     limit_s: float,
     answer_s: float = ANSWER_S,
     spare_s: float = _SPARE_S,
-) -> Callable[[Link], Any]:
+) -> Callable[[HostChannel], dict[str, Tried]]:
     """Return the call that lets a host connect to its peers."""
-    return lambda link: link.call(
+    return lambda channel: channel.call(
         "netprobe.try_peers",
         timeout_s=limit_s + spare_s,
         session=session,
-        peers=peers[link.host],
+        peers=peers[channel.host],
         answer_s=answer_s,
         limit_s=limit_s,
     )
@@ -204,18 +214,18 @@ def _calls(
 
 def _asks(
     session: str, sent: Mapping[str, Mapping[str, Sequence[int]]], *, limit_s: float
-) -> Callable[[Link], Any]:
+) -> Callable[[HostChannel], dict[str, list[int]]]:
     """Return the call that asks a host which datagrams have arrived."""
-    return lambda link: link.call(
+    return lambda channel: channel.call(
         "netprobe.arrived",
         timeout_s=max(limit_s, _SPARE_S),
         session=session,
-        wanted=sent[link.host],
+        wanted=sent[channel.host],
         wait_s=min(_ARRIVAL_S, limit_s / 2),
     )
 
 
-def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, Any]) -> Pair:
+def _merged(before: Pair | None, source: str, target: str, answer: Tried) -> Pair:
     """Return a pair after one more attempt at its failed ports."""
     failed: dict[str, list[int]] = {}
     # An earlier answer outweighs silence: a kernel rejects connections only a few times per second.
@@ -240,15 +250,18 @@ def _merged(before: Pair | None, source: str, target: str, answer: Mapping[str, 
 
 
 def ask_firewalls(
-    links: Mapping[str, Link], hosts: Iterable[str], *, left_s: Callable[[], float]
-) -> dict[str, Mapping[str, Any]]:
+    channels: Mapping[str, HostChannel], hosts: Iterable[str], *, left_s: Callable[[], float]
+) -> dict[str, Firewall]:
     """Return the firewalls of some hosts, if there is time to ask."""
     limit_s = min(_FIREWALL_S, left_s())
     if limit_s < 0.5:
         return {}
-    asked = on_all(
-        {name: links[name] for name in hosts}, lambda link: link.call("netstate.firewall", timeout_s=limit_s)
-    )
+
+    def ask(channel: HostChannel) -> Firewall:
+        found: Firewall = channel.call("netstate.firewall", timeout_s=limit_s)
+        return found
+
+    asked = on_all({name: channels[name] for name in hosts}, ask)
     return {name: answer for name, answer in asked.items() if not isinstance(answer, Exception)}
 
 

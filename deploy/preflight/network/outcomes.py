@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.host.probes.netprobe import SMALL_BYTES
+from nodekit.deploy.host.probes.netstate import Firewall
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.preflight.network import firewall
 
@@ -100,7 +101,7 @@ def grouped(faults: Mapping[tuple[str, str], Any], names: Sequence[str]) -> list
 def findings(
     pairs: Pairs,
     ends: Mapping[str, End],
-    firewalls: Mapping[str, Mapping[str, Any]],
+    firewalls: Mapping[str, Firewall],
     *,
     port: int,
     port_matters: bool,
@@ -136,7 +137,7 @@ def _closed(
     level: Level,
     pairs: Pairs,
     ends: Mapping[str, End],
-    firewalls: Mapping[str, Mapping[str, Any]],
+    firewalls: Mapping[str, Firewall],
     port: int,
 ) -> Finding:
     """Return the finding of closed ports: a warning if the pair was never tried alone, as it may have been busy."""
@@ -158,9 +159,7 @@ def _closed(
     return Finding("network", group.host, level, found, wanted, cure, group.hosts)
 
 
-def _firewall(
-    pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, str]:
+def _firewall(pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Firewall]) -> tuple[str, str]:
     """Return what blocks a pair's connections, and the cure; only certain rules, if there are any."""
     cures = {
         firewall.cure(

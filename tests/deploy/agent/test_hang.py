@@ -882,10 +882,10 @@ def test_a_rank_that_faulthandler_does_not_guard_is_left_alive(tmp_path, started
 def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert shutil.which("py-spy") is None
-    assert stacks_module._find_spy(str(tmp_path / "python")) is None
+    assert stacks_module.find_spy(str(tmp_path / "python")) is None
     (tmp_path / "py-spy").write_text("#!/bin/sh\n")
     (tmp_path / "py-spy").chmod(0o755)
-    assert stacks_module._find_spy(str(tmp_path / "python")) == str(tmp_path / "py-spy")
+    assert stacks_module.find_spy(str(tmp_path / "python")) == str(tmp_path / "py-spy")
 
 
 def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,9 @@ class Run:
 
     def join(self, name: str, node_rank: int) -> None:
         """Start a node's agent again."""
-        host = self.agents.links["n0"].call("status", timeout_s=5, node_dir=str(self.agents.node_dir("n0")))
+        host = self.agents.channels["n0"].call(
+            "status", timeout_s=5, node_dir=str(self.agents.node_dir("n0"))
+        )
         self.agents.start_again(
             name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
         )
@@ -93,7 +95,7 @@ class Run:
     def fence(self) -> None:
         """Have the nodes refuse their generation."""
         for name in self.names:
-            self.agents.links[name].call(
+            self.agents.channels[name].call(
                 "fence", timeout_s=5, node_dir=str(self.agents.node_dir(name)), generation=1
             )
 
@@ -107,7 +109,7 @@ class Run:
             spec = self.agents.spec(
                 name, generation=1, node_rank=rank, master_port=port, is_host=name == host, **self.changes
             )
-            self.agents.links[name].call("join", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
+            self.agents.channels[name].call("join", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
 
     def wait_step(self, step: int) -> None:
         def there() -> bool:
@@ -302,7 +304,24 @@ def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_
     assert ([each["pid"] for each in last["workers"]], last["world_size"]) == (before["n0"], 2)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer"])
+def test_horovod_does_not_wait_for_a_silent_node(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """The connections of its own are ended, too."""
+    run = Run(agents, "--engine", "horovod", min_nodes=2)
+    run.wait_step(10)
+    before = run.pids()
+    (rank,) = before["n1"]
+    with stopped([parent(rank), rank]):
+        os.kill(agent_of(rank), signal.SIGKILL)
+        until(lambda: len(run.events("n0", "workers-started")) == 2, what="n0 with n2", timeout_s=PATIENCE_S)
+    run.names = ["n0", "n2"]
+    assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
+    for name in run.names:
+        assert [each["pid"] for each in run.events(name, "workers-started")[-1]["workers"]] == before[name]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer", "horovod"])
 def test_a_node_is_lost_and_another_comes_in(
     agents: Agents, unbroken: tuple[dict[int, float], str], engine: str
 ) -> None:

@@ -18,6 +18,7 @@ from nodekit.deploy.agent import straggler_watch
 from nodekit.deploy.agent.stragglers import naming
 from nodekit.deploy.agent.stragglers.measure import Measure
 from nodekit.deploy.agent.stragglers.naming import NodeWindow, RankShare, name
+from nodekit.deploy.agent.stragglers.sampled import Sampled, Sampler, shares_of
 
 HOSTS, RANKS, WINDOW_S = 4, 2, 10.0
 
@@ -187,8 +188,15 @@ SLEEPS = "import time\ntime.sleep(60)\n"
 
 
 def test_a_main_thread_that_works_is_told_from_one_that_waits(tmp_path: Path) -> None:
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (WORKS, SLEEPS)]
+    begins = "print(flush=True)\n"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", begins + code], stdout=subprocess.PIPE)
+        for code in (WORKS, SLEEPS)
+    ]
     try:
+        for each in processes:
+            assert each.stdout is not None
+            each.stdout.readline()  # an interpreter's start is work
         measure = Measure({rank: each.pid for rank, each in enumerate(processes)}, tmp_path, {})
         time.sleep(0.3)
         shares = measure.window().ranks
@@ -206,7 +214,135 @@ def test_a_main_thread_that_works_is_told_from_one_that_waits(tmp_path: Path) ->
     finally:
         for each in processes:
             each.kill()
-            each.wait()
+            each.communicate()
+
+
+def test_samples_say_what_a_spinning_thread_does(tmp_path: Path) -> None:
+    job = tmp_path / "a b;c (d:1)" / "job.py"
+    job.parent.mkdir()
+    job.write_text("load()\nloss.item()\nloss.backward()\nstep()\n")
+    loader = "_BaseDataLoaderIter.__next__ (/x/site-packages/torch/utils/data/dataloader.py:9)"
+    reduce = "all_reduce (/x/site-packages/torch/distributed/distributed_c10d.py:9)"
+    lines = [
+        "py-spy> Sampling process 10 times a second",
+        f"thread (7): MainThread;<module> ({job}:1);{loader};load ({job}:1) 10",
+        f"thread (7): MainThread;<module> ({job}:2) 50",
+        f"thread (7): MainThread;<module> ({job}:3) 10",
+        f"thread (7): MainThread;<module> ({job}:4) 10",
+        f"thread (7): MainThread;<module> ({job}:4);{reduce} 20",
+        f"thread (8): Thread-1;run ({job}:4) 100",
+    ]
+    assert shares_of(lines, 7) == (0.3, 0.1)
+    assert shares_of(lines, 9) is None
+    assert shares_of([f"thread (7): MainThread;<module> ({job}:4) 2"], 7) is None, "too few"
+
+
+def test_on_gpus_a_rank_is_measured_by_its_samples_or_not_at_all(tmp_path: Path) -> None:
+    found: dict[int, Sampled] = {}
+    with subprocess.Popen([sys.executable, "-c", WORKS]) as process:
+        measure = Measure(dict.fromkeys((0, 1), process.pid), tmp_path, {}, lambda: found)
+        assert measure.window().ranks == {}, "it may spin"
+        found[1] = Sampled(0.2, 0.1)
+        ((rank, share),) = measure.window().ranks.items()
+        assert (rank, share.own, share.loading) == (1, 0.2, 0.1)
+        process.kill()
+
+
+def test_without_py_spy_nothing_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sampler = Sampler({0: os.getpid()}, python=str(tmp_path / "python"))
+    sampler.begin(1.0)
+    assert sampler.shares() == {}
+
+
+SPINS_PY = """
+import functools, hashlib
+class Loss:  # as a tensor on a GPU that waits for the other ranks: it spins, in C
+    item = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"1", b"2", 50000)
+loss = Loss()
+print(flush=True)
+while True:
+    loss.item()
+"""
+LOADS_PY = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from dataloader import Loader
+print(flush=True)
+for batch in Loader():
+    pass
+"""
+LOADER_PY = """
+import time
+class Loader:
+    def __iter__(self):
+        return self
+    def __next__(self):
+        time.sleep(0.2)
+"""
+
+
+def test_py_spy_tells_who_spins_for_others_from_who_waits_for_its_data(tmp_path: Path) -> None:
+    """By the kernel, the first works all the time, and the second sleeps."""
+    loader = tmp_path / "a 'b; c/torch/utils/data/dataloader.py"
+    loader.parent.mkdir(parents=True)
+    loader.write_text(LOADER_PY)
+    processes = []
+    for rank, text in enumerate((SPINS_PY, LOADS_PY)):
+        (tmp_path / f"{rank}.py").write_text(text)
+        argv = [sys.executable, str(tmp_path / f"{rank}.py"), str(loader.parent)]
+        processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE))
+    try:
+        for each in processes:
+            assert each.stdout is not None
+            each.stdout.readline()
+        sampler = Sampler({rank: each.pid for rank, each in enumerate(processes)}, python=sys.executable)
+        sampler.begin(4.0)
+        shares = until(lambda: len(sampler.shares()) == 2 and sampler.shares(), what="the samples")
+        assert shares[0].own < 0.2
+        assert (shares[1].own, shares[1].loading) > (0.8, 0.8)
+    finally:
+        for each in processes:
+            each.kill()
+            each.communicate()
+
+
+@pytest.mark.parametrize("num_gpus", ["2", "0", None])
+def test_stacks_are_sampled_on_gpus_while_some_rank_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: str | None
+) -> None:
+    if num_gpus is not None:
+        monkeypatch.setenv("NODEKIT_NUM_GPUS", num_gpus)
+    monkeypatch.setattr(straggler_watch, "LOOK_S", 0.0)
+    begun: list[float] = []
+
+    class Samples:
+        def __init__(self, pids: Mapping[int, int], *, python: str) -> None:
+            assert (pids, python) == ({0: os.getpid()}, sys.executable)
+
+        def begin(self, window_s: float) -> None:
+            begun.append(window_s)
+
+        def shares(self) -> dict[int, Sampled]:
+            return {0: Sampled(0.25, 0.0)}
+
+    monkeypatch.setattr(straggler_watch, "Sampler", Samples)
+    kept: dict[str, str] = {}
+    record = SimpleNamespace(progress_dir=tmp_path, gpu_clock=None, update=lambda **_: None)
+    formed = SimpleNamespace(
+        store=SimpleNamespace(get=kept.get, set=kept.__setitem__),
+        group_rank=1,
+        members=[{"name": f"n{number}", "address": f"127.0.0.{number}"} for number in range(2)],
+    )
+    watch = straggler_watch.StragglerWatch(record, 0.0)  # type: ignore[arg-type]  # all that is used of it
+    watch.begin(formed, {0: os.getpid()})  # type: ignore[arg-type]  # the same
+    watch.look()
+    own = NodeWindow.load(json.loads(kept["slow/1"])).ranks[0].own
+    assert (own == 0.25, begun) == ((True, [0.0, 0.0]) if num_gpus == "2" else (False, []))
+    (tmp_path / ".waits0").write_text('{"steps": 1, "seconds": 1.0, "waited_s": 0.0, "loading_s": 0.0}')
+    watch.look()
+    assert len(begun) == (2 if num_gpus == "2" else 0), "it speaks for itself"
 
 
 def test_data_that_waits_to_be_sent_is_seen(tmp_path: Path) -> None:

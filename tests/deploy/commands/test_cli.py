@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nodekit.deploy.commands import arguments, cli, status, up
-from nodekit.deploy.connect.link import RemoteError, open_local
+from nodekit.deploy.connect.channel import RemoteError, open_local
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell", "submitit", "jinja2")
 
@@ -78,18 +78,18 @@ def test_debug_prints_on_stderr_what_kit_logs_and_only_while_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_a_host(_: argparse.Namespace) -> int:
-        link = open_local("gpu1", sys.executable)
+        channel = open_local("gpu1", sys.executable)
         try:
             with pytest.raises(RemoteError):
-                link.call("tree.look", timeout_s=30, token="hunter2")
+                channel.call("tree.look", timeout_s=30, token="hunter2")
         finally:
-            link.close()
+            channel.close()
         return 0
 
     monkeypatch.setattr(status, "run", call_a_host)
     assert cli.main(["--debug", "status"]) == 0
     told = capsys.readouterr()
-    assert re.search(r"nodekit\.deploy\.connect\.link: gpu1: tree\.look: \d+ ms: RemoteError\n$", told.err)
+    assert re.search(r"nodekit\.deploy\.connect\.channel: gpu1: tree\.look: \d+ ms: RemoteError\n$", told.err)
     assert "hunter2" not in told.err
     assert told.out == ""
     assert cli.main(["status"]) == 0

@@ -19,7 +19,7 @@ from lab_hosts import BUSY_S
 from sshd import Sshd, keygen, learn
 
 from nodekit.deploy.connect import hostkeys, ssh, sshconfig
-from nodekit.deploy.connect.link import on_all
+from nodekit.deploy.connect.channel import on_all
 from nodekit.inventory.errors import HostError
 
 Start = Callable[..., Sshd]

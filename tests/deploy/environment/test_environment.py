@@ -57,13 +57,13 @@ def local(folder: Path, names: str = "ab", *, shared: str = "ab", **settings: An
 
 
 def entered(inventory: Inventory, **options: Any) -> environment.Entered:
-    """What `kit up` does in its phase; each link then goes on with the interpreter that there is."""
+    """What `kit up` does in its phase; each channel then goes on with the interpreter that there is."""
     assert inventory.environment is not None
-    with cluster.links(inventory.hosts, SshOptions()) as links:
+    with cluster.channels(inventory.hosts, SshOptions()) as channels:
         options = {"timeout_s": 60, **options}
-        found = environment.enter(links, inventory.hosts, inventory.environment, **options)
-        for name in {*links} - {*found.missing}:
-            facts = links[name].call("hostfacts.facts", timeout_s=10, workdir=inventory.hosts[0].workdir)
+        found = environment.enter(channels, inventory.hosts, inventory.environment, **options)
+        for name in {*channels} - {*found.missing}:
+            facts = channels[name].call("hostfacts.facts", timeout_s=10, workdir=inventory.hosts[0].workdir)
             assert facts["executable"] == found.python[name]
     return found
 
@@ -292,7 +292,7 @@ def started(path: Path) -> list[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             argv = os.fsdecode((folder / "cmdline").read_bytes().replace(b"\0", b" "))
-            opened = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115
+            opened = [os.readlink(channel) for channel in (folder / "fd").iterdir()]  # noqa: PTH115
             if str(path) in argv or any(each.startswith(str(path)) for each in opened):
                 found.append(argv)
     return found

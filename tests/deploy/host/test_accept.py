@@ -107,7 +107,7 @@ def service(
 
         yield tasks.port, meet
         tasks.close()
-        for each in tasks._free.values():  # links are made of these
+        for each in tasks._free.values():  # channels are made of these
             each.close()
     else:
         port = linkspeed.listen("127.0.0.1", TOKEN, 60.0)

@@ -1,4 +1,4 @@
-"""The host's side of sync, called directly: what `deploy/connect/link.py` sends to a host."""
+"""The host's side of sync, called directly: what `deploy/connect/channel.py` sends to a host."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_file_the_job_changed_before_it_was_copied_back_is_sent_again(
     code: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(tree, "_keep", lambda cache, *_: tree._unlock(cache))  # the link ended at once
+        patch.setattr(tree, "_keep", lambda cache, *_: tree._unlock(cache))  # the channel ended at once
         put(code, work)
     tree.finish_caching(str(work / "cache"))
     write(work / "run1/-rf", b"rewritten by the job")

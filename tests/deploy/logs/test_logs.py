@@ -18,7 +18,7 @@ import warm_agents
 from agents import processes_of, until
 from kit_runs import Kit, run_id
 
-from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.connect.channel import HostChannel, open_local
 from nodekit.deploy.host.logs import hostfollow, logbook, logread
 from nodekit.deploy.host.logs.logbook import Logbook, Marks
 from nodekit.deploy.logs import showlogs
@@ -415,7 +415,7 @@ def test_a_file_system_that_cannot_make_holes_is_told_of_once(
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def channel() -> Iterator[HostChannel]:
     opened = open_local("here", sys.executable)
     yield opened
     opened.close()
@@ -427,14 +427,14 @@ def a_run(state: str, **changes: Any) -> Run:
 
 
 def test_a_fetch_brings_what_is_new_and_the_copies_read_as_the_nodes_do(
-    tmp_path: Path, node: Path, link: Link
+    tmp_path: Path, node: Path, channel: HostChannel
 ) -> None:
     log = node / "rank0-attempt0.2.log"
     log.write_bytes(b"head\n" + b"m" * 4_000_000 + b"\ntail\n")
     with log.open("r+b") as file:
         assert logbook.punch(file.fileno(), 0x10000, 3_000_000)
     run = a_run("running", nodes={"a": {"node_dir": str(tmp_path)}}, clock_offsets={"a": 7.0})
-    fetched = fetchlogs.fetch_run(run, {"a": link})
+    fetched = fetchlogs.fetch_run(run, {"a": channel})
     assert fetched.failed == {}
     copy = fetchlogs.copies(run)["a"]
     assert not copy.is_whole, "the run goes on"
@@ -447,7 +447,7 @@ def test_a_fetch_brings_what_is_new_and_the_copies_read_as_the_nodes_do(
     with log.open("ab") as file:
         file.write(b"more\n")
     run.state = "succeeded"
-    again = fetchlogs.fetch_run(run, {"a": link})
+    again = fetchlogs.fetch_run(run, {"a": channel})
     assert again.num_bytes == len(b"more\n")
     assert texts(here) == texts(node)
     assert fetchlogs.copies(run)["a"].is_whole

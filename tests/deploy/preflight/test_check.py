@@ -21,6 +21,7 @@ from kit_runs import Kit, run_id
 from places import RECORDED
 from test_plan import facts, gpus_there, inventory
 
+from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host import processes
 from nodekit.deploy.host.probes import probes
 from nodekit.deploy.host.probes.xids import parse_xids
@@ -31,12 +32,12 @@ from nodekit.deploy.plan.check import clocks, examine
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.script import Script
-from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_smi, software
+from nodekit.deploy.preflight import check_report, checkup, leftovers, nvidia_smi, software, visits
 from nodekit.deploy.preflight.checkup import Report, Seen
 from nodekit.deploy.preflight.nvidia_smi import SmiError
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.ssh_backend.backend import SshBackend
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.slurm.backend import SlurmBackend
 
 A100 = "nvidia-smi-535.54.03-a100-mig.xml"
@@ -661,7 +662,7 @@ def test_a_host_that_an_earlier_run_has_found_broken_is_told(tmp_path: Path) -> 
         ("0.50 0.40 0.30 1/300 4711", 1.0),
         ("3.00 0.40 0.30 12/300 4711", 3.0),  # more have begun than the last minute's mean tells
         ("22.00 9.00 3.00 2/300 4711", 5.5),
-        ("900.00 9.00 3.00 2/300 4711", checkup.MOST_BUSY),
+        ("900.00 9.00 3.00 2/300 4711", checkup.MAX_BUSY_FACTOR),
         ("", 1.0),
     ],
 )
@@ -669,6 +670,27 @@ def test_a_check_has_more_time_where_this_machine_is_busy(load: str, busy: float
     """With 22 processes on 4 cores a healthy host's answer takes 5.5 times as long, and no host is to blame."""
     (tmp_path / "loadavg").write_text(load)
     assert checkup.how_busy(tmp_path / "loadavg", cores=4) == busy
+
+
+def test_a_host_may_take_as_long_to_answer_as_timeout_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def visited(*_: Any, timeout_s: float, **__: Any) -> Any:
+        limits.append(timeout_s)
+        raise HostError("gpu1", "enough")
+
+    monkeypatch.setattr(visits, "visit", visited)
+    deadline = time.monotonic() + 60
+    opened = visits.Visits(
+        inventory(tmp_path, f"hosts: {{gpu1: {{connection: local, python: {sys.executable}}}}}\n"),
+        Script(), SshOptions(), files=(), timeout_s=60.0, busy=1.0, deadline=deadline,
+    )  # fmt: skip
+    with opened._all_done:
+        assert opened._all_done.wait_for(lambda: limits, 30)
+    opened.leave()
+    assert limits == [60.0]
 
 
 def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:

@@ -19,7 +19,7 @@ from agents import until
 from lab_hosts import BUSY_S, on
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import Link
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host.probes import netprobe, netstate
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.plan import check
@@ -32,13 +32,13 @@ NAMES = ("node1", "node2", "node3")
 
 
 class Site:
-    """A lab with links to its hosts, checked as often as a test likes."""
+    """A lab with channels to its hosts, checked as often as a test likes."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
         self.folder = folder
         self.took_s = 0.0
-        self.links: dict[str, Link] = {}
+        self.channels: dict[str, HostChannel] = {}
 
     def inventory(self, **hosts: dict[str, Any]) -> Any:
         values = yaml.safe_load(self.lab.inventory.read_text())
@@ -54,9 +54,9 @@ class Site:
     ) -> list[Finding]:
         inventory = self.inventory(**hosts)
         peers = cluster.peer_addresses(inventory.hosts)
-        facts = check.gather(self.links, inventory, kit_digest="", peers=peers)
+        facts = check.gather(self.channels, inventory, kit_digest="", peers=peers)
         start = time.monotonic()
-        found = netcheck.network_findings(self.links, inventory, facts, deadline_s=deadline_s, port=port)
+        found = netcheck.network_findings(self.channels, inventory, facts, deadline_s=deadline_s, port=port)
         self.took_s = time.monotonic() - start
         assert self.took_s < deadline_s
         for finding in found:
@@ -97,8 +97,8 @@ def site(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in lab.hosts:
         on(lab, name, "sed", "-i", "/^127.0.1.1/d", "/etc/hosts")
     try:
-        with cluster.links(made.inventory().hosts, cluster.SshOptions()) as links:
-            made.links = links
+        with cluster.channels(made.inventory().hosts, cluster.SshOptions()) as channels:
+            made.channels = channels
             yield made
     finally:
         for name, text in kept.items():
@@ -353,26 +353,30 @@ def test_a_host_that_says_nothing_any_more_is_named_within_the_deadline(
         if any("compile(i.read" in word for word in argv) and "python" in argv[0]
     ]
     inventory = site.inventory()
-    facts = check.gather(site.links, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
+    facts = check.gather(
+        site.channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts)
+    )
     os.kill(pid, signal.SIGSTOP)
     try:
         start = time.monotonic()
-        found = netcheck.network_findings(site.links, inventory, facts, deadline_s=deadline_s)
+        found = netcheck.network_findings(site.channels, inventory, facts, deadline_s=deadline_s)
         assert time.monotonic() - start < deadline_s + BUSY_S
     finally:
         os.kill(pid, signal.SIGCONT)
     levels = {finding.host: finding.level for finding in found}
     assert levels == {"node1": "ok", "node2": "failure", "node3": "ok"}
-    assert "no answer to 'netprobe.begin'" in found[1].found
+    assert "no answer within " in found[1].found
 
 
 @pytest.mark.lab
 def test_a_cut_cable_is_found_within_the_deadline(site: Site) -> None:
     inventory = site.inventory()
-    facts = check.gather(site.links, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
+    facts = check.gather(
+        site.channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts)
+    )
     site.lab.cut("node3")
     start = time.monotonic()
-    found = netcheck.network_findings(site.links, inventory, facts, deadline_s=5)
+    found = netcheck.network_findings(site.channels, inventory, facts, deadline_s=5)
     assert time.monotonic() - start < 5 + BUSY_S
     assert {finding.host: finding.level for finding in found}["node3"] == "failure"
 
@@ -597,7 +601,7 @@ def test_somebody_who_says_nothing_or_something_else_is_not_the_host(two_ends: A
 
 
 class Here:
-    """A link to an end in this process, whose first calls of some peers get no answer."""
+    """A channel to an end in this process, whose first calls of some peers get no answer."""
 
     def __init__(self, host: str, deaf: dict[str, int]) -> None:
         self.host = host
@@ -635,10 +639,10 @@ def test_no_pair_is_called_blocked_before_it_was_tried_alone(two_ends: Any, deaf
         )
         for name in "ab"
     }  # fmt: skip
-    links: Any = {"a": Here("a", {"b": deaf}), "b": Here("b", {})}
-    pairs, silent = netpairs.measure(links, "netprobe", ends, left_s=lambda: 20.0)
+    channels: Any = {"a": Here("a", {"b": deaf}), "b": Here("b", {})}
+    pairs, silent = netpairs.measure(channels, "netprobe", ends, left_s=lambda: 20.0)
     assert not silent
-    assert links["a"].asked[-1:] == [["b"]]
+    assert channels["a"].asked[-1:] == [["b"]]
     assert pairs["b", "a"].is_open
     assert pairs["a", "b"].is_alone
     assert pairs["a", "b"].is_open == (deaf == 1)
@@ -660,9 +664,9 @@ def test_a_pair_that_could_not_be_tried_alone_is_no_failure(two_ends: Any) -> No
         )
         for name in "ab"
     }
-    links: Any = {"a": Here("a", {"b": 99}), "b": Here("b", {"a": 99})}
+    channels: Any = {"a": Here("a", {"b": 99}), "b": Here("b", {"a": 99})}
     two_ends("127.0.0.1")
-    pairs, _ = netpairs.measure(links, "netprobe", ends, left_s=lambda: 3.0)
+    pairs, _ = netpairs.measure(channels, "netprobe", ends, left_s=lambda: 3.0)
     found = outcomes.findings(pairs, ends, {}, port=29500, port_matters=True)
     assert {each.level for each in found} == {"warning"}
     assert all("there was no time to try it alone" in each.found for each in found)
@@ -723,15 +727,15 @@ def test_local_hosts_are_tried_over_loopback(tmp_path: Path) -> None:
         f"connection: local\nworkdir: {tmp_path}/w\npython: {sys.executable}\nhosts: {{a: , b: }}\n"
     )
     inventory = load_inventory(path)
-    with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
+    with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
         peers = cluster.peer_addresses(inventory.hosts)
-        facts = check.gather(links, inventory, kit_digest="", peers=peers)
-        found = netcheck.network_findings(links, inventory, facts, deadline_s=10)
+        facts = check.gather(channels, inventory, kit_digest="", peers=peers)
+        found = netcheck.network_findings(channels, inventory, facts, deadline_s=10)
         assert [(each.host, each.level) for each in found if "29500" not in each.found] == [
             ("a", "ok"),
             ("b", "ok"),
         ]
-        late = netcheck.network_findings(links, inventory, facts, deadline_s=0.1)
+        late = netcheck.network_findings(channels, inventory, facts, deadline_s=0.1)
         assert [(each.host, each.level) for each in late] == [("a", "warning"), ("b", "warning")]
 
 

@@ -20,7 +20,7 @@ from agents import until
 from lab_hosts import BUSY_S, on, processes
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.link import BOOT, Link, source
+from nodekit.deploy.connect.channel import BOOT, HostChannel, source
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.plan import check
@@ -32,14 +32,14 @@ from nodekit.inventory.schema import Inventory
 
 
 class Site:
-    """The lab with links to its hosts."""
+    """The lab with channels to its hosts."""
 
-    def __init__(self, lab: Lab, inventory: Inventory, links: dict[str, Link]) -> None:
+    def __init__(self, lab: Lab, inventory: Inventory, channels: dict[str, HostChannel]) -> None:
         self.lab = lab
         self.inventory = inventory
-        self.links = links
+        self.channels = channels
         peers = cluster.peer_addresses(inventory.hosts)
-        self.facts: dict[str, Facts] = check.gather(links, inventory, kit_digest="", peers=peers)
+        self.facts: dict[str, Facts] = check.gather(channels, inventory, kit_digest="", peers=peers)
         self.before = self.processes()
 
     def processes(self) -> dict[str, set[ProcessRecord]]:
@@ -47,9 +47,9 @@ class Site:
 
     def deep(self, *names: str, deadline_s: float = 60, port: int = 0) -> list[Finding]:
         """Check some of the hosts; the deadline is kept, and nothing runs or listens there afterwards."""
-        links = {name: self.links[name] for name in names}
+        channels = {name: self.channels[name] for name in names}
         start = time.monotonic()
-        found = netdeep.deep_findings(links, self.inventory, self.facts, deadline_s=deadline_s, port=port)
+        found = netdeep.deep_findings(channels, self.inventory, self.facts, deadline_s=deadline_s, port=port)
         assert time.monotonic() - start < deadline_s + BUSY_S
         assert self.processes() == self.before
         for name in names:
@@ -79,8 +79,8 @@ def site(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 4.0})
     monkeypatch.setattr(netdeep, "PATIENCE_S", 1.0)
     inventory = load_inventory(lab.inventory)
-    with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
-        yield Site(lab, inventory, links)
+    with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
+        yield Site(lab, inventory, channels)
     for name in lab.hosts:
         on(lab, name, "nft", "flush", "ruleset")
 
@@ -163,9 +163,9 @@ from nodekit.deploy.plan import check
 from nodekit.deploy.preflight.network import netdeep
 from nodekit.inventory.load import load_inventory
 inventory = load_inventory(sys.argv[1])
-with cluster.links(inventory.hosts, cluster.SshOptions()) as links:
-    facts = check.gather(links, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
-    netdeep.deep_findings(links, inventory, facts, deadline_s=60)
+with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
+    facts = check.gather(channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
+    netdeep.deep_findings(channels, inventory, facts, deadline_s=60)
 """
 
 

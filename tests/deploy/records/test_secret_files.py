@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.connect.link import Link, open_local
+from nodekit.deploy.connect.channel import HostChannel, open_local
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.records.runs import Run
@@ -18,10 +18,10 @@ from nodekit.slurm.shared_folder import forget_secrets
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    link = open_local("login", sys.executable)
-    yield link
-    link.close()
+def channel() -> Iterator[HostChannel]:
+    channel = open_local("login", sys.executable)
+    yield channel
+    channel.close()
 
 
 SBATCH = """#!/bin/sh
@@ -50,11 +50,11 @@ def test_a_job_that_slurm_refuses_leaves_no_secret(tmp_path: Path, monkeypatch: 
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
 
 
-def test_a_submission_that_breaks_off_leaves_no_secret(tmp_path: Path, link: Link) -> None:
+def test_a_submission_that_breaks_off_leaves_no_secret(tmp_path: Path, channel: HostChannel) -> None:
     run_dir = place(tmp_path / "a 0", "secrets-1.json")
     settings = SlurmSettings.model_validate({"nodes": 1, "shared_dir": str(tmp_path)})
     ready = Ready(
-        link=link, python="/bin/false", shared_dir=str(tmp_path), kit_dir="/kit", run_dir=str(run_dir),
+        channel=channel, python="/bin/false", shared_dir=str(tmp_path), kit_dir="/kit", run_dir=str(run_dir),
         parameters={}, settings=settings, private={"secrets-1.json": {"KEY": "s3cr3t"}}, code_digest="",
     )  # fmt: skip
     with pytest.raises(KitError, match="submitit failed"):
@@ -83,23 +83,23 @@ def run_in(run_dir: Path, private: str) -> Run:
 
 
 def test_who_removes_the_secrets_of_a_job_that_is_over_leaves_those_of_the_next_one(
-    tmp_path: Path, link: Link
+    tmp_path: Path, channel: HostChannel
 ) -> None:
     run_dir = place(tmp_path / 'kit\'s "folder" $HOME;' / "runs/lab-1", "secrets-2.json", "notify-2.json")
     (run_dir / "slurm" / "secrets-1.json").write_text('{"KEY": "s3cr3t"}')
     run = run_in(run_dir, "secrets-1.json notify-1.json")
-    forget_secrets(run, link)
-    forget_secrets(run, link)  # whoever looks
+    forget_secrets(run, channel)
+    forget_secrets(run, channel)  # whoever looks
     assert sorted(path.name for path in run_dir.glob("slurm/*-*.json")) == ["notify-2.json", "secrets-2.json"]
     assert secrets_file(run_dir, RANKS) == run_dir / "slurm" / "secrets-2.json"
 
 
 def test_secrets_that_cannot_be_removed_are_told(
-    tmp_path: Path, link: Link, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, channel: HostChannel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = tmp_path / "slurm/secrets-1.json"
     (stuck / "a folder").mkdir(parents=True)  # root may remove any file
-    forget_secrets(run_in(tmp_path, stuck.name), link)
+    forget_secrets(run_in(tmp_path, stuck.name), channel)
     said = capsys.readouterr().err
     assert f"login: secrets of a job that is over are still there: rm: cannot remove '{stuck}'" in said
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from sklearn.metrics import classification_report, confusion_matrix
 
 from nodekit.deploy.commands import cli
-from nodekit.deploy.connect.link import LinkLost, open_local
+from nodekit.deploy.connect.channel import ChannelLost, open_local
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import apply as kit_apply
@@ -477,7 +477,7 @@ def test_what_cannot_be_predicted_is_refused_in_a_line(
 
 
 def test_what_is_computed_on_a_node_ends_with_the_link(tmp_path: Path) -> None:
-    link = open_local("a", sys.executable)
+    channel = open_local("a", sys.executable)
     signs: list[float] = []
     lost: list[Exception] = []
 
@@ -485,15 +485,15 @@ def test_what_is_computed_on_a_node_ends_with_the_link(tmp_path: Path) -> None:
         argv = [sys.executable, "-c", "import sys, time; sys.stdin.read(); time.sleep(100)"]
         where = {"cwd": str(tmp_path), "kit_dir": "", "env": {"MARK": str(tmp_path)}}
         try:
-            link.stream("attend", signs.append, argv=argv, limit_s=100, text="x", **where)
-        except LinkLost as error:
+            channel.stream("attend", signs.append, argv=argv, limit_s=100, text="x", **where)
+        except ChannelLost as error:
             lost.append(error)
 
     waiting = threading.Thread(target=attend)
     waiting.start()
     until(lambda: signs, what="a sign of life")
     assert len(processes_of(f"MARK={tmp_path}")) == 1
-    link.close()
+    channel.close()
     waiting.join(20)
     assert lost
     until(lambda: not processes_of(f"MARK={tmp_path}"), what="its end")

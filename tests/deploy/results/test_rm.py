@@ -1,4 +1,4 @@
-"""`kit rm`: what goes and what must not, on this machine's own folders through real links, and after a real run."""
+"""`kit rm`: what goes and what must not, on this machine's own folders through real channels, and after a real run."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from agents import until
 from kit_runs import Kit
 
 from nodekit.deploy.commands.cli import main
+from nodekit.deploy.connect.channel import HostChannel, open_local
 from nodekit.deploy.connect.cluster import SshOptions, login_argv
-from nodekit.deploy.connect.link import Link, open_local
 from nodekit.deploy.shell import shell
 from nodekit.deploy.shell.shell import Ended, Lines
 from nodekit.deploy.shell.shell_view import Prefixes, summary
@@ -116,7 +116,7 @@ def test_no_host_waits_for_another(tmp_path: Path) -> None:
     (tmp_path / "l.yaml").write_text("connection: local\nhosts: {node1: , node2: , node3: }\n")
     others_have_ended = threading.Event()
 
-    def connect(host: Host) -> Link:
+    def connect(host: Host) -> HostChannel:
         if host.name != "node2":
             return open_local(host.name, host.python)
         assert others_have_ended.wait(60), "they wait for node2"
@@ -236,12 +236,12 @@ def test_without_a_command_one_host_gives_a_shell_and_several_are_asked_about(ki
 
 @pytest.mark.slow
 def test_what_is_ended_before_it_began_does_not_begin(tmp_path: Path) -> None:
-    link = open_local("here", sys.executable)
+    channel = open_local("here", sys.executable)
     try:
-        assert link.call("hostshell.end", timeout_s=30, number=2, grace_s=0.1) == []
-        answer = link.call("hostshell.run", timeout_s=30, argv=["touch", str(tmp_path / "begun")])
+        assert channel.call("hostshell.end", timeout_s=30, number=2, grace_s=0.1) == []
+        answer = channel.call("hostshell.run", timeout_s=30, argv=["touch", str(tmp_path / "begun")])
     finally:
-        link.close()
+        channel.close()
     assert answer["status"] is None
     assert not (tmp_path / "begun").exists()
 

@@ -321,6 +321,47 @@ def test_strangers_on_the_network_disturb_a_run_and_no_more(
     run.trained_as(unbroken, same_world=True)
 
 
+@contextlib.contextmanager
+def a_fiftieth_of_a_core(pid: int) -> Iterator[None]:
+    """For this process, as under a container's limit; version 1 or 2 of the kernel's control groups.
+
+    Beside other tests a step takes longer, and a tenth of a core may be all that a rank needs.
+    """
+    version_1, version_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    group = (version_1 if version_1.is_dir() else version_2) / f"nodekit-test-{pid}"
+    former = next(
+        line.rpartition(":")[2].strip()
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        if ":cpu:" in line or ":cpu," in line or line.startswith("0::")
+    )
+    group.mkdir()
+    try:
+        if version_1.is_dir():
+            (group / "cpu.cfs_quota_us").write_text("2000")
+        else:
+            (group / "cpu.max").write_text("2000 100000")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for each in (group / "cgroup.procs").read_text().split():
+            (group.parent / former.lstrip("/") / "cgroup.procs").write_text(each)
+        group.rmdir()
+
+
+def test_a_host_whose_cpu_is_limited_is_named_and_leaves_the_job(story: Callable[..., Story]) -> None:
+    """By `job.on_slow: drain`; it stays out, and the others go on without it."""
+    run = story(*slow_training(25), nodes="2:3", job={"on_slow": "drain"})
+    run.wait_step("node2", 10)
+    (pid,) = run.processes("node2", "slow.py:Task")
+    with a_fiftieth_of_a_core(pid):
+        run.wait_world("node1", 2, timeout_s=150)
+    log = run.end()
+    assert "rank 1 on node2 makes the others wait" in log
+    assert "it had to wait for a core" in log
+    assert "node2 makes the others wait: node2 leaves the job" in log
+    assert run.status("node1")["world_size"] == 2
+
+
 def test_a_power_outage_of_all_during_a_save(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
     run = story(
         "-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", str(EPOCHS), "--snapshot-every", "1"

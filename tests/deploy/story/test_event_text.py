@@ -157,7 +157,7 @@ def test_what_the_supervisor_says_and_does_is_told() -> None:
     ) == [
         "generation 1: a, b; the rendezvous is on a now",
         "c is unreachable: no route to host",
-        "c is in sight again",
+        "c can be reached again",
         "c: not started: its disk is full",
         "c is called into generation 1",
         "the run has failed: rank 1 on a failed first",

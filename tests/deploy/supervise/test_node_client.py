@@ -1,10 +1,10 @@
-"""What is done to nodes by several threads at once: the record is only read, and links may come and go."""
+"""What is done to nodes by several threads at once: the record is only read, and channels may come and go."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nodes import NAMES, FakeLink, Nodes
+from fake_nodes import NAMES, FakeChannel, Nodes
 from test_plan import facts
 
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
@@ -78,21 +78,21 @@ def test_a_host_that_comes_back_with_fewer_gpus_than_planned_is_broken(
 def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:
     with pytest.raises(HostError, match="c: it was never started in this run"):
         nodes.client.fence("c", 4)
-    del nodes.client.links["b"]
+    del nodes.client.channels["b"]
     with pytest.raises(HostError, match="b: the connection is gone"):
         nodes.client.fence("b", 4)
 
 
 @pytest.mark.parametrize("act", ["stop_all", "gather_events"])
 def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> None:
-    links = nodes.client.links
+    channels = nodes.client.channels
 
     class Busy(dict[str, Any]):
-        """Whenever it is looked into, the thread that follows d loses its link, or has a new one."""
+        """Whenever it is looked into, the thread that follows d loses its channel, or has a new one."""
 
         def __contains__(self, name: object) -> bool:
-            if links.pop("d", None) is None:
-                links["d"] = FakeLink("d", nodes)
+            if channels.pop("d", None) is None:
+                channels["d"] = FakeChannel("d", nodes)
             return super().__contains__(name)
 
     nodes.run.nodes = Busy(dict.fromkeys(NAMES, nodes.run.nodes["a"]))

@@ -232,7 +232,7 @@ def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_don
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[tuple[str, dict[str, Any]]]
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch, seed=seed)
-    nodes.loses_links = True
+    nodes.loses_channels = True
     chance = random.Random(seed)
     early: list[str] = []
 

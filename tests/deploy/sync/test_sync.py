@@ -1,4 +1,4 @@
-"""Sync over real sshd processes and the real link: by rsync, by SFTP and on this machine, with one result."""
+"""Sync over real sshd processes and the real channel: by rsync, by SFTP and on this machine, with one result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.connect import ssh
-from nodekit.deploy.connect.link import Link, open_local, open_ssh
+from nodekit.deploy.connect.channel import HostChannel, open_local, open_ssh
 from nodekit.deploy.sync import listing, progress, sync, transfer
 from nodekit.deploy.sync.sync import Progress, SyncResult, Target, list_code
 from nodekit.inventory.errors import HostError, KitError
@@ -257,15 +257,15 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
 
 # --- send ---------------------------------------------------------------------------------------------------
 
-Opener = Callable[..., Link]
+Opener = Callable[..., HostChannel]
 
 
 @pytest.fixture
 def open_way(start_sshd: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
-    """A function that opens a link whose files travel one of the `WAYS`."""
-    opened: list[Link] = []
+    """A function that opens a channel whose files travel one of the `WAYS`."""
+    opened: list[HostChannel] = []
 
-    def open_(way: str, name: str = "gpu1", **options: Any) -> Link:
+    def open_(way: str, name: str = "gpu1", **options: Any) -> HostChannel:
         if way == "local":
             opened.append(open_local(name, sys.executable))
             return opened[-1]
@@ -276,12 +276,12 @@ def open_way(start_sshd: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> I
         return opened[-1]
 
     yield open_
-    for link in opened:
-        link.close()
+    for channel in opened:
+        channel.close()
 
 
-def goal(link: Link, work: Path, run: str = "run 1; $x") -> Target:
-    return Target(link, dest=str(work / "runs" / run / "code"), cache=str(work / "code's" / "my project"))
+def goal(channel: HostChannel, work: Path, run: str = "run 1; $x") -> Target:
+    return Target(channel, dest=str(work / "runs" / run / "code"), cache=str(work / "code's" / "my project"))
 
 
 def send(code: Path, target: Target, **options: Any) -> SyncResult:
@@ -313,8 +313,8 @@ def test_every_way_gives_the_same_tree(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_edit_after_the_first_run(code: Path, tmp_path: Path, open_way: Opener, way: str) -> None:
-    link = open_way(way)
-    first, second = goal(link, tmp_path / "host"), goal(link, tmp_path / "host", "run2")
+    channel = open_way(way)
+    first, second = goal(channel, tmp_path / "host"), goal(channel, tmp_path / "host", "run2")
     send(code, first)
     before = content(Path(first.dest))
     write(code / "ä", b"edited")
@@ -329,19 +329,19 @@ def test_edit_after_the_first_run(code: Path, tmp_path: Path, open_way: Opener, 
 
 
 def test_unchanged_tree_costs_one_round_trip(code: Path, tmp_path: Path, open_way: Opener) -> None:
-    link = open_way("rsync")
-    send(code, goal(link, tmp_path / "host"))
-    sync.finish_caching({"gpu1": goal(link, tmp_path / "host")}, timeout_s=10)
+    channel = open_way("rsync")
+    send(code, goal(channel, tmp_path / "host"))
+    sync.finish_caching({"gpu1": goal(channel, tmp_path / "host")}, timeout_s=10)
     calls: list[str] = []
 
     class Counted:
-        host, connection = link.host, link.connection
+        host, connection = channel.host, channel.connection
 
         def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
             calls.append(op)
-            return link.call(op, timeout_s=timeout_s, **args)
+            return channel.call(op, timeout_s=timeout_s, **args)
 
-    target = Target(Counted(), dest=str(tmp_path / "host/run2"), cache=goal(link, tmp_path / "host").cache)
+    target = Target(Counted(), dest=str(tmp_path / "host/run2"), cache=goal(channel, tmp_path / "host").cache)
     assert send(code, target).files_sent == 0
     assert calls == ["tree.place"]
     assert (tmp_path / "host/run2/ä").exists()
@@ -352,18 +352,20 @@ def test_host_without_rsync_gets_it_by_sftp(
 ) -> None:
     tool = write(tmp_path / "bin/rsync", b"#!/bin/sh\nexit 127\n")
     tool.chmod(0o755)
-    link = open_way("rsync")
+    channel = open_way("rsync")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    target = goal(link, tmp_path / "host")
+    target = goal(channel, tmp_path / "host")
     send(code, target)
     assert content(Path(target.dest)).keys() == content(code).keys()
 
 
 def test_hosts_do_not_wait_for_nor_hide_each_other(code: Path, tmp_path: Path, open_way: Opener) -> None:
-    links = {name: open_way("rsync", name) for name in ("g1", "g2", "g3")}
+    channels = {name: open_way("rsync", name) for name in ("g1", "g2", "g3")}
     write(tmp_path / "g2", b"a file where the host's folder should be")
     results = sync.send(
-        list_code(code), {name: goal(link, tmp_path / name) for name, link in links.items()}, timeout_s=20
+        list_code(code),
+        {name: goal(channel, tmp_path / name) for name, channel in channels.items()},
+        timeout_s=20,
     )
     assert isinstance(results["g2"], HostError)
     assert "g2: " in str(results["g2"])
@@ -494,7 +496,7 @@ def test_lost_connection_is_told(
     code: Path, tmp_path: Path, start_sshd: Any, target: Any, monkeypatch: Any
 ) -> None:
     server = start_sshd()
-    link = open_ssh(ssh.connect(target(server)), "gpu1", sys.executable)
+    channel = open_ssh(ssh.connect(target(server)), "gpu1", sys.executable)
     real = sync.bring
 
     def bring(delivery: Any) -> None:
@@ -507,11 +509,11 @@ def test_lost_connection_is_told(
         real(delivery)
 
     monkeypatch.setattr(sync, "bring", bring)
-    goal_ = goal(link, tmp_path / "host")
+    goal_ = goal(channel, tmp_path / "host")
     start = time.monotonic()
     with pytest.raises(HostError, match=r"gpu1: .*(lost|cannot be|closed|gone)"):
         send(code, goal_)
-    link.close()
+    channel.close()
     assert time.monotonic() - start < 10
     assert not Path(goal_.dest).exists()
 
@@ -521,10 +523,10 @@ def test_deadline_is_kept(
 ) -> None:
     tool = write(tmp_path / "bin/rsync", b"#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
-    link = open_way("rsync")
+    channel = open_way("rsync")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     start = time.monotonic()
-    result = sync.send(list_code(code), {"gpu1": goal(link, tmp_path / "host")}, timeout_s=1.0)["gpu1"]
+    result = sync.send(list_code(code), {"gpu1": goal(channel, tmp_path / "host")}, timeout_s=1.0)["gpu1"]
     assert time.monotonic() - start < 5
     assert isinstance(result, HostError)
     assert "could not be sent in time" in str(result)
@@ -539,8 +541,8 @@ def test_nothing_is_copied_back_before_it_is_asked_for(code: Path, tmp_path: Pat
 
 
 def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Opener) -> None:
-    links = [open_way("rsync"), open_way("sftp")]
-    targets = [goal(link, tmp_path / "host", f"run{number}") for number, link in enumerate(links)]
+    channels = [open_way("rsync"), open_way("sftp")]
+    targets = [goal(channel, tmp_path / "host", f"run{number}") for number, channel in enumerate(channels)]
     results: list[Any] = []
     tree = list_code(code)
 
@@ -672,10 +674,10 @@ def test_package_is_importable_where_it_was_placed(tmp_path: Path, open_way: Ope
     assert "nodekit/training/__init__.py" in package.files
     assert "nodekit/training/tasks/emotions/train.tsv" in package.files
     assert not any("__pycache__" in path or path.endswith(".pyc") for path in package.files)
-    links = {"gpu1": open_way("rsync"), "me": open_way("local", "me")}
-    workdirs = {name: str(tmp_path / "a b" / name) for name in links}
+    channels = {"gpu1": open_way("rsync"), "me": open_way("local", "me")}
+    workdirs = {name: str(tmp_path / "a b" / name) for name in channels}
     for _ in range(2):
-        sync.send_package(package, links, workdirs, timeout_s=20)
+        sync.send_package(package, channels, workdirs, timeout_s=20)
     for workdir in workdirs.values():
         folder = Path(workdir, "kit", package.digest)
         script = "import nodekit.inventory.errors as e; print(e.__file__)"
@@ -695,16 +697,16 @@ def test_nodes_that_share_a_workdir_on_this_machine_place_the_package_once(
 ) -> None:
     sent: list[str] = []
 
-    def call(link: Link, op: str, *, timeout_s: float, **args: object) -> object:
-        sent.extend([link.host] if "files" in args else [])
-        return real(link, op, timeout_s=timeout_s, **args)
+    def call(channel: HostChannel, op: str, *, timeout_s: float, **args: object) -> object:
+        sent.extend([channel.host] if "files" in args else [])
+        return real(channel, op, timeout_s=timeout_s, **args)
 
-    real = Link.call
-    monkeypatch.setattr(Link, "call", call)
-    links = {name: open_way("local", name) for name in ("a", "b", "c")}
+    real = HostChannel.call
+    monkeypatch.setattr(HostChannel, "call", call)
+    channels = {name: open_way("local", name) for name in ("a", "b", "c")}
     package = sync.package()
     workdirs = {"a": str(tmp_path / "one"), "b": str(tmp_path / "one"), "c": str(tmp_path / "other")}
-    sync.send_package(package, links, workdirs, timeout_s=20)
+    sync.send_package(package, channels, workdirs, timeout_s=20)
     assert len(sent) == 2
     assert {*sent} > {"c"}
     for workdir in workdirs.values():
@@ -712,10 +714,10 @@ def test_nodes_that_share_a_workdir_on_this_machine_place_the_package_once(
 
 
 def test_package_failures_name_their_hosts(tmp_path: Path, open_way: Opener) -> None:
-    links = {name: open_way("local", name) for name in ("g1", "g2")}
+    channels = {name: open_way("local", name) for name in ("g1", "g2")}
     blocked = write(tmp_path / "file")
     with pytest.raises(KitError, match=r"(?s)g1: .*\ng2: "):
-        sync.send_package(sync.package(), links, dict.fromkeys(links, str(blocked)), timeout_s=20)
+        sync.send_package(sync.package(), channels, dict.fromkeys(channels, str(blocked)), timeout_s=20)
 
 
 def test_project_key_is_of_the_place(tmp_path: Path) -> None:

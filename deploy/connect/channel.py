@@ -1,4 +1,4 @@
-"""One link per host: calls into `deploy/host/server.py` running there, over SSH or, for this machine, a pipe."""
+"""One channel per host: calls into `deploy/host/server.py` running there, over SSH or, for this machine, a pipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 START_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
 LOST_AFTER_S = (
-    15.0  # a called host answers, or says something, sooner; this long without a word, the link is lost
+    15.0  # a called host answers, or says something, sooner; this long without a word, the channel is lost
 )
 
 OFFERED = (
@@ -50,7 +50,7 @@ _IMPORT = re.compile(r"^ *from (nodekit\.deploy\.host[\w.]*) import ([\w, ]+)", 
 BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
 
 
-class LinkLost(HostError):
+class ChannelLost(HostError):
     """The connection to the host is gone; what runs there runs on."""
 
 
@@ -72,7 +72,7 @@ class RemoteError(HostError):
 
 
 class Process(Protocol):
-    """What a link needs of the process at its other end."""
+    """What a channel needs of the process at its other end."""
 
     @property
     def stdin(self) -> IO[bytes]: ...  # noqa: D102
@@ -119,7 +119,7 @@ class LocalProcess:
         self.stdout.close()
 
 
-class Link:
+class HostChannel:
     """Calls into one host, from any thread, each with a timeout.
 
     Attributes:
@@ -160,7 +160,7 @@ class Link:
         except OSError:
             pass  # it ended at once; the reader finds out, with its last words
         threading.Thread(
-            target=self._read, args=(process, self._ready), name=f"link-{self.host}", daemon=True
+            target=self._read, args=(process, self._ready), name=f"channel-{self.host}", daemon=True
         ).start()
         try:
             answer = self._ready.get(timeout=START_TIMEOUT_S)
@@ -199,7 +199,7 @@ class Link:
 
         Raises:
             RemoteError: it failed there.
-            LinkLost: the connection is gone, or there was no answer within `timeout_s` seconds.
+            ChannelLost: the connection is gone, or there was no answer within `timeout_s` seconds.
         """
         return self.stream(op, lambda _: None, silence_s=timeout_s, **args)
 
@@ -212,21 +212,21 @@ class Link:
         self._waiting[number] = waiter
         try:
             if self._lost is not None:
-                raise LinkLost(self.host, self._lost)
+                raise ChannelLost(self.host, self._lost)
             data = json.dumps({"id": number, "op": op, "args": args}).encode() + b"\n"
             try:
                 with self._write_lock:
                     self._process.stdin.write(data)
                     self._process.stdin.flush()
             except (OSError, ValueError) as error:
-                raise LinkLost(self.host, f"the connection is gone ({error})") from error
+                raise ChannelLost(self.host, f"the connection is gone ({error})") from error
             while True:
                 try:
                     message = waiter.get(timeout=silence_s)
                 except queue.Empty:
-                    raise LinkLost(self.host, f"no answer to '{op}' within {silence_s:.0f} s") from None
+                    raise ChannelLost(self.host, f"no answer within {silence_s:.0f} s") from None
                 if "lost" in message:
-                    raise LinkLost(self.host, self._lost or "it ended")
+                    raise ChannelLost(self.host, self._lost or "it ended")
                 if "error" in message:
                     raise RemoteError(self.host, message["error"])
                 if "result" in message:
@@ -254,24 +254,24 @@ def _no_python(last_words: str) -> Problem:
     )
 
 
-def open_local(host: str, python: str) -> Link:
-    """A link to this machine."""
+def open_local(host: str, python: str) -> HostChannel:
+    """A channel to this machine."""
     argv = [str(Path(python).expanduser()), "-c", BOOT]
     try:
-        return Link(host, LocalProcess(argv))
+        return HostChannel(host, LocalProcess(argv))
     except OSError as error:
         raise HostError(host, *_no_python(str(error))) from error
 
 
-def open_ssh(connection: SshConnection, host: str, python: str) -> Link:
-    """A link over an SSH connection."""
-    return Link(host, cast(Process, connection.exec([python, "-c", BOOT])), connection)
+def open_ssh(connection: SshConnection, host: str, python: str) -> HostChannel:
+    """A channel over an SSH connection."""
+    return HostChannel(host, cast(Process, connection.exec([python, "-c", BOOT])), connection)
 
 
 def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:
     """Call `function` on every item at once: name → result *or* exception, so that one failure hides no other.
 
-    A KeyboardInterrupt does not wait for calls under way: they end with their link, or with the process.
+    A KeyboardInterrupt does not wait for calls under way: they end with their channel, or with the process.
     """
     results: dict[str, R | Exception] = {}
 

@@ -19,7 +19,15 @@ from unittest import mock
 import pytest
 
 from nodekit.deploy import host
-from nodekit.deploy.connect.link import OFFERED, Link, LinkLost, RemoteError, on_all, open_local, program
+from nodekit.deploy.connect.channel import (
+    OFFERED,
+    ChannelLost,
+    HostChannel,
+    RemoteError,
+    on_all,
+    open_local,
+    program,
+)
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import status
@@ -28,27 +36,27 @@ from nodekit.inventory.errors import HostError
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def channel() -> Iterator[HostChannel]:
     opened = open_local("here", sys.executable)
     yield opened
     opened.close()
 
 
-def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(link: Link) -> None:
+def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(channel: HostChannel) -> None:
     with pytest.raises(RemoteError) as caught:
-        link.call("hold_port", timeout_s=15, address="203.0.113.1")
+        channel.call("hold_port", timeout_s=15, address="203.0.113.1")
     assert caught.value.problem.cure == "see `ip addr` there"
     assert caught.value.problem.found == caught.value.message
     assert str(caught.value) == f"here: {caught.value.message}; see `ip addr` there"
     with pytest.raises(RemoteError) as without:
-        link.call("hold_port", timeout_s=15, address="no address")
+        channel.call("hold_port", timeout_s=15, address="no address")
     assert without.value.problem.cure == ""
     older = {"type": "OSError", "message": "it is full", "traceback": ""}  # of a host that sends no cure
     assert RemoteError("gpu1", older).problem == ("it is full", "", "")
 
 
-def test_facts_say_what_the_host_is(link: Link, tmp_path: Path) -> None:
-    found = link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "a b"), peers=["127.0.0.1"])
+def test_facts_say_what_the_host_is(channel: HostChannel, tmp_path: Path) -> None:
+    found = channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "a b"), peers=["127.0.0.1"])
     assert found["hostname"] == socket.gethostname()
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"name": "lo", "up": True, "addresses": ["127.0.0.1", "::1"]} in found["interfaces"]
@@ -57,42 +65,42 @@ def test_facts_say_what_the_host_is(link: Link, tmp_path: Path) -> None:
     assert abs(found["time"] - time.time()) < 5
 
 
-def test_torchs_version_is_told_without_importing_it(link: Link, tmp_path: Path) -> None:
+def test_torchs_version_is_told_without_importing_it(channel: HostChannel, tmp_path: Path) -> None:
     import torch
 
-    found = link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path))
+    found = channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path))
     assert found["torch"] == torch.__version__
 
 
-def test_hosts_that_share_a_folder_say_so(link: Link, tmp_path: Path) -> None:
+def test_hosts_that_share_a_folder_say_so(channel: HostChannel, tmp_path: Path) -> None:
     ids = [
-        link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / name))["workdir_id"]
+        channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / name))["workdir_id"]
         for name in "aab"
     ]
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_a_workdir_that_cannot_be_made_is_named(link: Link, tmp_path: Path) -> None:
+def test_a_workdir_that_cannot_be_made_is_named(channel: HostChannel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = link.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "file" / "x"))
+    found = channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "file" / "x"))
     assert found["workdir_problem"] == f"{tmp_path}/file/x: Not a directory"
 
 
-def test_a_held_port_is_nobody_elses(link: Link) -> None:
-    port = link.call("hold_port", timeout_s=5, address="127.0.0.1")
+def test_a_held_port_is_nobody_elses(channel: HostChannel) -> None:
+    port = channel.call("hold_port", timeout_s=5, address="127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
 
 
-def test_an_error_there_keeps_its_type_and_names_the_host(link: Link) -> None:
+def test_an_error_there_keeps_its_type_and_names_the_host(channel: HostChannel) -> None:
     with pytest.raises(RemoteError) as caught:
-        link.call("start", timeout_s=5, node_dir="/nonexistent", spec={})
+        channel.call("start", timeout_s=5, node_dir="/nonexistent", spec={})
     assert (caught.value.host, caught.value.type) == ("here", "KeyError")
 
 
-def test_the_newest_committed_snapshot_is_told(link: Link, tmp_path: Path) -> None:
+def test_the_newest_committed_snapshot_is_told(channel: HostChannel, tmp_path: Path) -> None:
     def newest() -> object:
-        return link.call("status", timeout_s=5, node_dir=str(tmp_path))["snapshot"]
+        return channel.call("status", timeout_s=5, node_dir=str(tmp_path))["snapshot"]
 
     assert newest() == [-1, 0]
     (tmp_path / "snapshots").mkdir()
@@ -156,20 +164,20 @@ def test_a_fence_that_holds_no_number_is_not_no_fence(tmp_path: Path) -> None:
         status.fence_in(str(tmp_path))
 
 
-def test_what_takes_too_long_is_not_waited_for(link: Link, tmp_path: Path) -> None:
+def test_what_takes_too_long_is_not_waited_for(channel: HostChannel, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "agent.json")  # reading it blocks
-    with pytest.raises(LinkLost, match="here: no answer to 'status' within 0 s"):
-        link.call("status", timeout_s=0.2, node_dir=str(tmp_path))
-    assert link.call("hold_port", timeout_s=5, address="127.0.0.1")  # and the link lives on
+    with pytest.raises(ChannelLost, match="here: no answer within 0 s"):
+        channel.call("status", timeout_s=0.2, node_dir=str(tmp_path))
+    assert channel.call("hold_port", timeout_s=5, address="127.0.0.1")  # and the channel lives on
 
 
-def test_calls_run_side_by_side(link: Link, tmp_path: Path) -> None:
+def test_calls_run_side_by_side(channel: HostChannel, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "agent.json")
     blocked = on_all(
         {"blocked": tmp_path, "free": tmp_path / "none"},
-        lambda path: link.call("status", timeout_s=0.5, node_dir=str(path)),
+        lambda path: channel.call("status", timeout_s=0.5, node_dir=str(path)),
     )
-    assert isinstance(blocked["blocked"], LinkLost)
+    assert isinstance(blocked["blocked"], ChannelLost)
     free = blocked["free"]
     assert not isinstance(free, Exception)
     assert (free["alive"], free["known"], free["fence"]) == (False, False, -1)
@@ -211,27 +219,29 @@ def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> No
         open_local("here", python)
 
 
-def test_a_link_that_is_gone_fails_its_calls_at_once(link: Link) -> None:
-    os.kill(link._process._popen.pid, 9)  # type: ignore[attr-defined]
+def test_a_link_that_is_gone_fails_its_calls_at_once(channel: HostChannel) -> None:
+    os.kill(channel._process._popen.pid, 9)  # type: ignore[attr-defined]
     start = time.monotonic()
-    with pytest.raises(LinkLost):
-        link.call("hold_port", timeout_s=30, address="127.0.0.1")
+    with pytest.raises(ChannelLost):
+        channel.call("hold_port", timeout_s=30, address="127.0.0.1")
     assert time.monotonic() - start < 5
 
 
-def test_log_lines_come_whole_and_once(link: Link, tmp_path: Path) -> None:
+def test_log_lines_come_whole_and_once(channel: HostChannel, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     log = logs / "rank0-attempt0.0.log"
     log.write_bytes("één\nhalf".encode())
-    offsets, found = link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path))
+    offsets, found = channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path))
     assert found == [[log.name, "één\n"]]
     log.write_bytes("één\nhalf a line\n".encode())
-    offsets, found = link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)
+    offsets, found = channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)
     assert found == [[log.name, "half a line\n"]]
     log.write_bytes("één\nhalf a line\nlast words".encode())
-    assert link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
-    _, found = link.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True)
+    assert channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
+    _, found = channel.call(
+        "hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True
+    )
     assert found == [[log.name, "last words\n"]]
 
 
@@ -416,26 +426,28 @@ def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
         ast.parse(file.read_text(), feature_version=(3, 8))
 
 
-def test_the_spec_is_private(link: Link, tmp_path: Path) -> None:
+def test_the_spec_is_private(channel: HostChannel, tmp_path: Path) -> None:
     node_dir = tmp_path / "node"
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nexec cat\n")
     agent.chmod(0o755)
-    link.call("prestart", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
-    link.call("start", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0})
+    channel.call("prestart", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
+    channel.call(
+        "start", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0}
+    )
     assert (node_dir / "spec.json").stat().st_mode & 0o777 == 0o600
     assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"], "generation": 0}
 
 
 def test_a_fence_stands_with_the_node_and_where_its_ranks_save_and_only_goes_up(
-    link: Link, tmp_path: Path
+    channel: HostChannel, tmp_path: Path
 ) -> None:
     node_dir, saved = tmp_path / "node", tmp_path / "shared snapshots"
     node_dir.mkdir()
     spec = {"generation": 0, "env": {"NODEKIT_SNAPSHOT_DIR": str(saved)}}
     (node_dir / "spec.json").write_text(json.dumps(spec))
     for generation, fence in ((2, 2), (1, 2), (3, 3)):
-        told = link.call("fence", timeout_s=5, node_dir=str(node_dir), generation=generation)
+        told = channel.call("fence", timeout_s=5, node_dir=str(node_dir), generation=generation)
         assert told["fence"] == fence
         assert [(folder / "fence").read_text() for folder in (node_dir, saved)] == [f"{fence}\n"] * 2
 
@@ -453,17 +465,17 @@ def test_a_fence_stands_with_the_node_and_where_its_ranks_save_and_only_goes_up(
     ],
 )
 def test_a_node_lets_in_no_generation_that_is_over(
-    link: Link, tmp_path: Path, own: int, fence: int, called_off: int, generation: int, over: str
+    channel: HostChannel, tmp_path: Path, own: int, fence: int, called_off: int, generation: int, over: str
 ) -> None:
     (tmp_path / "agent").write_text("#!/bin/sh\nexec cat\n")
     (tmp_path / "agent").chmod(0o755)
     node = {"node_dir": str(tmp_path / "node")}
-    link.call("prestart", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
+    channel.call("prestart", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
     (tmp_path / "node/spec.json").write_text(json.dumps({"generation": own}))
-    link.call("fence", timeout_s=5, generation=fence, **node)
+    channel.call("fence", timeout_s=5, generation=fence, **node)
     with pytest.raises(RemoteError, match=over) if over else contextlib.nullcontext():
-        link.call("start", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
-    assert link.call("status", timeout_s=5, **node)["fence"] == (fence if over else generation)
+        channel.call("start", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
+    assert channel.call("status", timeout_s=5, **node)["fence"] == (fence if over else generation)
     assert json.loads((tmp_path / "node/spec.json").read_text())["generation"] == (
         own if over else generation
     )

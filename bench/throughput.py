@@ -1,0 +1,181 @@
+"""Steps per second of kit's training module under `kit up`, as a share of a plain DDP script's under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rounds import BenchError, interval, machine, middle, note, table
+from steady_job import START_S, Job, descendants, signalled, stopped
+
+KIT, PLAIN = "kit up, training module", "torchrun, plain DDP"
+RANKS = 2
+LR = 1e-9
+"""Nothing is learnt: a model that has learnt its samples by heart has denormal gradients, which cost a CPU more."""
+WINDOW_S, SETTLE_S = 1.5, 0.3
+GOAL = 0.995
+CODE = Path(__file__).with_name("throughput_job.py")
+INVENTORY = f"""\
+name: throughput
+connection: local
+hosts:
+  node:
+job:
+  nproc_per_node: {RANKS}
+  env: {{OMP_NUM_THREADS: "1"}}
+"""
+DESCRIPTION = f"""\
+What kit's training module costs while nothing fails: it keeps what its ranks need to go on without a lost one, sums the
+loss, writes metrics and curves, and is watched. The script does nothing of this: it is torch's tutorial, with a
+DataLoader, a DistributedSampler, DDP and AdamW.
+
+Both train the same model on the same samples with {RANKS} ranks on this machine, at the same time and in turns of
+{WINDOW_S:g} s: the other one is stopped (SIGSTOP) meanwhile, with all that belongs to it. Two processes that do the
+same differ by some percent, by where their memory lies: so both are started anew for each pair of rates.
+"""
+EPILOG = f"""\
+examples:
+  bench/throughput                         two lengths of a step, some eight minutes each; wants an idle machine
+  bench/throughput --batch-size 1024       one length of a step: so many samples over all ranks together
+
+Exit status: 0 unless something broke; a goal ({GOAL}) that is missed is no error.
+"""
+
+
+class Plain:
+    """The script, under torchrun."""
+
+    def __init__(self, folder: Path, batch_size: int) -> None:
+        self._steps = folder / "steps"
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={RANKS}", str(CODE)),
+            ],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "BENCH_BATCH_SIZE": str(batch_size),
+                "BENCH_LR": str(LR),
+                "BENCH_STEPS": str(self._steps),
+            },
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + START_S
+        while not self._steps.exists() or len(self.steps()) < 100:
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                self.stop()
+                raise BenchError(f"the plain script has made no 100 steps within {START_S:.0f} s")
+            time.sleep(0.5)
+
+    @property
+    def all(self) -> list[int]:
+        """Its processes."""
+        return [self._process.pid, *descendants(self._process.pid)]
+
+    def steps(self) -> Sequence[float]:
+        """When each step was done."""
+        data = self._steps.read_bytes()
+        return memoryview(data[: len(data) // 8 * 8]).cast("d")
+
+    def stop(self) -> None:
+        """End it."""
+        signalled(self.all, signal.SIGKILL)
+        self._process.wait()
+
+
+def rate(done: Sequence[float], start: float, end: float) -> float:
+    """Steps per second between the first and the last step that were done between two times.
+
+    Raises:
+        BenchError: fewer than two were.
+    """
+    first, last = bisect.bisect_left(done, start), bisect.bisect_left(done, end) - 1
+    if last <= first:
+        raise BenchError(f"fewer than two steps in {end - start:.1f} s: take a smaller --batch-size")
+    return (last - first) / (done[last] - done[first])
+
+
+def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
+    """A row of the table."""
+    ratios, steps_s = [], []
+    for number in range(num_pairs):
+        with tempfile.TemporaryDirectory(prefix="nodekit-throughput-") as name:
+            folder = Path(name)
+            argv = ["--task", f"{CODE.name}:Task", "--batch-size", str(batch_size), "--lr", str(LR)]
+            job = Job(folder, *argv, inventory=INVENTORY, files=[CODE])
+            try:
+                plain = Plain(folder, batch_size)
+                try:
+                    kit_rate, plain_rate = in_turns(job, plain, seconds)
+                finally:
+                    plain.stop()
+            finally:
+                job.stop()
+        ratios.append(kit_rate / plain_rate)
+        steps_s.append(1 / plain_rate)
+        note(f"batches of {batch_size}, pair {number + 1} of {num_pairs}: {ratios[-1]:.4f}")
+    low, high = interval(ratios)
+    step_ms = 1e3 * middle(steps_s)
+    return [f"{step_ms:.1f} ms", f"{middle(ratios):.4f} ({low:.4f}–{high:.4f})", str(num_pairs), f"{GOAL}"]
+
+
+def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
+    """Steps per second of both, in the middle of all turns."""
+    kit = {*job.all, *(each for agent in job.agents.values() for each in descendants(agent))}
+    others = {KIT: plain.all, PLAIN: sorted(kit)}
+    windows: list[tuple[str, float, float]] = []
+    begun, turn = time.monotonic(), KIT
+    while time.monotonic() < begun + seconds:
+        with stopped(others[turn]):
+            time.sleep(SETTLE_S)
+            start = time.time()
+            time.sleep(WINDOW_S)
+            windows.append((turn, start, time.time()))
+        turn = PLAIN if turn == KIT else KIT
+    time.sleep(1.0)
+    done: dict[str, Sequence[float]] = {KIT: [at for at, _ in job.steps()], PLAIN: plain.steps()}
+    rates = {
+        name: middle([rate(done[name], start, end) for turn, start, end in windows if turn == name])
+        for name in done
+    }
+    return rates[KIT], rates[PLAIN]
+
+
+def main() -> int:
+    """Measure, print a table."""
+    parser = argparse.ArgumentParser(
+        prog="bench/throughput",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pairs", type=int, default=10, help="how often both are started (%(default)d)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each pair (%(default)g)")
+    parser.add_argument("--batch-size", type=int, action="append", help="samples per step (256 and 1024)")
+    args = parser.parse_args()
+    if args.seconds < 6 * WINDOW_S or args.pairs < 3:
+        parser.error(f"wanted at least {6 * WINDOW_S:g} seconds for each of at least 3 pairs")
+    try:
+        rows = [measure(each, args.pairs, args.seconds) for each in args.batch_size or (256, 1024)]
+    except BenchError as error:
+        print(f"bench/throughput: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{machine()}\n\n{table(['step of the plain script', 'kit to it, steps/s', 'pairs', 'goal'], rows)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
