@@ -26,7 +26,7 @@ SAME = [
 
 
 _KILLED_ONCE = """
-import os, pathlib, signal, threading
+import os, pathlib, signal, time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
     def train_data(self):
@@ -38,9 +38,10 @@ class Task(Digits):
         mark = pathlib.Path(__file__ + ".killed")
         if self.num_left == 0 and os.environ["LOCAL_RANK"] == str({rank}) and not mark.exists():
             mark.touch()
-            for thread in threading.enumerate():  # what it goes on from is the last snapshot, whole
-                if thread.name == "nodekit-snapshot":
-                    thread.join()
+            # Whichever rank writes the last snapshot: while it is under way, the step after it is not worth saving.
+            until = time.monotonic() + 60
+            while not any(pathlib.Path(__file__).parent.rglob("{snapshot}")) and time.monotonic() < until:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 """
@@ -52,12 +53,18 @@ def task(folder: Path, text: str) -> list[str]:
     return ["--task", f"{folder / 'own.py'}:Task"]
 
 
-def killed_once(folder: Path, *, step: int, num_ranks: int = 2) -> list[str]:
-    """The digits; the last rank gets SIGKILL in its first time through ``step``, which is in the second epoch."""
+def killed_once(folder: Path, *, step: int, saved: int = 32, num_ranks: int = 2) -> list[str]:
+    """The digits; the last rank gets SIGKILL in its first time through ``step``, which is in the second epoch.
+
+    By then the snapshot of step ``saved`` is there.
+    """
     per_step = -(-64 // num_ranks // 16)
     in_the_last_of_an_epoch = -(-(1437 - 22 * 64) // num_ranks // 16)
     micro_batches = (step - 2) * per_step + in_the_last_of_an_epoch + 1
-    return task(folder, _KILLED_ONCE.format(micro_batches=micro_batches, rank=num_ranks - 1))
+    snapshot = f"g0000-s{saved:09}.json"
+    return task(
+        folder, _KILLED_ONCE.format(micro_batches=micro_batches, rank=num_ranks - 1, snapshot=snapshot)
+    )
 
 
 def train(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["lost", "pause"]
 
@@ -38,6 +38,7 @@ class AgentMessages:
         self._pipe = pipe
         self._lock = threading.Lock()
         self._calls: dict[str, Callable[[], None]] = {}
+        self._told: set[str] = set()  # of the newest attempt that is known
         self._is_ignored = False
         self._next: queue.SimpleQueue[NextAttempt] = queue.SimpleQueue()
         # For writing too, or it would end whenever the agent closes its own end.
@@ -45,10 +46,17 @@ class AgentMessages:
         threading.Thread(target=self._read, name="nodekit-agent", daemon=True).start()
 
     def when(self, kind: Kind, call: Callable[[], None], *, is_default: bool = False) -> None:
-        """Have the thread call this, in place of what was given before, unless it is but the default."""
+        """Have the thread call this, in place of what was given before, unless it is but the default.
+
+        If it has been told of the present attempt already, this is called here.
+        """
         with self._lock:
-            self._calls[kind] = self._calls.get(kind, call) if is_default else call
             self._is_ignored = False
+            if is_default and kind in self._calls:
+                return
+            self._calls[kind] = call
+            if kind in self._told:
+                call()
 
     def ignore(self) -> None:
         """From now on, when this returns, nothing is called."""
@@ -66,10 +74,18 @@ class AgentMessages:
                 os.close(handle)
 
     def next_attempt(self, timeout_s: float) -> NextAttempt | None:
-        """Wait for the next attempt, at most that long."""
+        """Wait for the next attempt, at most that long; the newest, if there have been several."""
+        found = None
         with suppress(queue.Empty):
-            return self._next.get(timeout=timeout_s)
-        return None
+            found = self._next.get(timeout=timeout_s)
+            while True:
+                found = self._next.get_nowait()
+        return found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt that `next_attempt` has returned has lost a rank by now."""
+        return "lost" in self._told or not self._next.empty()
 
     def _read(self) -> None:
         for line in self._file:
@@ -77,14 +93,21 @@ class AgentMessages:
                 message = json.loads(line)
             except ValueError:  # it had no room in the FIFO; then kit ends this process
                 continue
-            if message["kind"] == "next":
-                self._next.put(NextAttempt(message["env"], message["log"]))
-                continue
             with self._lock:
-                if call := self._calls.get(message["kind"]):
-                    call()
-                elif message["kind"] == "pause" and not self._is_ignored:  # who cannot pause stops
-                    os.kill(0, signal.SIGTERM)
+                self._take(message)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "next":
+            self._told.clear()
+            self._next.put(NextAttempt(message["env"], message["log"]))
+            kind = "lost"  # to who is in an attempt still: that one is over
+        else:
+            self._told.add(kind)
+        if call := self._calls.get(kind):
+            call()
+        elif kind == "pause" and not self._is_ignored:  # who cannot pause stops
+            os.kill(0, signal.SIGTERM)
 
 
 @functools.cache

@@ -80,6 +80,10 @@ def run(
             kept.save()
             return stop.exit_code
         world = following
+        if world.messages is not None and world.messages.is_over:
+            # Nobody would come to meet it. It waits again, in the file that the agent now looks at.
+            ended = kept
+            continue
         ended = attempt(replace(world, may_stay=may_stay(world), kept=kept))
     return ended
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from agents import until
 from free_ports import free_port
 
 from nodekit.deploy.agent.ranks.messages import Messages
 from nodekit.training import agent_messages, reform
 from nodekit.training.agent_messages import AgentMessages, messages_from
 from nodekit.training.kept import Kept
+from nodekit.training.stop import Stop
 from nodekit.training.world import World
 
 
@@ -62,6 +64,78 @@ def test_a_rank_that_cannot_pause_gets_sigterm_unless_it_waits_already(
     assert agent.send(0, {"kind": "next", "env": {}, "log": ""})
     assert rank.next_attempt(5)
     assert signals.empty()
+
+
+def test_what_is_told_of_an_attempt_before_the_rank_listens_is_not_lost(agent: Messages) -> None:
+    """On a busy machine a rank takes longer from one attempt to the next than another one takes to be lost again."""
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rank = AgentMessages(agent.path(0))
+    rank.ignore()
+    for kind in ("lost", "pause"):
+        assert agent.send(0, {"kind": kind}), "of the attempt that it has left"
+    assert agent.send(0, {"kind": "next", "env": {"RANK": "1"}, "log": ""})
+    assert rank.next_attempt(5)
+    assert not rank.is_over
+    for kind in ("lost", "pause"):
+        assert agent.send(0, {"kind": kind})
+    until(lambda: rank.is_over, what="the loss")
+    rank.when("pause", lambda: heard.put("pause"))
+    rank.when("lost", lambda: heard.put("lost"))
+    rank.when("lost", lambda: heard.put("default"), is_default=True)
+    assert [heard.get(timeout=5) for _ in range(2)] == ["pause", "lost"]
+    assert heard.empty()
+
+
+def test_an_attempt_is_over_for_a_rank_that_is_told_of_the_next_one(agent: Messages) -> None:
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rank = AgentMessages(agent.path(0))
+    rank.when("lost", lambda: heard.put("lost"))
+    for number in (1, 2):
+        assert agent.send(0, {"kind": "next", "env": {"RANK": str(number)}, "log": ""})
+        assert heard.get(timeout=5) == "lost"
+    assert rank.is_over
+    found = rank.next_attempt(5)
+    assert found is not None
+    assert found.env == {"RANK": "2"}, "the newest"
+    assert not rank.is_over
+
+
+def test_a_rank_does_not_join_an_attempt_that_is_over(
+    agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody would come. It waits again, where the agent looks at that attempt."""
+    progress = tmp_path / "progress"
+    tried: list[World] = []
+    told = iter(["1", "2"])
+
+    def make() -> World:  # between what it is told and the attempt
+        number = next(told)
+        if number == "1":
+            assert agent.send(0, {"kind": "lost"})
+            until(lambda: world.messages and world.messages.is_over, what="the loss")
+            progress.unlink()
+        return replace(world, num_restarts=int(number), progress_file=tmp_path / f"progress{number}")
+
+    def attempt(each: World) -> Kept | int:
+        tried.append(each)
+        return 0 if each.num_restarts else Kept({"x": 1}, (0, 41), lambda: True)
+
+    def tell() -> None:
+        assert agent.send(0, {"kind": "next", "env": {}, "log": str(tmp_path / "log")})
+
+    monkeypatch.setattr(reform, "_take_on", lambda _: None)
+    assert world.messages is not None
+    tell()
+    again = threading.Thread(
+        target=lambda: until(
+            lambda: (tmp_path / "progress1").exists() and (tell(), True), what="it waits again"
+        )
+    )
+    again.start()
+    assert reform.run(world, Stop(), make, attempt, lambda _: True) == 0
+    again.join()
+    assert [each.num_restarts for each in tried] == [0, 2]
+    assert (tmp_path / "progress1").read_text().startswith("41 waiting with the newest step")
 
 
 def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:

@@ -53,6 +53,7 @@ class Attempts:
         self._messages = Messages(self._folder / "messages")
         self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
+        self._stayed: set[int] = set()  # those that have been told of this one
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
@@ -145,6 +146,7 @@ class Attempts:
             for local_rank, rank in self.ranks.items()
         ]
         stayed, self._staying, self._told = self._staying, set(), {}
+        self._stayed = stayed
         for start in starts:
             if start.local_rank not in stayed:
                 continue
@@ -280,7 +282,7 @@ class Attempts:
 
         Of a loss some may hear while they wait for the lost one in a collective, and some keep what they have. The
         returned function says whether a rank has said that it does, or pauses, and is not done, within the spec's
-        grace.
+        grace. So does one that has stayed and has said nothing yet in this attempt: it has a step.
         """
         until = time.monotonic() + self._grace_s
         for local_rank in self.workers.pids:
@@ -291,6 +293,7 @@ class Attempts:
 
         def is_kept() -> bool:
             keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
+            keeping.update(self._stayed - self._in_stage())
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
             return time.monotonic() < until and not keeping.isdisjoint(left)
 
@@ -309,8 +312,13 @@ class Attempts:
         return self._staying
 
     def _in_stage(self, *stages: str) -> set[int]:
+        """The local ranks that say one of these; without any, those that have said something."""
         told = hang.read_progress(self._record.progress_dir)
-        return {key for key, rank in self.ranks.items() if rank in told and told[rank].says(stages)}
+        return {
+            key
+            for key, rank in self.ranks.items()
+            if rank in told and (not stages or told[rank].says(stages))
+        }
 
     def end(self, grace_s: float, why: str, *, tell: Kind | None = None) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).

@@ -238,22 +238,55 @@ if os.environ["NODEKIT_GENERATION"] == "0":
 """
 
 
-class Dying(Run):
-    """A node whose rank ends when it hears of a loss."""
+class Alone(Run):
+    """One node, with a program of its own."""
 
-    def __init__(self, agents: Agents) -> None:
-        self.begin(agents, DYING, num_nodes=1)
+    def __init__(self, agents: Agents, job: str, **changes: Any) -> None:
+        self.begin(agents, job, num_nodes=1, **changes)
 
 
 def test_a_rank_that_has_said_that_it_waits_and_is_gone_is_started_again(agents: Agents) -> None:
     """As one that said so just when it was ended: its progress file is what a later look finds."""
-    run = Dying(agents)
+    run = Alone(agents, DYING)
     until(lambda: "listens" in run.logs(), what="the rank")
     run.fence()
     agents.wait("n0", "fenced")
     (agents.node_dir("n0") / "progress/rank0").write_text(f"3 {hang.WAITING}\n")
     run.begin_generation("n0")
     run.wait_succeeded()
+
+
+SLOW_TO_BEGIN = """
+import os, sys, threading, time
+from pathlib import Path
+from nodekit.training.agent_messages import AgentMessages
+from nodekit.training.world import WAITING
+first = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if os.environ["LOCAL_RANK"] == "1":
+    while first == "0" and not Path("listens").exists():
+        time.sleep(0.01)
+    sys.exit(int(first) < 2)
+messages = AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"]))
+lost = threading.Event()
+messages.when("lost", lost.set)
+Path("listens").touch()
+lost.wait()
+messages.ignore()
+for _ in range(2):
+    Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text(f"3 {WAITING}")
+    messages.say_waiting()
+    messages.next_attempt(60)
+    time.sleep(2)
+"""
+
+
+def test_a_rank_that_stays_and_has_not_begun_yet_is_not_ended_for_the_next_loss(agents: Agents) -> None:
+    """It has a step. On a busy machine it may not have run at all since it was told to go on."""
+    run = Alone(agents, SLOW_TO_BEGIN, nproc_per_node=2, grace_s=30.0)
+    run.wait_succeeded()
+    pids = [event["workers"][0]["pid"] for event in run.events("n0", "workers-started")]
+    assert len(pids) == 3
+    assert len({*pids}) == 1, run.logs()
 
 
 @contextlib.contextmanager
