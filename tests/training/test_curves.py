@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,9 +130,7 @@ def test_a_rank_0_that_comes_to_another_node_and_back(tmp_path: Path) -> None:
 
     one.resume(10)
     two.resume(10)
-    assert metrics.held(two.path.read_bytes().splitlines(True)) > metrics.held(
-        one.path.read_bytes().splitlines(True)
-    )
+    assert metrics.held(two.path) > metrics.held(one.path)
     shutil.copy(two.path, one.path)  # as metrics.agree does
     third = [values(step, 3.0, "2.0") for step in range(11, 13)]
     one.attempt(third, is_main=True)
@@ -165,7 +163,48 @@ def test_a_long_history_is_drawn_and_sent_in_part(tmp_path: Path) -> None:
     assert found[0] == lines[0]
     assert found[-1] == lines[-1]
     assert lines[501] in found
-    assert metrics.held(lines).num_lines == 1001
+    assert metrics.thinned(lines, 100, whole=50)[-50:] == lines[-50:]
+
+
+def test_a_history_is_compared_and_cut_at_its_end_alone(tmp_path: Path) -> None:
+    """All ranks wait for that at the begin of each attempt, however long the run has been."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(values(step, 1.0)).encode() + b"\n" for step in range(1, 5001)]
+    path.write_bytes(b"".join(lines) + b'{"step": 5001, "att')
+    assert list(metrics.backwards(path))[1:] == lines[::-1]
+    metrics.take_back(path, 4990, is_evaluated=True)
+    assert path.read_bytes() == b"".join(lines[:4990])
+    whole = metrics.held(path)
+    assert (whole.last_step, whole.num_lines) == (4990, 1000)
+    path.write_bytes(b"".join(metrics.thinned(lines[:4990], 2000, whole=1000)))
+    assert metrics.held(path) == whole, "what was sent to a node is not sent again at the next attempt"
+    path.write_bytes(b"".join([*lines[:4980], *lines[4981:4990]]))
+    assert metrics.held(path) != whole
+    size = path.stat().st_size
+    assert metrics.from_step(path, size, 4989) == lines[4988:4990]
+    assert metrics.first_after(path, size, (0, 0)) is None
+    assert metrics.first_after(path, size, (-1, -1)) == 1
+    metrics.take_back(path, 0, is_evaluated=False)
+    assert metrics.held(path) == metrics.held(tmp_path / "none") < whole
+
+
+def test_of_many_event_files_only_the_last_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path)
+    for number in range(4):
+        first = 10 * number + 1
+        steps = [values(step, 1.0, f"0.{number}") for step in range(first, first + 10)]
+        node.attempt(steps, is_main=True)
+    read_files: list[Path] = []
+    records = event_files.records
+
+    def counted(path: Path) -> Iterator[tuple[int, int]]:
+        read_files.append(path)
+        return records(path)
+
+    monkeypatch.setattr(event_files, "records", counted)
+    event_files.take_back(node.tensorboard, 25)
+    assert read_files == event_files.of(node.tensorboard)[:-3:-1]
+    assert max(raw_steps(node.tensorboard)) == 24
 
 
 def test_two_nodes_under_way_agree_on_the_history(tmp_path: Path) -> None:

@@ -77,8 +77,7 @@ class Curves:
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            lines = metrics.read(self._history, self._history_bytes) if self._history else []
-            start = self._start(lines)
+            start = self._start()
             event_files.take_back(self._folder, start)
             event_files.wait_for_a_later_name(self._folder)
             self._writer = SummaryWriter(
@@ -87,19 +86,23 @@ class Curves:
                 flush_secs=_FLUSH_EVERY_S,
                 filename_suffix=f".attempt{self._attempt}",
             )
-            for line in metrics.thinned(metrics.from_step(lines, start), MOST_DRAWN):
+            lines = metrics.from_step(self._history, self._history_bytes, start) if self._history else []
+            for line in metrics.thinned(lines, MOST_DRAWN):
                 self._draw_line(json.loads(line))
         except (ImportError, OSError) as error:
             log.warning("no TensorBoard curves: %s", error)
             self._writer = None
 
-    def _start(self, lines: list[bytes]) -> int:
+    def _start(self) -> int:
         """The first step from which the folder's files may differ from the history."""
         last = event_files.last_step(self._folder)
         if last is None:
             return 0
         # Rank 0 has been on another node since: points of steps that it did again were not removed here.
-        redone = metrics.first_after(lines, event_files.last_attempt(self._folder))
+        redone = None
+        if self._history:
+            last_attempt = event_files.last_attempt(self._folder)
+            redone = metrics.first_after(self._history, self._history_bytes, last_attempt)
         return min(self._first_step, last, self._first_step if redone is None else redone)
 
     def _draw(self) -> None:

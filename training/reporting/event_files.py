@@ -40,16 +40,19 @@ def last_step(folder: Path) -> int | None:
 def take_back(folder: Path, step: int) -> None:
     """Cut off records of ``step`` or later, and a record that a kill has truncated.
 
-    TensorBoard has an event (``purge_step``) for that, but one of its two readers ignores it.
+    TensorBoard has an event (``purge_step``) for that, but one of its two readers ignores it. Each file's steps come
+    after those of the files before it: of many, only the last are read.
     """
-    for path in of(folder):
-        end = 0
+    for path in reversed(of(folder)):
+        end = earlier = 0
         for end_of_record, found in records(path):
             if found >= max(step, 1):
                 break
-            end = end_of_record
+            end, earlier = end_of_record, earlier or found
         if end < path.stat().st_size:
             os.truncate(path, end)
+        if earlier:
+            return
 
 
 def records(path: Path) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,15 @@
-"""metrics.jsonl: a line for each step and each evaluation, the same on all nodes, also on nodes that join later."""
+"""metrics.jsonl: a line for each step and each evaluation, the same on all nodes, also on nodes that join later.
 
+A run of a million steps has 150 MB of it, and all ranks wait while an attempt begins: what is asked then is read from
+the end of the file.
+"""
+
+import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +18,10 @@ if TYPE_CHECKING:
 
 MOST_SENT = 20_000
 """Lines that a node without the history gets: of a longer history, every n-th step and all evaluations."""
+
+_COMPARED = 1000
+"""Lines at the end by which two histories are told apart; these are sent whole."""
+_BLOCK_BYTES = 1 << 16
 
 _HEAD = re.compile(rb'\{"step": (\d+), (?:"attempt": "(\d+)\.(\d+)", )?')
 
@@ -24,8 +34,9 @@ class Held:
     """That of its last line: a node that was absent since then may have steps that were done again."""
     last_step: int
     num_lines: int
+    """At most ``_COMPARED``."""
     crc: int
-    """Of all lines' steps and attempts only, since times differ between nodes."""
+    """Of so many last lines' steps and attempts only, since times differ between nodes."""
 
 
 def attempt_of(world: "World") -> str:
@@ -44,15 +55,32 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def take_back(path: Path, step: int, *, is_evaluated: bool) -> list[bytes]:
-    """Keep and return the lines up to ``step``; the evaluation at it only if that will not be done again."""
+def backwards(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """Yield the lines in the first ``size`` bytes (None: all), the last one first; none of a file that is not there."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_kept(line, step, is_evaluated=is_evaluated)]
-    if len(kept) < len(lines):
-        _replace(path, kept)
-    return kept
+        return
+    with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size if size is None else size
+        rest = b""
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            file.seek(begin)
+            lines = (file.read(end - begin) + rest).splitlines(keepends=True)
+            rest = lines.pop(0) if begin else b""  # it may begin before
+            yield from reversed(lines)
+            end = begin
+
+
+def _last(lines: Iterator[bytes], is_wanted: Callable[[bytes], bool]) -> list[bytes]:
+    """Those up to the first that is not, in the order of the file."""
+    return list(takewhile(is_wanted, lines))[::-1]
+
+
+def take_back(path: Path, step: int, *, is_evaluated: bool) -> None:
+    """Cut off the lines after ``step``, and the evaluation at it unless that ``is_evaluated`` for good."""
+    cut = _last(backwards(path), lambda line: not _is_kept(line, step, is_evaluated=is_evaluated))
+    if cut:
+        os.truncate(path, path.stat().st_size - sum(map(len, cut)))
 
 
 def _is_kept(line: bytes, step: int, *, is_evaluated: bool) -> bool:
@@ -62,14 +90,14 @@ def _is_kept(line: bytes, step: int, *, is_evaluated: bool) -> bool:
     return int(head[1]) < step or (int(head[1]) == step and (is_evaluated or b'"test": ' not in line))
 
 
-def agree(path: Path, lines: Sequence[bytes], world: "World") -> None:
-    """Give every node the same history; all ranks call it, the first of each node with its ``lines``.
+def agree(path: Path, world: "World") -> None:
+    """Give every node the same history; all ranks call it, after `take_back` by the first of each node.
 
     A node that joined late lacks lines, and one that was absent has lines of steps that were done again.
     """
     import torch.distributed as dist  # only for ranks
 
-    own = held(lines) if world.is_first_on_node else None
+    own = held(path) if world.is_first_on_node else None
     offers = world.gather(own)
     best = max(offer for offer in offers if offer is not None)
     if all(offer in (None, best) for offer in offers):
@@ -77,43 +105,45 @@ def agree(path: Path, lines: Sequence[bytes], world: "World") -> None:
     source = offers.index(best)
     sent: list[bytes | None] = [None]
     if world.rank == source:
-        sent = [zlib.compress(b"".join(thinned(lines, MOST_SENT)), 1)]
+        lines = read(path, path.stat().st_size)
+        sent = [zlib.compress(b"".join(thinned(lines, MOST_SENT, whole=_COMPARED)), 1)]
     dist.broadcast_object_list(sent, src=source)
     if own not in (None, best):
         assert sent[0] is not None
         _replace(path, [zlib.decompress(sent[0])])
 
 
-def held(lines: Iterable[bytes]) -> Held:
+def held(path: Path) -> Held:
     """Summarize a history."""
-    last, crc, num_lines = None, 0, 0
-    for line in lines:
-        if (head := _HEAD.match(line)) is not None:
-            last, crc, num_lines = head, zlib.crc32(head[0], crc), num_lines + 1
-    if last is None:
+    heads = [head for line in islice(backwards(path), _COMPARED) if (head := _HEAD.match(line))]
+    if not heads:
         return Held((-1, -1), 0, 0, 0)
-    return Held(_attempt(last), int(last[1]), num_lines, crc)
+    crc = zlib.crc32(b"".join(head[0] for head in heads))
+    return Held(_attempt(heads[0]), int(heads[0][1]), len(heads), crc)
 
 
-def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """About ``most`` of the lines: every n-th step's, all evaluations, and the last."""
+def thinned(lines: Sequence[bytes], most: int, *, whole: int = 1) -> list[bytes]:
+    """About ``most`` of the lines: every n-th step's, all evaluations, and the last ``whole``."""
     every = -(-len(lines) // most)
     if every <= 1:
         return list(lines)
-    last = len(lines) - 1
+    whole_from = len(lines) - whole
     return [
         line
         for number, line in enumerate(lines)
-        if number % every == 0 or number == last or b'"test": ' in line
+        if number % every == 0 or number >= whole_from or b'"test": ' in line
     ]
 
 
-def first_after(lines: Iterable[bytes], attempt: tuple[int, int]) -> int | None:
-    """The first step of an attempt after this one."""
-    for line in lines:
-        if (head := _HEAD.match(line)) is not None and _attempt(head) > attempt:
-            return int(head[1])
-    return None
+def first_after(path: Path, size: int, attempt: tuple[int, int]) -> int | None:
+    """The first step of an attempt after this one; ``size`` as in `backwards`."""
+    found = None
+    for line in backwards(path, size):
+        if (head := _HEAD.match(line)) is not None:
+            if _attempt(head) <= attempt:
+                break
+            found = int(head[1])
+    return found
 
 
 def read(path: Path, size: int) -> list[bytes]:
@@ -122,9 +152,12 @@ def read(path: Path, size: int) -> list[bytes]:
         return file.read(size).splitlines(keepends=True)
 
 
-def from_step(lines: Iterable[bytes], step: int) -> list[bytes]:
-    """The lines of steps from ``step`` on."""
-    return [line for line in lines if (head := _HEAD.match(line)) is not None and int(head[1]) >= step]
+def from_step(path: Path, size: int, step: int) -> list[bytes]:
+    """The lines of steps from ``step`` on; ``size`` as in `backwards`."""
+    lines = _last(
+        backwards(path, size), lambda line: not ((head := _HEAD.match(line)) and int(head[1]) < step)
+    )
+    return [line for line in lines if _HEAD.match(line)]
 
 
 def _attempt(head: "re.Match[bytes]") -> tuple[int, int]:

@@ -244,19 +244,18 @@ class Report:
     def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
         """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
         path = self._history
-        kept: list[bytes] = []
         is_there = False
         if self._world.is_first_on_node:
             self._attempt = metrics.attempt_of(self._world)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                kept = metrics.take_back(path, step, is_evaluated=is_evaluated)
+                metrics.take_back(path, step, is_evaluated=is_evaluated)
                 is_there = True
             except OSError as error:  # a full disk must not end the training
                 log.warning("%s is not written: %s", path, error)
         try:
             if step and self._world.world_size > 1:
-                metrics.agree(path, kept, self._world)
+                metrics.agree(path, self._world)
             if is_there:
                 self._metrics = path.open("ab", buffering=0)
                 self._history_bytes = self._metrics.seek(0, os.SEEK_END)
