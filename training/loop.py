@@ -149,8 +149,8 @@ class Loop:
         self.epoch_weights = EpochWeights(options.save_every_epoch, folder, self.world)
         self.means: dict[str, float] = {}  # of the last evaluation
         is_within_epoch = self.sampler.steps_left > 0
-        # A stop at a step leaves out its evaluation; --early-stop counts it.
-        is_left_out = is_within_epoch and self._evaluates and self.best.step not in (None, self.step)
+        # A stop at a step leaves out its evaluation, and so does the loss of a rank; --early-stop counts it.
+        is_left_out = bool(best) and is_within_epoch and self._evaluates and self.best.step != self.step
         self._evaluates_first = is_left_out or bool(self._why_early)
         self.report = Report(
             self.world,
@@ -238,7 +238,6 @@ class Loop:
         self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True)
         if not self._why_early:
             self.sampler.next_epoch()
-            self._step_is_whole()
         elif self._saved_step != self.step:
             self._save()
 
@@ -411,7 +410,9 @@ class Loop:
                 gather_for_others(self.engine.state())
 
     def _step_is_whole(self) -> None:
-        self._next_samples = self.sampler.state_dict()
+        # As they are before an evaluation: of ranks that lose another, some may have ended it and some not. All do it
+        # again, so that each node has what is written then.
+        self._kept_values = {"sampler": self.sampler.state_dict(), "best": self.best.state()}
         self.last_whole_step.is_done(self.step)
 
     def _ask_to_pause(self) -> None:
@@ -427,7 +428,7 @@ class Loop:
         step = self.last_whole_step.found()
         if step is None or self.world.backend != "gloo":
             return None
-        state = {**self._state(), "sampler": self._next_samples, "step": step}
+        state = {**self._state(), **self._kept_values, "step": step}
         if not self._has_all_of(state):
             return None
         return Kept(

@@ -58,13 +58,14 @@ with World.from_env() as world:
         if (path := scenario / f"rank {world.rank} keeps").exists():
             *age, attempt = path.read_text().split()
             age = tuple(map(int, age))
-            state = {"step": age[1], "weights": torch.full((2000,), world.rank)}
+            state = {"step": age[1], "weights": torch.full((2000,), world.rank), "data": [{"epoch": world.rank}]}
             here = replace(here, kept=Kept(state, age, lambda: False, attempt))
         try:
             found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
             said["weights"] = found and float(found.state["weights"][-1])
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source
+            said["data"] = found and found.state.get("data")
         except (Fenced, OSError, ValueError) as error:
             said["fenced"] = said["refused"] = f"{type(error).__name__}: {error}"
         print(json.dumps({**said, "passes": passes, "reads": reads}), flush=True)
@@ -244,11 +245,13 @@ def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
 def test_the_newest_is_taken_of_what_ranks_have_kept_and_of_the_snapshots(
     outcome: Outcome, scenario: str, step: int, weights: list[float] | None, source: str
 ) -> None:
-    """A rank that has the newest keeps its own: nothing is sent where all do."""
+    """A rank that has the newest keeps its own tensors: none is sent where all do."""
     _, said, _ = outcome
     ranks = said[scenario]
     assert [rank["step"] for rank in ranks] == [step] * 4
     assert all(source in rank["source"] for rank in ranks)
     if weights is not None:
         assert [rank["weights"] for rank in ranks] == weights
+        same = [{"epoch": int(re.findall(r"rank (\d)", source)[0])}]
+        assert [rank["data"] for rank in ranks] == [same] * 4, "what is no tensor is the same on all ranks"
         assert [rank["reads"] for rank in ranks] == [[]] * 4

@@ -1,12 +1,15 @@
 """The snapshot from which all ranks resume: choosing it, and sending it to the nodes that lack it."""
 
+import copy
 import hashlib
 import io
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +41,7 @@ def newest_of_all(
     ranks load the same file. Of a sharded one, whose files may be on several nodes, see ``parts``.
 
     Where ranks have kept a step in memory (``world.kept``), the newest of these is sent to the others instead, unless a
-    snapshot is newer.
+    snapshot is newer. Ranks that have the same step already take only those values from others that are no tensors.
 
     Args:
         snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
@@ -90,6 +93,7 @@ def newest_of_all(
             loaded = _everywhere(
                 snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
             )
+            loaded = loaded and _alike(loaded, -negative_rank)
         if loaded:
             return loaded
         lost[manifest.payload] = f"{manifest.name}: {why}"
@@ -131,7 +135,54 @@ def _from_memory(
             state = load_payload(data)
     if not all(world.gather(state is not None)):
         return None
-    return Loaded(state, manifest, f"what rank {source} has kept in memory")
+    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), source)
+
+
+class _Tensor:
+    """Stands for one where only the other values are sent."""
+
+
+def _alike(loaded: Loaded, source: int) -> Loaded:
+    """The state with rank ``source``'s values in place of this rank's, but for the tensors.
+
+    States of one step have equal tensors. Their other values may differ: when a rank is lost at the end of an epoch,
+    some have measured the model and have begun the next one, and some have not.
+    """
+    sent = [_without_tensors(loaded.state) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(sent, src=source)
+    try:
+        return replace(loaded, state=_with_values(loaded.state, sent[0]))
+    except LookupError:
+        log.warning("rank %d's state has other tensors than this rank's, which goes on with its own", source)
+        return loaded
+
+
+def _without_tensors(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return _Tensor
+    if isinstance(state, dict):
+        return {key: _without_tensors(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_without_tensors, state))
+    return state
+
+
+def _with_values(own: Any, values: Any) -> Any:
+    """``own`` with these values; a LookupError where a tensor is wanted that it has not."""
+    if values is _Tensor:
+        if not isinstance(own, torch.Tensor):
+            raise LookupError
+        return own
+    if isinstance(values, dict):
+        made = copy.copy(own) if isinstance(own, dict) else {}  # an OrderedDict of torch's has attributes
+        for key in made.keys() - values.keys():
+            del made[key]
+        made.update({key: _with_values(made.get(key), value) for key, value in values.items()})
+        return made
+    if isinstance(values, (list, tuple)):
+        parts = own if isinstance(own, (list, tuple)) and len(own) == len(values) else [None] * len(values)
+        return type(values)(map(_with_values, parts, values))
+    return values
 
 
 def source_of_all(kept: Sequence[Made | None], on_disk: Sequence[tuple[int, int] | None]) -> int | None:

@@ -44,12 +44,14 @@ class Run:
     test has done what it does to them.
     """
 
-    def __init__(self, agents: Agents, *more: str, num_nodes: int = 3, **changes: Any) -> None:
+    def __init__(
+        self, agents: Agents, *more: str, job: str = JOB, num_nodes: int = 3, **changes: Any
+    ) -> None:
         command = (
             "python", "-u", "-m", "nodekit.training", "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
             "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
         )  # fmt: skip
-        self.begin(agents, JOB, argv=command, num_nodes=num_nodes, **changes)
+        self.begin(agents, job, argv=command, num_nodes=num_nodes, **changes)
 
     def begin(self, agents: Agents, job: str, *, num_nodes: int, **changes: Any) -> None:
         """Start the nodes."""
@@ -197,6 +199,40 @@ def test_a_rank_in_the_middle_of_a_long_step_stays(
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
     assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
+
+
+LOST_IN_AN_EVALUATION = """
+import os
+from nodekit.training.world import World
+gather = World.gather
+def gather_once(self, value):
+    found = gather(self, value)
+    lost = "lost"
+    if isinstance(value, dict) and self.rank == 1 and not os.path.exists(lost):
+        open(lost, "w").close()
+        raise RuntimeError("gloo: as if a rank were lost while this one waits for its part, and the others have it all")
+    return found
+World.gather = gather_once
+"""
+
+
+@pytest.mark.parametrize(
+    "evaluates", [[], ["--eval-every", "8"]], ids=["at the end of an epoch", "within one"]
+)
+def test_a_rank_is_lost_when_some_have_ended_an_evaluation_and_some_have_not(
+    agents: Agents, unbroken: tuple[dict[int, float], str], evaluates: list[str]
+) -> None:
+    """All have the same step, and yet some would train and some would evaluate."""
+    run = Run(agents, *evaluates, job=JOB + LOST_IN_AN_EVALUATION)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    for name in run.names:
+        first, second = run.events(name, "workers-started")
+        assert second["stayed"]
+        assert second["workers"] == first["workers"]
+        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
+        measured = [line["step"] for line in lines if "test" in line]
+        assert measured == sorted({*range(23, 70, 23), *(range(8, 70, 8) if evaluates else ())})
 
 
 @pytest.mark.parametrize("first", ["agents", "ranks"])
