@@ -329,7 +329,7 @@ def test_a_link_that_is_slow_one_way_is_named(kit: Kit, lab: Lab) -> None:
     over = "limit rate over 3 mbytes/second burst 500 kbytes drop"
     on(lab, "node3", "nft", FIREWALL.format(f"ip daddr {lab.hosts['node1'].address} {over}"))
     try:
-        # The other links carry what the cores give them: on a busy machine one of them had none for half a second, twice.
+        # The others carry what the cores give them: on a busy machine one of them had none for half a second, twice.
         found = told(kit, "--seconds", "2", "--time-limit", "0")
     finally:
         on(lab, "node3", "nft", "delete", "table", "inet", "t")
