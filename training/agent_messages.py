@@ -40,6 +40,8 @@ class AgentMessages:
         self._calls: dict[str, Callable[[], None]] = {}
         self._told: set[str] = set()  # of the newest attempt that is known
         self._is_ignored = False
+        self.has_left = threading.Event()
+        """Set by `ignore`; there is another one for each attempt."""
         self._next: queue.SimpleQueue[NextAttempt] = queue.SimpleQueue()
         # For writing too, or it would end whenever the agent closes its own end.
         self._file = os.fdopen(os.open(pipe, os.O_RDWR | os.O_CLOEXEC), "rb")
@@ -51,7 +53,8 @@ class AgentMessages:
         If it has been told of the present attempt already, this is called here.
         """
         with self._lock:
-            self._is_ignored = False
+            if self._is_ignored:
+                self._is_ignored, self.has_left = False, threading.Event()
             if is_default and kind in self._calls:
                 return
             self._calls[kind] = call
@@ -63,6 +66,7 @@ class AgentMessages:
         with self._lock:
             self._calls.clear()
             self._is_ignored = True
+            self.has_left.set()
 
     def say_waiting(self) -> None:
         """Have the agent look at once at what this rank does: it waits for the next attempt."""

@@ -1,13 +1,19 @@
 """The connections of this process's process groups, so that a collective can be ended that waits for a lost rank.
 
-gloo has no call for that (torch 2.14), but each of its waiting threads ends with an error when its socket is shut.
+gloo has no call for that (torch 2.14), but each of its waiting threads ends with an error when its socket is shut,
+unless half of a message has gone through it: whoever waits for the other half is not told (``Pair::signalException`` in
+gloo/transport/tcp/pair.cc leaves out the message that is being read or written), and only `is_deaf` finds that out.
 """
 
 import functools
+import linecache
 import os
 import re
 import socket
 import stat
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +24,13 @@ _OF_GLOO = re.compile(
     r"gloo|Connection (closed|reset) by peer|Broken pipe|Connection refused|Horovod has been shut down"
 )
 """What an error of gloo's says, or Horovod's."""
+DEAF_S = 1.5
+"""A main thread that waits so long for others after their connections have been shut is not told of it any more."""
+_LOOK_S, _IDLE_S = 0.1, 0.005
+_WAITS_BY = re.compile(r"\.wait\(")
+_WAITS_IN = re.compile(
+    r"/torch/(?:distributed|autograd|nn/parallel)/|/horovod/|/training/(?:\w+/)?collectives\.py$"
+)
 Connections = set[tuple[int, int]]
 """Descriptor and inode of each."""
 _opened: Connections = set()
@@ -62,6 +75,33 @@ def shut_down(which: Connections = _opened) -> None:
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if is_same and not listens and connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_deaf(has_left: threading.Event) -> bool:
+    """Whether the main thread goes on to wait for others, when all connections are shut; returns when that is known.
+
+    It does nothing meanwhile: a backward pass that takes long is none of that.
+
+    Args:
+        has_left: set once it waits for them no more.
+    """
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    since_s, used_s = time.monotonic(), time.clock_gettime(clock)
+    while not has_left.wait(_LOOK_S):
+        if time.clock_gettime(clock) - used_s > _IDLE_S or not _waits_for_others():
+            since_s, used_s = time.monotonic(), time.clock_gettime(clock)
+        elif time.monotonic() - since_s > DEAF_S:
+            return True
+    return False
+
+
+def _waits_for_others() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    # What is called in C has no frame: the line that calls it tells.
+    return bool(_WAITS_IN.search(file) or _WAITS_BY.search(linecache.getline(file, frame.f_lineno)))
 
 
 def _sockets() -> Connections:

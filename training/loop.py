@@ -438,6 +438,10 @@ class Loop:
             self.saver.snapshots.attempt,
         )
 
+    def _save_alone(self) -> None:
+        if (kept := self.keep()) is not None:
+            kept.save()
+
     def _has_all_of(self, state: State) -> bool:
         return not (self.local_sgd or self.is_sharded or holds_gathered(state))
 
@@ -448,7 +452,7 @@ class Loop:
         if self.saver.writes:
             self.saver.snapshots.prepare(state)
         if self._has_all_of(state):
-            self.world.keeps_when_lost(lambda: self.last_whole_step.newest)
+            self.world.keeps_when_lost(lambda: self.last_whole_step.newest, self._save_alone)
             if self.world.may_stay and self.world.messages:
                 self.world.messages.when("pause", self._ask_to_pause)
 

@@ -1,6 +1,8 @@
 """This process's rank, read once from the environment, and the process group of all ranks."""
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +20,8 @@ from nodekit.training.initmethod import InitMethod
 
 if TYPE_CHECKING:
     from nodekit.training.kept import Kept
+
+log = logging.getLogger("nodekit.training")
 
 STAGE = "starting: "
 """What a progress file begins with before the first step."""
@@ -232,19 +236,33 @@ class World:
         """What kit tells this rank while it runs; None without kit."""
         return messages_from(self.agent_pipe) if self.agent_pipe else None
 
-    def keeps_when_lost(self, newest: Callable[[], int | None]) -> None:
+    def keeps_when_lost(self, newest: Callable[[], int | None], save: Callable[[], object]) -> None:
         """Have kit wait for this rank, when another one is lost, if by then there is a ``newest`` step to be saved.
 
-        With gloo only, as `leave_others`.
+        With gloo only, as `leave_others`. A rank that gloo leaves waiting all the same ends, when another thread of it
+        has called ``save``.
         """
+        messages = self.messages
+        if messages is None:
+            return
+
+        def end_if_deaf(has_left: threading.Event) -> None:
+            if connections.is_deaf(has_left):
+                log.warning(
+                    "another rank is lost, and this one still waits for it: saving step %s alone", newest()
+                )
+                save()
+                os._exit(1)
 
         def when_lost() -> None:
             if self.backend == "gloo" and (step := newest()) is not None:
                 self.stage(KEEPING, step=step)
+                threading.Thread(
+                    target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
+                ).start()
             self.leave_others()
 
-        if self.messages is not None:
-            self.messages.when("lost", when_lost)
+        messages.when("lost", when_lost)
 
     def stage(self, text: str, *, step: int | None = None) -> None:
         """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters.

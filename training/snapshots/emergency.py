@@ -121,7 +121,7 @@ class EmergencySave:
             self._is_done(step)
 
     def __enter__(self) -> "EmergencySave":
-        self._world.keeps_when_lost(lambda: self._last.newest)
+        self._world.keeps_when_lost(lambda: self._last.newest, self._save)
         if self._last.newest is not None:
             self._release()
         return self
@@ -159,10 +159,10 @@ class EmergencySave:
         if isinstance(error, Fenced) and not self._world.may_stay:
             return  # this generation can save nothing any more
         self._world.leave_others()
-        if (step := self._last.found()) is None:
-            return
         if not self._world.may_stay:
-            save_alone(self._snapshots, self._world, self._state, step=step)
+            self._save()
+            return
+        if (step := self._last.found()) is None:
             return
         try:
             kept = self._kept(step)
@@ -172,6 +172,10 @@ class EmergencySave:
         over = AttemptOver(kept, why)
         log.warning("%s (%s)", over, error)
         raise over from error
+
+    def _save(self) -> None:
+        if (step := self._last.found()) is not None:
+            save_alone(self._snapshots, self._world, self._state, step=step)
 
     def _is_done(self, step: int) -> None:
         self._last.is_done(step)

@@ -20,7 +20,7 @@ _SECONDARY = re.compile(
     r"|failed to connect to all peers|recvValue failed|sendBytes failed|Failed to recv|Connection was likely closed"
     r"|store.*(?:connection was likely closed|has been destroyed)|NCCL communicator was aborted"
     r"|\[.*gloo/transport/.*\].*(?:Read error|Write error|Read timeout|Socket closed)"
-    r"|Application timeout caused pair closure",
+    r"|Application timeout caused pair closure|another rank is lost, and this one",
     re.IGNORECASE,
 )
 _IN_VAIN = re.compile(

@@ -13,6 +13,7 @@ import pytest
 from agents import Agents, until
 
 from nodekit.deploy.agent.hang import hang
+from nodekit.deploy.agent.ranks.failures import is_secondary
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +234,35 @@ def test_a_rank_is_lost_when_some_have_ended_an_evaluation_and_some_have_not(
         lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
         measured = [line["step"] for line in lines if "test" in line]
         assert measured == sorted({*range(23, 70, 23), *(range(8, 70, 8) if evaluates else ())})
+
+
+KILLED_WITHIN_A_MESSAGE = """
+import signal
+import torch.distributed as dist
+class Task(Task):
+    def loss(self, model, batch):
+        if self.batches == 23 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            large = torch.full((60_000_000,), float(dist.get_rank() == 0))
+            sent = dist.broadcast(large, src=0, async_op=True)
+            while dist.get_rank() == 1:
+                if large[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            sent.wait()
+        return super().loss(model, batch)
+"""
+
+
+def test_a_rank_that_gloo_leaves_waiting_ends_with_its_step_saved(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """Half of what it sends has gone, and nobody takes the other half: gloo does not tell it so."""
+    run = Run(agents, job=JOB + KILLED_WITHIN_A_MESSAGE, num_nodes=2, grace_s=60.0)
+    assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
+    assert "another rank is lost, and this one still waits for it: saving step 23 alone" in agents.log(0)
+    assert run.result("n0")["resumed_at_step"] == 23
+    (failed,) = run.events("n0", "worker-failed")
+    assert failed["exitcode"] == 1
+    assert is_secondary(failed["error"], 1), "its script is not charged for it"
 
 
 @pytest.mark.parametrize("first", ["agents", "ranks"])

@@ -1,0 +1,47 @@
+"""What is done where gloo leaves a rank waiting for one that is lost."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nodekit.training import connections
+
+
+def found_deaf(work: Callable[[], object]) -> bool:
+    """What `is_deaf` says of the main thread, which does this meanwhile."""
+    has_left = threading.Event()
+    found: list[bool] = []
+    watch = threading.Thread(target=lambda: found.append(connections.is_deaf(has_left)))
+    watch.start()
+    work()
+    has_left.set()
+    watch.join()
+    return found[0]
+
+
+def test_a_rank_that_waits_and_does_nothing_is_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    others: torch.futures.Future[None] = torch.futures.Future()
+    threading.Timer(1, others.set_result, [None]).start()
+    assert found_deaf(lambda: others.wait())
+
+
+def test_a_rank_that_works_or_rests_in_its_own_code_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass, a slow disk, a sleep: it comes to the collective after that, and has an error there."""
+    monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    assert not found_deaf(lambda: time.sleep(1))
+    weights = torch.ones(200, 200, requires_grad=True)
+
+    def backward() -> None:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            (weights @ weights).sum().backward()
+
+    assert not found_deaf(backward)
+    monkeypatch.setattr(connections, "DEAF_S", 60.0)
+    others: torch.futures.Future[None] = torch.futures.Future()
+    threading.Timer(0.2, others.set_result, [None]).start()
+    assert not found_deaf(lambda: others.wait()), "it has left in time"
