@@ -21,7 +21,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Inventory
 from nodekit.training.tasks import BUILT_IN
 
-MODULE = "nodekit.training.pace"
+MODULE = "nodekit.training.programs.pace"
 LIMIT_S = 300.0
 _TIMEOUT_S = 120.0
 _WHAT = "a few steps of the job"

@@ -20,12 +20,12 @@ from nodekit.deploy.plan import plan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
-from nodekit.training.apply import as_json
+from nodekit.training.programs.apply import as_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MODULE = "nodekit.training.apply"
+MODULE = "nodekit.training.programs.apply"
 FACTS = "nodekit.json"
 """In every folder of weights that a run has written."""
 _NO_TERMINAL_WIDTH = 10_000

@@ -14,7 +14,8 @@ import warm_python
 from free_ports import free_port
 from test_training import started
 
-from nodekit.training import Snapshots, gather
+from nodekit.training import Snapshots
+from nodekit.training.programs import gather
 from nodekit.training.snapshots.found import NoneLoads
 from nodekit.training.snapshots.parts import keepers
 from nodekit.training.snapshots.peers import Transfer, _turns

@@ -15,7 +15,7 @@ import torch
 from engine_runs import train
 
 from nodekit.training import Task
-from nodekit.training.apply import load
+from nodekit.training.programs.apply import load
 from nodekit.training.tasks import TaskError, load_task, rows
 from nodekit.training.tasks.rows import Row, find_rows, read_rows, read_splits
 from nodekit.training.tasks.text import EMOTIONS, SPECIAL_TOKENS, Text

@@ -30,7 +30,7 @@ from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
-from nodekit.training import apply
+from nodekit.training.programs import apply
 from nodekit.training.tasks import Task, load_task, rows
 from nodekit.training.tasks.text import Text
 from nodekit.training.weights.export import write_weights
@@ -113,7 +113,7 @@ def check_report(told: dict[str, Any], right: list[int], said: list[int], labels
 def run_module(
     folder: Path, *args: str, text: str = "", cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    argv = [warm_python.program(), "-m", "nodekit.training.apply", str(folder), *args]
+    argv = [warm_python.program(), "-m", "nodekit.training.programs.apply", str(folder), *args]
     env = {**os.environ, **warm_python.environment()}
     return subprocess.run(
         argv, input=text, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env
@@ -271,7 +271,7 @@ def test_what_the_python_lacks_is_one_line(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert apply.main([str(text_folder), "--test"]) == 2
     assert capsys.readouterr().err == (
-        f"python -m nodekit.training.apply: {sys.executable} has no torch: pip install 'nodekit[train]'\n"
+        f"python -m nodekit.training.programs.apply: {sys.executable} has no torch: pip install 'nodekit[train]'\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m nodekit.training.apply FOLDER``: test trained weights, or have them label texts; one process."""
+"""``python -m nodekit.training.programs.apply FOLDER``: test trained weights, or have them label texts; one process."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from nodekit.training.tasks import Task
 
-_NAME = "python -m nodekit.training.apply"
+_NAME = "python -m nodekit.training.programs.apply"
 _BATCH = 256
 
 
@@ -181,7 +181,7 @@ def _moved(batch: Any, module: "torch.nn.Module") -> Any:
     """The batch on the module's device."""
     import torch
 
-    from nodekit.training.evaluate import to_device
+    from nodekit.training.data.evaluate import to_device
 
     return to_device(batch, next((each.device for each in module.parameters()), torch.device("cpu")))
 

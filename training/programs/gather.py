@@ -1,4 +1,4 @@
-"""``python -m nodekit.training.gather FOLDER OUT.pt``: write the weights of the newest snapshot to a plain file."""
+"""``python -m nodekit.training.programs.gather FOLDER OUT.pt``: write the newest snapshot's weights to a plain file."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from nodekit.training.snapshots.commit import place, written_beside
 from nodekit.training.snapshots.manifest import save_payload
 from nodekit.training.snapshots.snapshot import Snapshots
 
-_NAME = "python -m nodekit.training.gather"
+_NAME = "python -m nodekit.training.programs.gather"
 
 
 def main() -> int:
