@@ -2,10 +2,10 @@
 what engines need, imported by every rank.
 
 `program` is a path for an inventory's ``python:``, on this machine and on lab hosts alike. What runs by it is the real
-python, but for ``-m nodekit.deploy.agent`` and ``-m nodekit.training.apply``: those become a fork (`warm_python`) of
-one process which has imported torch, in the namespaces of who asked for it, with its files, folder and environment.
-kit itself is imported anew, from where PYTHONPATH has it. The fork's pid is not the one that kit has started: that one
-passes signals on, and ends as the fork ends, and the fork with it.
+python, but for ``-m nodekit.deploy.agent`` and ``-m nodekit.training.apply``: those become a fork
+(`warm_python`) of one process which has imported torch, in the namespaces of who asked for it, with its files, folder
+and environment. kit itself is imported anew, from where PYTHONPATH has it. The fork's pid is not the one that kit has
+started: that one passes signals on, and ends as the fork ends, and the fork with it.
 """
 
 from __future__ import annotations

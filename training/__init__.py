@@ -8,16 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nodekit.training.attempts import run_attempts
+    from nodekit.training.attempts.attempts import run_attempts
+    from nodekit.training.data.sampler import ElasticSampler, Micro
     from nodekit.training.engines.ddp import lay_out_buckets
     from nodekit.training.kept import AttemptOver
-    from nodekit.training.not_finite import LossWatch, NotFinite
-    from nodekit.training.sampler import ElasticSampler, Micro
     from nodekit.training.snapshots.emergency import EmergencySave
     from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
     from nodekit.training.snapshots.fence import Fenced
     from nodekit.training.snapshots.manifest import Loaded, Manifest
     from nodekit.training.snapshots.snapshot import Snapshots
+    from nodekit.training.steps.not_finite import LossWatch, NotFinite
     from nodekit.training.stop import Stop
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "attempts": ("run_attempts",),
+    "attempts.attempts": ("run_attempts",),
     "engines.ddp": ("lay_out_buckets",),
-    "not_finite": ("LossWatch", "NotFinite"),
-    "sampler": ("ElasticSampler", "Micro"),
+    "steps.not_finite": ("LossWatch", "NotFinite"),
+    "data.sampler": ("ElasticSampler", "Micro"),
     "kept": ("AttemptOver",),
     "snapshots.emergency": ("EmergencySave",),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),

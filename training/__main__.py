@@ -3,7 +3,7 @@
 import os
 
 from nodekit.training import gpus
-from nodekit.training.arguments import parse
+from nodekit.training.options.arguments import parse
 from nodekit.training.rank import refused, train
 from nodekit.training.stop import leave
 

@@ -181,7 +181,7 @@ def _moved(batch: Any, module: "torch.nn.Module") -> Any:
     """The batch on the module's device."""
     import torch
 
-    from nodekit.training.evaluate import to_device
+    from nodekit.training.data.evaluate import to_device
 
     return to_device(batch, next((each.device for each in module.parameters()), torch.device("cpu")))
 

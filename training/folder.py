@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nodekit.training.errors import TrainingError
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 
 log = logging.getLogger("nodekit.training")
 

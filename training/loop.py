@@ -10,18 +10,15 @@ from typing import Any, cast
 import torch
 
 from nodekit.training import rng
-from nodekit.training.collectives import broadcast_from_first
+from nodekit.training.data.evaluate import Evaluation, to_device
+from nodekit.training.data.loading import load_training_data, loading
 from nodekit.training.devices import sum_dtype
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
-from nodekit.training.evaluate import Evaluation, to_device
+from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.kept import Kept
-from nodekit.training.loading import load_training_data, loading
-from nodekit.training.local_sgd import LocalSgd
-from nodekit.training.not_finite import check_loss, check_weights
-from nodekit.training.optimizers import is_fused, load_state
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.snapshots.emergency import LastWholeStep
@@ -30,7 +27,10 @@ from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathere
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
-from nodekit.training.step_sums import Step, StepSums
+from nodekit.training.steps.local_sgd import LocalSgd
+from nodekit.training.steps.not_finite import check_loss, check_weights
+from nodekit.training.steps.optimizers import is_fused, load_state
+from nodekit.training.steps.step_sums import Step, StepSums
 from nodekit.training.stop import Stop
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights import checkpoint

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nodekit.training.arguments import parse
-from nodekit.training.options import Options
+from nodekit.training.options.arguments import parse
+from nodekit.training.options.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +81,10 @@ def _step(
     """A function that trains for one step, of ``num_parts`` micro-batches."""
     from torch.utils.data import DataLoader, RandomSampler
 
+    from nodekit.training.data.evaluate import to_device
     from nodekit.training.devices import module_of
     from nodekit.training.engines.load import load_engine
-    from nodekit.training.evaluate import to_device
-    from nodekit.training.optimizers import is_fused
+    from nodekit.training.steps.optimizers import is_fused
     from nodekit.training.tasks import optimizer_of
 
     optimizer = optimizer_of(task, module, options.peak_lr, fused=is_fused(options, world.device))

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.reporting.trackers import TRACKERS, lacking
 from nodekit.training.stop import EXIT_STOPPED, Stop
 
 if TYPE_CHECKING:
     from nodekit.training.kept import Kept
     from nodekit.training.loop import Loop
-    from nodekit.training.not_finite import NotFinite
+    from nodekit.training.steps.not_finite import NotFinite
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
@@ -124,7 +124,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
     # The imports leave no garbage, and looking for some takes a fifth of their time.
     gc.disable()
     # Importing torch is slow: not for --help, nor for a mistyped option.
-    from nodekit.training import loop, reform  # noqa: F401  # before gc.freeze
+    from nodekit.training import loop  # noqa: F401  # before gc.freeze
+    from nodekit.training.attempts import reform
     from nodekit.training.engines.load import import_engine
     from nodekit.training.reporting import node_lines
 
@@ -160,7 +161,7 @@ def _prints(world: "World") -> bool:
 
 def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
     """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
-    from nodekit.training import reform
+    from nodekit.training.attempts import reform
 
     with world, Stop(options.grace) as stop:
         if parent is not None:
@@ -178,7 +179,7 @@ def _attempt(
     options: Options, world: "World", task: "Task", folder: Path, stop: Stop, parent: Parent | None
 ) -> "int | Kept":
     """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
-    from nodekit.training import reform
+    from nodekit.training.attempts import reform
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.emergency import why_over
     from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
@@ -238,9 +239,9 @@ def _run_loops(
     stop: Stop,
 ) -> dict[str, Any] | None:
     """Train to the end, perhaps going back to a snapshot by ``--on-nan``; ``loops`` holds the present one."""
-    from nodekit.training import reform
+    from nodekit.training.attempts import reform
     from nodekit.training.loop import Loop
-    from nodekit.training.not_finite import NotFinite
+    from nodekit.training.steps.not_finite import NotFinite
 
     left_out: set[tuple[int, int]] = set()
     for number in count(1):

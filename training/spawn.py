@@ -19,8 +19,8 @@ from torch.multiprocessing.spawn import spawn
 
 from nodekit.training.devices import kind_here, number_of
 from nodekit.training.engine_info import ALONE
-from nodekit.training.initmethod import InitMethod
-from nodekit.training.options import Options
+from nodekit.training.group.initmethod import InitMethod
+from nodekit.training.options.options import Options
 from nodekit.training.rank import Parent, check, refused, train
 from nodekit.training.stop import Stop, leave
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training import connections, devices, recorder
-from nodekit.training.agent_messages import AgentMessages, messages_from
-from nodekit.training.collectives import start_sum
-from nodekit.training.initmethod import InitMethod
+from nodekit.training import devices
+from nodekit.training.group import connections, recorder
+from nodekit.training.group.agent_messages import AgentMessages, messages_from
+from nodekit.training.group.collectives import start_sum
+from nodekit.training.group.initmethod import InitMethod
 
 if TYPE_CHECKING:
     from nodekit.training.kept import Kept

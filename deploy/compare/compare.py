@@ -224,7 +224,7 @@ def look() -> None:
     """Check the task and describe this machine. Runs in a process of its own, as torch is slow to import."""
     import torch
 
-    from nodekit.training.arguments import parse
+    from nodekit.training.options.arguments import parse
     from nodekit.training.tasks import task_of
 
     options = parse()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import KitError
-from nodekit.training.arguments import OptionsError, read
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
-from nodekit.training.options import Options
+from nodekit.training.options.arguments import OptionsError, read
+from nodekit.training.options.options import Options
 
 BASE = "single"
 """The baseline of the comparison."""

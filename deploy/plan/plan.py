@@ -22,10 +22,10 @@ from nodekit.deploy.plan.gpus import Gpu
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
 from nodekit.inventory.schema import Inventory
-from nodekit.training.arguments import OptionsError, read
 from nodekit.training.engine_info import lacking, refused_on_gpus
 from nodekit.training.errors import SAFE_TORCH, is_safe
-from nodekit.training.options import Options
+from nodekit.training.options.arguments import OptionsError, read
+from nodekit.training.options.options import Options
 from nodekit.training.reporting import trackers
 from nodekit.training.tasks import TaskError
 from nodekit.training.tasks.rows import read_splits

@@ -32,7 +32,7 @@ from nodekit.inventory.errors import Problem
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import json_schema
 from nodekit.inventory.source import parse
-from nodekit.training import arguments
+from nodekit.training.options import arguments
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [*DOCS.rglob("*.md"), *ROOT.glob("README*.md")]}

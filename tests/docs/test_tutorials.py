@@ -18,7 +18,7 @@ from kit_runs import Kit
 from places import ROOT
 
 from nodekit.inventory.load import load_inventory
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 
 PAGE = (ROOT / "docs/one-machine.md").read_text()
 TWO = (ROOT / "docs/two-machines.md").read_text()

@@ -14,8 +14,9 @@ from agents import until
 from free_ports import free_port
 
 from nodekit.deploy.agent.ranks.messages import Messages
-from nodekit.training import agent_messages, reform
-from nodekit.training.agent_messages import AgentMessages, messages_from
+from nodekit.training.attempts import reform
+from nodekit.training.group import agent_messages
+from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.kept import Kept
 from nodekit.training.stop import Stop
 from nodekit.training.world import World

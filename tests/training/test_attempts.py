@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from nodekit.training import Stop, World, reform, run_attempts
+from nodekit.training import Stop, World, run_attempts
+from nodekit.training.attempts import reform
 from nodekit.training.kept import Kept
 from nodekit.training.snapshots.fence import Fenced
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nodekit.training import connections
+from nodekit.training.group import connections
 
 
 def found_deaf(work: Callable[[], object]) -> bool:

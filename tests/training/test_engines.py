@@ -20,9 +20,9 @@ from kit_runs import Kit, run_id
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, runs
 from nodekit.training import ElasticSampler, Snapshots
-from nodekit.training.arguments import parse
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
+from nodekit.training.options.arguments import parse
 from nodekit.training.tasks.text import Text
 from nodekit.training.weights.export import read_weights
 
@@ -306,7 +306,7 @@ def test_a_compiled_model_has_the_same_losses(engine: str, by_ddp: dict[int, flo
 
 # As on GPUs, where each step's sums are read at the end of the next one.
 LATE = """
-from nodekit.training import step_sums
+from nodekit.training.steps import step_sums
 step_sums.LATE_ON.add("cpu")
 def counted(self, *, but=0, read=step_sums.StepSums.read):
     if but:
@@ -332,7 +332,7 @@ IN_TURNS = """
 import json, sys
 from pathlib import Path
 from nodekit.training import World, rank
-from nodekit.training.arguments import parse
+from nodekit.training.options.arguments import parse
 from nodekit.training.stop import Stop
 how = "--epochs 1 --batch-size 16 --lr 0.0003 --clip 0.5 --schedule constant --warmup-steps 0 --keep 9".split()
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import torch
 from engine_runs import task, train
 from sklearn.metrics import f1_score
 
-from nodekit.training.arguments import parse
-from nodekit.training.evaluate import Evaluation, macro_f1
-from nodekit.training.loading import loading
+from nodekit.training.data.evaluate import Evaluation, macro_f1
+from nodekit.training.data.loading import loading
+from nodekit.training.options.arguments import parse
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.epochs import EpochWeights

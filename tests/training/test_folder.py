@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from places import TESTS
 
-from nodekit.training.arguments import read
 from nodekit.training.folder import default_folder, held
+from nodekit.training.options.arguments import read
 
 HOLDS = """
 import sys

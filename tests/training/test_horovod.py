@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from nodekit.training.arguments import parse
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import build_horovod
 from nodekit.training.engines.load import check_engine
+from nodekit.training.options.arguments import parse
 
 TASK = """
 import os, signal

@@ -14,8 +14,8 @@ from test_training import finish, started
 
 from nodekit.training import __main__ as module
 from nodekit.training import gpus, rank
-from nodekit.training.arguments import read
 from nodekit.training.folder import held
+from nodekit.training.options.arguments import read
 from nodekit.training.spawn import environment
 from nodekit.training.world import World
 

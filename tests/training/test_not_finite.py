@@ -17,8 +17,8 @@ from nodekit.deploy.agent.ranks.budget import Budget
 from nodekit.deploy.agent.ranks.failures import WorkerFailure
 from nodekit.deploy.story.causes import recognise
 from nodekit.training import ElasticSampler, LossWatch, NotFinite, Snapshots, World, rank
-from nodekit.training.arguments import parse
-from nodekit.training.not_finite import check_loss, check_weights
+from nodekit.training.options.arguments import parse
+from nodekit.training.steps.not_finite import check_loss, check_weights
 
 NAN, INF = math.nan, math.inf
 
@@ -85,7 +85,7 @@ def test_kit_does_not_start_a_training_again_that_was_to_stop_then() -> None:
     with pytest.raises(NotFinite) as raised:
         check_loss(cast(World, Ranks(NAN)), 7, NAN, torch.tensor(0.5), ((0, 0), None))
     before, after = str(raised.value), str(raised.value.final("on_nan: stop"))
-    names = "python -m nodekit.training", "nodekit.training.not_finite.NotFinite", "NotFinite"
+    names = "python -m nodekit.training", "nodekit.training.steps.not_finite.NotFinite", "NotFinite"
     for name in names:
         assert Budget(3).crashed(failure(f"{name}: {after}")) == ""
         assert Budget(3).crashed(failure(f"{name}: {before}")) is None

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nodekit.training import Snapshots
-from nodekit.training.arguments import parse
-from nodekit.training.optimizers import is_fused, load_state
+from nodekit.training.options.arguments import parse
 from nodekit.training.snapshots import manifest
+from nodekit.training.steps.optimizers import is_fused, load_state
 
 
 def trained(**how: Any) -> torch.optim.AdamW:

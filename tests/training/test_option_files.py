@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from nodekit.training.arguments import OptionsError, read
-from nodekit.training.deepspeed_config import make_optimizer, read_settings
 from nodekit.training.engine_info import EngineError
-from nodekit.training.options import Options
-from nodekit.training.trainer_args import _DECIDED_BY, TAKEN, read_arguments
+from nodekit.training.options.arguments import OptionsError, read
+from nodekit.training.options.deepspeed_config import make_optimizer, read_settings
+from nodekit.training.options.options import Options
+from nodekit.training.options.trainer_args import _DECIDED_BY, TAKEN, read_arguments
 
 TUTORIAL = {
     "train_micro_batch_size_per_gpu": 32,

@@ -18,7 +18,8 @@ from test_training import finish, losses, metrics, result, task, torchrun  # noq
 from torch import nn
 
 from nodekit.deploy.agent.hang import hang
-from nodekit.training import connections, world
+from nodekit.training import world
+from nodekit.training.group import connections
 from nodekit.training.kept import AttemptOver
 from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep

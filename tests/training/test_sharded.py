@@ -175,7 +175,13 @@ def test_a_rank_that_cannot_write_keeps_all_from_it_and_training_goes_on(task: s
     assert steps(tmp_path / "snapshots") == [9, 12]
     assert len(list((tmp_path / "snapshots").iterdir())) == 4
     out = tmp_path / "out.pt"
-    gather = [warm_python.program(), "-m", "nodekit.training.gather", str(tmp_path / "snapshots"), str(out)]
+    gather = [
+        warm_python.program(),
+        "-m",
+        "nodekit.training.gather",
+        str(tmp_path / "snapshots"),
+        str(out),
+    ]
     env = {**os.environ, **warm_python.environment()}
     done = subprocess.run(gather, env=env, capture_output=True, text=True, timeout=60, check=True)
     weights = torch.load(out, weights_only=True)

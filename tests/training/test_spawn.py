@@ -17,8 +17,8 @@ from test_plan import TWO, TWO_FACTS, build, inventory
 
 from nodekit.deploy.plan import plan
 from nodekit.inventory.errors import KitError
-from nodekit.training.arguments import parse
-from nodekit.training.initmethod import InitMethod
+from nodekit.training.group.initmethod import InitMethod
+from nodekit.training.options.arguments import parse
 
 MODULE = [sys.executable, "-u", "-m", "nodekit.training"]
 SPAWN = ["--launcher", "spawn", "--nproc-per-node", "2"]

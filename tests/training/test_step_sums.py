@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training import World, collectives, step_sums
-from nodekit.training.step_sums import Step, StepSums
+from nodekit.training import World
+from nodekit.training.group import collectives
+from nodekit.training.steps import step_sums
+from nodekit.training.steps.step_sums import Step, StepSums
 
 GPU = torch.device("cuda", 0)
 

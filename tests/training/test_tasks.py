@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nodekit.training import Task
-from nodekit.training.arguments import parse
+from nodekit.training.options.arguments import parse
 from nodekit.training.rank import check
 from nodekit.training.tasks import TaskError, load_task
 from nodekit.training.tasks.digits import Digits

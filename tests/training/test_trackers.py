@@ -20,7 +20,7 @@ from test_curves import evaluation, values
 
 from nodekit.deploy.plan import plan
 from nodekit.inventory.errors import KitError
-from nodekit.training.arguments import OptionsError, read
+from nodekit.training.options.arguments import OptionsError, read
 from nodekit.training.reporting import track
 from nodekit.training.reporting.trackers import Tracker, lacking
 

@@ -19,7 +19,7 @@ import warm_python
 from free_ports import free_port
 
 from nodekit.training import Snapshots
-from nodekit.training.arguments import parse
+from nodekit.training.options.arguments import parse
 
 pytestmark = pytest.mark.slow
 

@@ -148,9 +148,7 @@ def test_an_address_that_nobody_comes_to_is_waited_for_as_long_as_told(rank: str
 
 
 def test_the_package_is_light_until_a_name_is_used() -> None:
-    code = (
-        "import sys, nodekit.training.arguments; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
+    code = "import sys, nodekit.training.options.arguments; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from nodekit.training.deepspeed_config import read_settings
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import State, single
+from nodekit.training.options.deepspeed_config import read_settings
 from nodekit.training.snapshots.hostcopy import Gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engines import State, single
 from nodekit.training.errors import TrainingError
-from nodekit.training.optimizers import load_state
+from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.snapshots.hostcopy import Gathered, map_tensors
 from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.shards import assemble, files_of, read_into, shapes
+from nodekit.training.steps.optimizers import load_state
 
 
 class Engine(single.Engine):

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 import torch
 
-from nodekit.training import connections
-from nodekit.training.collectives import broadcast_from_first
 from nodekit.training.engine_info import BUILD_HOROVOD, EngineError
 from nodekit.training.engines import single
-from nodekit.training.options import Options
+from nodekit.training.group import connections
+from nodekit.training.group.collectives import broadcast_from_first
+from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
 _LEAVE_S = 5.0

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nodekit.training.deepspeed_config import make_optimizer, read_settings
 from nodekit.training.engine_info import (
     ENGINES,
     LIBRARIES,
@@ -17,8 +16,9 @@ from nodekit.training.engine_info import (
     refused_on_unproven,
 )
 from nodekit.training.engines import Engine
-from nodekit.training.options import Options
-from nodekit.training.trainer_args import read_arguments
+from nodekit.training.options.deepspeed_config import make_optimizer, read_settings
+from nodekit.training.options.options import Options
+from nodekit.training.options.trainer_args import read_arguments
 
 if TYPE_CHECKING:  # `kit compare` checks engines without torch
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nodekit.training.engines import State
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from nodekit.training import rng
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import accelerate
 from nodekit.training.engines.ddp import compress
-from nodekit.training.trainer_args import read_arguments
+from nodekit.training.options.trainer_args import read_arguments
 
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 CHECKPOINTING_METHOD = "gradient_checkpointing_enable"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nodekit.training.connections import is_lost_rank
+from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.kept import AttemptOver, Kept
 from nodekit.training.snapshots.fence import Fenced
 from nodekit.training.snapshots.snapshot import Snapshots

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.snapshots.exchange import writes_snapshots
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World

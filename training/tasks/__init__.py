@@ -14,7 +14,7 @@ from nodekit.training.errors import TrainingError
 if TYPE_CHECKING:  # `kit up` checks rows of text (rows.py) on machines without torch
     import torch
 
-    from nodekit.training.options import Options
+    from nodekit.training.options.options import Options
 
 BUILT_IN = {
     "digits": "nodekit.training.tasks.digits:Digits",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nodekit.training.errors import TrainingError
-from nodekit.training.optimizers import load_state
+from nodekit.training.steps.optimizers import load_state
 from nodekit.training.weights.export import load_weights, read_file, weights_in
 
 _EPOCHS = {"epochs_run": 0, "start_epoch": 1, "epoch": 0}

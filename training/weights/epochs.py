@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nodekit.training.options import ALL_EPOCHS
+from nodekit.training.options.options import ALL_EPOCHS
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.weights.export import save_weights

@@ -48,7 +48,7 @@ _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
     r"|(kit|python -m nodekit\.training): .*\d+ GPU\(s\) are planned for this node, and torch "
 )
-# A deterministic training has the same loss again: `training/not_finite.py` says it in these words.
+# A deterministic training has the same loss again: `training/steps/not_finite.py` says it in these words.
 _ENDS_SO_AGAIN = re.compile(
     r"(python -m nodekit\.training|(\w+\.)*NotFinite): the (loss|weights) .*: training ends here \("
 )

@@ -1,7 +1,7 @@
 """What an agent tells its node's ranks while they run: a line of JSON in a FIFO that a rank may read.
 
-In another FIFO a rank may say that it waits for the next attempt. `training/agent_messages.py` is the other end. Who
-does not read is told nothing.
+In another FIFO a rank may say that it waits for the next attempt. `training/group/agent_messages.py` is the other end.
+Who does not read is told nothing.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
 DYING = """
 import os, threading
 from pathlib import Path
-from nodekit.training.agent_messages import AgentMessages
+from nodekit.training.group.agent_messages import AgentMessages
 lost = threading.Event()
 AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])).when("lost", lost.set)
 print("listens", flush=True)
@@ -325,7 +325,7 @@ def test_a_rank_that_has_said_that_it_waits_and_is_gone_is_started_again(agents:
 SLOW_TO_BEGIN = """
 import os, sys, threading, time
 from pathlib import Path
-from nodekit.training.agent_messages import AgentMessages
+from nodekit.training.group.agent_messages import AgentMessages
 from nodekit.training.world import WAITING
 first = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["LOCAL_RANK"] == "1":

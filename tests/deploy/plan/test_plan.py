@@ -19,8 +19,8 @@ from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
-from nodekit.training.arguments import parse
 from nodekit.training.engine_info import LIBRARIES
+from nodekit.training.options.arguments import parse
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 

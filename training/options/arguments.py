@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from nodekit.training.engine_info import ALONE, ENGINES
 from nodekit.training.errors import TrainingError
-from nodekit.training.option_files import parse_with_files
-from nodekit.training.options import Options
+from nodekit.training.options.option_files import parse_with_files
+from nodekit.training.options.options import Options
 
 _INSTEAD = {"--local-world-size": "--nproc-per-node", "--bert-dir": "--model"}
 """What scripts often call an option, where the nearest spelling is another one."""

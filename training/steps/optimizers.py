@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.snapshots.hostcopy import map_tensors
 
 _HOW = ("foreach", "fused", "capturable")

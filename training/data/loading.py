@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nodekit.training.options import Options
-from nodekit.training.sampler import ElasticSampler
+from nodekit.training.data.sampler import ElasticSampler
+from nodekit.training.options.options import Options
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
 

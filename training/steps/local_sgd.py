@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from nodekit.training.options import Options
+from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
 _BUCKET_BYTES = 25 << 20

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from nodekit.training.deepspeed_config import read_object
 from nodekit.training.engine_info import EngineError
+from nodekit.training.options.deepspeed_config import read_object
 
 OPTION = "--training-args"
 TAKEN = (

@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from nodekit.training.initmethod import InitMethod
+from nodekit.training.group.initmethod import InitMethod
 
 
 def _float(text: str) -> float:

@@ -1,6 +1,6 @@
 """The options of ``python -m nodekit.training``, each declared once, and what follows from them.
 
-For one: the learning rate of a step, the size of micro-batches. training/arguments.py reads them.
+For one: the learning rate of a step, the size of micro-batches. training/options/arguments.py reads them.
 """
 
 import math
@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nodekit.training import values
 from nodekit.training.engine_info import ALONE, ENGINES
+from nodekit.training.options import values
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256

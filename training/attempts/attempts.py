@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from nodekit.training import reform
+from nodekit.training.attempts import reform
 from nodekit.training.kept import AttemptOver, Kept
 from nodekit.training.snapshots.emergency import why_over
 from nodekit.training.stop import Stop

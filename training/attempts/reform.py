@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nodekit.training.agent_messages import NextAttempt
 from nodekit.training.engine_info import ENGINES
+from nodekit.training.group.agent_messages import NextAttempt
 
 if TYPE_CHECKING:
     from nodekit.training.kept import Kept
-    from nodekit.training.options import Options
+    from nodekit.training.options.options import Options
     from nodekit.training.stop import Stop
     from nodekit.training.world import World
 

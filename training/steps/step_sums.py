@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nodekit.training.collectives import numbers_on
+from nodekit.training.group.collectives import numbers_on
 from nodekit.training.world import World
 
 LATE_ON = {"cuda"}

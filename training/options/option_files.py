@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nodekit.training.deepspeed_config import read_settings
 from nodekit.training.errors import TrainingError
-from nodekit.training.trainer_args import read_arguments
+from nodekit.training.options.deepspeed_config import read_settings
+from nodekit.training.options.trainer_args import read_arguments
 
 
 def parse_with_files(
