@@ -93,7 +93,7 @@ def newest_of_all(
             loaded = _everywhere(
                 snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
             )
-            loaded = loaded and _alike(loaded, -negative_rank)
+            loaded = loaded and _alike(world, loaded, -negative_rank)
         if loaded:
             return loaded
         lost[manifest.payload] = f"{manifest.name}: {why}"
@@ -135,23 +135,22 @@ def _from_memory(
             state = load_payload(data)
     if not all(world.gather(state is not None)):
         return None
-    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), source)
+    return _alike(world, Loaded(state, manifest, f"what rank {source} has kept in memory"), source)
 
 
 class _Tensor:
     """Stands for one where only the other values are sent."""
 
 
-def _alike(loaded: Loaded, source: int) -> Loaded:
+def _alike(world: World, loaded: Loaded, source: int) -> Loaded:
     """The state with rank ``source``'s values in place of this rank's, but for the tensors.
 
     States of one step have equal tensors. Their other values may differ: when a rank is lost at the end of an epoch,
     some have measured the model and have begun the next one, and some have not.
     """
-    sent = [_without_tensors(loaded.state) if dist.get_rank() == source else None]
-    dist.broadcast_object_list(sent, src=source)
+    values = world.gather(_without_tensors(loaded.state) if world.rank == source else None)[source]
     try:
-        return replace(loaded, state=_with_values(loaded.state, sent[0]))
+        return replace(loaded, state=_with_values(loaded.state, values))
     except LookupError:
         log.warning("rank %d's state has other tensors than this rank's, which goes on with its own", source)
         return loaded
