@@ -29,6 +29,15 @@ def test_a_rank_that_waits_and_does_nothing_is_deaf(monkeypatch: pytest.MonkeyPa
     assert found_deaf(lambda: others.wait())
 
 
+def test_a_rank_that_asks_horovod_again_and_again_is_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not idle, and yet does nothing else."""
+    monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    asking = compile(
+        "until = monotonic() + 1\nwhile monotonic() < until: pass", "training/engines/horovod.py", "exec"
+    )
+    assert found_deaf(lambda: exec(asking, {"monotonic": time.monotonic}))
+
+
 def test_a_rank_that_works_or_rests_in_its_own_code_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward pass, a slow disk, a sleep: it comes to the collective after that, and has an error there."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)

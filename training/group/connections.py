@@ -28,9 +28,8 @@ DEAF_S = 1.5
 """A main thread that waits so long for others after their connections have been shut is not told of it any more."""
 _LOOK_S, _IDLE_S = 0.1, 0.005
 _WAITS_BY = re.compile(r"\.wait\(")
-_WAITS_IN = re.compile(
-    r"/torch/(?:distributed|autograd|nn/parallel)/|/horovod/|/training/(?:\w+/)?collectives\.py$"
-)
+_WAITS_IN = re.compile(r"/torch/(?:distributed|autograd|nn/parallel)/|/training/group/collectives\.py$")
+_ASKS_IN = re.compile(r"/horovod(?:/|\.py$)")
 Connections = set[tuple[int, int]]
 """Descriptor and inode of each."""
 _opened: Connections = set()
@@ -80,7 +79,7 @@ def shut_down(which: Connections = _opened) -> None:
 def is_deaf(has_left: threading.Event) -> bool:
     """Whether the main thread goes on to wait for others, when all connections are shut; returns when that is known.
 
-    It does nothing meanwhile: a backward pass that takes long is none of that.
+    It does nothing meanwhile, but for asking Horovod: a backward pass that takes long is none of that.
 
     Args:
         has_left: set once it waits for them no more.
@@ -88,20 +87,23 @@ def is_deaf(has_left: threading.Event) -> bool:
     clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
     since_s, used_s = time.monotonic(), time.clock_gettime(clock)
     while not has_left.wait(_LOOK_S):
-        if time.clock_gettime(clock) - used_s > _IDLE_S or not _waits_for_others():
+        if not _waits_for_others(is_idle=time.clock_gettime(clock) - used_s <= _IDLE_S):
             since_s, used_s = time.monotonic(), time.clock_gettime(clock)
         elif time.monotonic() - since_s > DEAF_S:
             return True
     return False
 
 
-def _waits_for_others() -> bool:
+def _waits_for_others(*, is_idle: bool) -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False
     file = frame.f_code.co_filename
+    if _ASKS_IN.search(file):
+        return True
     # What is called in C has no frame: the line that calls it tells.
-    return bool(_WAITS_IN.search(file) or _WAITS_BY.search(linecache.getline(file, frame.f_lineno)))
+    in_torch = _WAITS_IN.search(file) or _WAITS_BY.search(linecache.getline(file, frame.f_lineno))
+    return is_idle and bool(in_torch)
 
 
 def _sockets() -> Connections:
