@@ -27,7 +27,7 @@ from nodekit.deploy.agent.rendezvous import rendezvous
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
 from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous, StoreLost
-from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedStore
+from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 
 TOKEN = "the run's token"
@@ -342,6 +342,20 @@ def test_an_old_state_that_a_stranger_puts_back_is_refused(connect: Any) -> None
     stranger(alone).delete_key(key("state"))
     with pytest.raises(StoreLost, match="was removed"):
         other.form({"name": "n1"})
+
+
+def test_a_state_that_is_gone_is_noticed_by_who_writes_it_too(connect: Any) -> None:
+    """As a node's signs of life are: its rendezvous would otherwise wait for what nobody can answer."""
+    alone = connect(0, nodes=1)
+    form_all([alone])
+    backend = SignedBackend(alone._signed)
+    state, token = backend.get_state() or (b"", None)
+    *_, is_set = backend.set_state(state, token) or (False,)
+    assert is_set
+    _, token = backend.get_state() or (b"", None)
+    stranger(alone).delete_key(key("state"))
+    with pytest.raises(Forged, match="was removed"):
+        backend.set_state(state, token)
 
 
 @pytest.mark.parametrize("name", ["0/done/1", "0/hang", "hub", "outcome"])
