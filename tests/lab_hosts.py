@@ -5,6 +5,8 @@ import fcntl
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -78,13 +80,8 @@ def remove_labs(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="session")
-def session_labs() -> Iterator[Path]:
-    """Where this session's labs are. Those of killed sessions are removed: pytest could not."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    everyones = Path(tempfile.gettempdir()) / "nodekit-test-labs"
-    everyones.mkdir(mode=0o700, exist_ok=True)
+def remove_labs_of_the_gone(everyones: Path) -> None:
+    """Remove the labs of sessions that were ended before they could."""
     with (everyones.parent / "nodekit-test-labs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a session begin at once, and one is to remove them
         for other in everyones.iterdir():
@@ -92,11 +89,41 @@ def session_labs() -> Iterator[Path]:
             if owner is None or not owner.is_alive:
                 with contextlib.suppress(KitError):  # made by another version of kit
                     remove_labs(other)
+
+
+# Ctrl-C of pytest kills its workers: what they have started is removed by a process of its own.
+WHEN_GONE = """
+import os, select, sys
+from pathlib import Path
+select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+import lab_hosts
+lab_hosts.remove_labs_of_the_gone(Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="session")
+def session_labs() -> Iterator[Path]:
+    """Where this session's labs are; they are removed at its end, whatever that is."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    everyones = Path(tempfile.gettempdir()) / "nodekit-test-labs"
+    everyones.mkdir(mode=0o700, exist_ok=True)
+    remove_labs_of_the_gone(everyones)
     made = Path(tempfile.mkdtemp())
     ProcessRecord.of(os.getpid()).write(made / "pytest.json")
     folder = made.rename(everyones / made.name)  # with its owner in it: another session may be looking
+    guard = subprocess.Popen(
+        [sys.executable, "-c", WHEN_GONE, str(os.getpid()), str(everyones)],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     yield folder
     remove_labs(folder)
+    guard.kill()
+    guard.wait()
 
 
 @pytest.fixture
