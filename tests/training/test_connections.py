@@ -33,7 +33,7 @@ def test_a_rank_that_asks_horovod_again_and_again_is_deaf(monkeypatch: pytest.Mo
     """It is not idle, and yet does nothing else."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)
     asking = compile(
-        "until = monotonic() + 1\nwhile monotonic() < until: pass", "training/engines/horovod.py", "exec"
+        "until = monotonic() + 1\nwhile monotonic() < until: pass", "/kit/training/engines/horovod.py", "exec"
     )
     assert found_deaf(lambda: exec(asking, {"monotonic": time.monotonic}))
 

@@ -29,7 +29,7 @@ DEAF_S = 1.5
 _LOOK_S, _IDLE_S = 0.1, 0.005
 _WAITS_BY = re.compile(r"\.wait\(")
 _WAITS_IN = re.compile(r"/torch/(?:distributed|autograd|nn/parallel)/|/training/group/collectives\.py$")
-_ASKS_IN = re.compile(r"/horovod(?:/|\.py$)")
+_ASKS_IN = re.compile(r"/training/engines/horovod\.py$|/horovod/torch/")
 Connections = set[tuple[int, int]]
 """Descriptor and inode of each."""
 _opened: Connections = set()

@@ -115,9 +115,8 @@ class SignedBackend(RendezvousBackend):
         before = token or _NOTHING
         desired = f"{_version(before) + 1} {b64encode(state).decode()}"
         found = self._store.compare_set(_STATE, before, desired)
-        if (
-            found == before
-        ):  # what torch's store returns of a key that is not there; else it would be `desired` by now
+        # What torch's store returns of a key that is not there; if it was there, `desired` is there now.
+        if found == before:
             raise self._store.refuse(_STATE, "was removed")
         now = self._read(found, least)
         return None if now is None else (*now, found == desired)
