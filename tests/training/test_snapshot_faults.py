@@ -6,6 +6,7 @@ that take turns, so that a history found once is found again.
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import logging
@@ -213,8 +214,11 @@ class Histories(OnAFailingDisk):
                 sent = group.gather(rank, tensor.clone() if rank == src else None)[src]
                 tensor.copy_(sent)
 
+            def broadcast_object_list(values: list[Any], src: int) -> None:
+                values[:] = group.gather(rank, copy.deepcopy(values) if rank == src else None)[src]
+
             def run() -> Any:
-                own_dist.value = broadcast
+                own_dist.broadcast, own_dist.broadcast_object_list = broadcast, broadcast_object_list
                 writes = exchange.writes_snapshots(stores[rank], own)
                 found = exchange.newest_of_all(stores[rank], own, writes=writes)
                 return found, writes
@@ -222,7 +226,10 @@ class Histories(OnAFailingDisk):
             return run
 
         own_dist = threading.local()
-        fake = SimpleNamespace(broadcast=lambda tensor, src: own_dist.value(tensor, src))
+        fake = SimpleNamespace(
+            broadcast=lambda tensor, src: own_dist.broadcast(tensor, src),
+            broadcast_object_list=lambda values, src: own_dist.broadcast_object_list(values, src),
+        )
         fired = self.disk.num_fired
         with self.kit(is_newer_kit), mock.patch.object(exchange, "dist", fake), self.disk.failing(fault):
             results = group.run([call(rank) for rank in range(len(members))])

@@ -148,9 +148,11 @@ def _alike(world: World, loaded: Loaded, source: int) -> Loaded:
     States of one step have equal tensors. Their other values may differ: when a rank is lost at the end of an epoch,
     some have measured the model and have begun the next one, and some have not.
     """
-    values = world.gather(_without_tensors(loaded.state) if world.rank == source else None)[source]
+    # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
+    sent = [_without_tensors(loaded.state) if world.rank == source else None]
+    dist.broadcast_object_list(sent, src=source)
     try:
-        return replace(loaded, state=_with_values(loaded.state, values))
+        return replace(loaded, state=_with_values(loaded.state, sent[0]))
     except LookupError:
         log.warning("rank %d's state has other tensors than this rank's, which goes on with its own", source)
         return loaded
