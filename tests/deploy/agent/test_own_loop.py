@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import Agents
+from agents import Agents, again_if_left_waiting
 from places import ROOT
 from test_reform import Run
 
@@ -90,6 +90,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+@again_if_left_waiting
 def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str, Any], killed: int) -> None:
     run = OwnLoop(agents)
     run.wait_step(20)
@@ -106,6 +107,7 @@ def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str,
     assert "in memory" in source
 
 
+@again_if_left_waiting
 def test_a_node_is_lost_and_another_comes_in(agents: Agents) -> None:
     """The others keep their processes both times; for the one that comes in they pause."""
     run = OwnLoop(agents, min_nodes=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents, until
+from agents import LEFT_WAITING, Agents, again_if_left_waiting, until
 
 from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.ranks.failures import is_secondary
@@ -167,6 +167,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+@again_if_left_waiting
 def test_the_others_stay_and_no_step_is_lost(
     agents: Agents, unbroken: tuple[dict[int, float], str], killed: int
 ) -> None:
@@ -186,6 +187,7 @@ def test_the_others_stay_and_no_step_is_lost(
     assert run.result("n0")["resumed_at_step"] >= 20
 
 
+@again_if_left_waiting
 def test_a_rank_in_the_middle_of_a_long_step_stays(
     agents: Agents, unbroken: tuple[dict[int, float], str]
 ) -> None:
@@ -220,6 +222,7 @@ World.gather = gather_once
 @pytest.mark.parametrize(
     "evaluates", [[], ["--eval-every", "8"]], ids=["at the end of an epoch", "within one"]
 )
+@again_if_left_waiting
 def test_a_rank_is_lost_when_some_have_ended_an_evaluation_and_some_have_not(
     agents: Agents, unbroken: tuple[dict[int, float], str], evaluates: list[str]
 ) -> None:
@@ -258,7 +261,7 @@ def test_a_rank_that_gloo_leaves_waiting_ends_with_its_step_saved(
     """Half of what it sends has gone, and nobody takes the other half: gloo does not tell it so."""
     run = Run(agents, job=JOB + KILLED_WITHIN_A_MESSAGE, num_nodes=2, grace_s=60.0)
     assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
-    assert "another rank is lost, and this one still waits for it: saving step 23 alone" in agents.log(0)
+    assert f"{LEFT_WAITING}: saving step 23 alone" in agents.log(0)
     assert run.result("n0")["resumed_at_step"] == 23
     (failed,) = run.events("n0", "worker-failed")
     assert failed["exitcode"] == 1
@@ -266,6 +269,7 @@ def test_a_rank_that_gloo_leaves_waiting_ends_with_its_step_saved(
 
 
 @pytest.mark.parametrize("first", ["agents", "ranks"])
+@again_if_left_waiting
 def test_ranks_of_a_fenced_generation_go_on_in_the_next_one(
     agents: Agents, unbroken: tuple[dict[int, float], str], first: str
 ) -> None:
@@ -376,6 +380,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@again_if_left_waiting
 def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_step(
     agents: Agents, unbroken: tuple[dict[int, float], str]
 ) -> None:
@@ -403,6 +408,7 @@ def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_
     assert ([each["pid"] for each in last["workers"]], last["world_size"]) == (before["n0"], 2)
 
 
+@again_if_left_waiting
 def test_horovod_does_not_wait_for_a_silent_node(
     agents: Agents, unbroken: tuple[dict[int, float], str]
 ) -> None:
@@ -421,6 +427,7 @@ def test_horovod_does_not_wait_for_a_silent_node(
 
 
 @pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer", "horovod"])
+@again_if_left_waiting
 def test_a_node_is_lost_and_another_comes_in(
     agents: Agents, unbroken: tuple[dict[int, float], str], engine: str
 ) -> None:
